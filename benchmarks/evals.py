@@ -1,0 +1,368 @@
+"""Run coding agents on eval cases, with and without the skills, and grade their work.
+
+    make evals ARGS='--dry-run'
+    make evals ARGS='--agent "claude -p {prompt} --plugin-dir {plugin}" --arm none --arm whole'
+    make evals ARGS='--grade grad-accum-uneven-lengths --folder DIR'
+
+A case is a folder `skills/<technique>/evals/<case>/`: `case.yaml` in the format of `claude plugin
+eval`, the `fixture/` that the agent works on, and `graders/grade.py`. Arms: `none` has no plugin,
+`gutted` the same folders and scripts with the text of every skill cut out, `whole` the plugin as it
+is. `{prompt}`, `{plugin}` and `{case}` are replaced in the command of an agent, which runs in a
+copy of the fixture with a home of its own. Proof: `python -m pytest tests/evals/test_evals.py`.
+"""
+
+import argparse
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from evals_grading import Grade, as_rows, checks, grade, score
+from evals_scripted import IDLE, solutions
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = 1  # of the record; raise it when a key changes its meaning
+ARMS = ("none", "gutted", "whole")
+SHORT = "short"  # the tag of the cases that run in every test
+HIDDEN = ("evals", "tests", "evidence", "benchmarks")  # what no agent under test may read
+MANIFESTS = ("plugin.json", ".claude-plugin/plugin.json", ".claude-plugin/marketplace.json")
+SCRIPTED = shlex.join([sys.executable, str(ROOT / "benchmarks/evals_scripted.py")])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One eval case; `settings` is its `case.yaml`."""
+
+    folder: Path
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.settings["name"])
+
+    @property
+    def skill(self) -> str:
+        return self.folder.parents[1].name
+
+    @property
+    def prompt(self) -> str:
+        return str(self.settings["execution"]["prompt"])
+
+    @property
+    def seconds(self) -> float:
+        return float(self.settings["execution"]["timeout_seconds"])
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of an agent on a case, as the record holds it."""
+
+    case: str
+    skill: str
+    agent: str
+    arm: str
+    run: int
+    status: int | None  # None: it was ended at the time limit of the case
+    seconds: float
+    tool_calls: int | None  # None: the agent printed none in a form that is known
+    tokens: int | None
+    score: float
+    points: list[dict[str, Any]]
+    transcript: str
+
+
+def cases(root: Path = ROOT) -> list[Case]:
+    """List the cases of all skills by name."""
+    found = sorted(root.glob("skills/*/evals/*/case.yaml"))
+    read = [Case(path.parent, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in found]
+    return sorted(read, key=lambda case: case.name)
+
+
+def chosen(pattern: str, *, short: bool) -> list[Case]:
+    """List the cases whose name matches, and with `short` only those with that tag."""
+    named = [case for case in cases() if fnmatch.fnmatch(case.name, pattern)]
+    return [case for case in named if not short or SHORT in case.settings["tags"]]
+
+
+# Arms
+
+
+def build_arm(arm: str, target: Path, root: Path = ROOT) -> Path:
+    """Write the plugin that an agent of this arm gets, and return its folder."""
+    target.mkdir(parents=True)
+    copied = MANIFESTS if arm == "none" else [path for path in _files(root) if not _hidden(path)]
+    for name in copied:
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / name, path)
+    if arm == "gutted":
+        for page in target.glob("skills/*/SKILL.md"):
+            page.write_text(_frontmatter(page.read_text(encoding="utf-8")), encoding="utf-8")
+        for page in [*target.glob("skills/*/references/*.md"), target / "AGENTS.md"]:
+            page.write_text("", encoding="utf-8")
+        (target / "README.md").write_text("", encoding="utf-8")
+    return target
+
+
+def _files(root: Path) -> list[Path]:
+    from tree import files
+
+    return [path.relative_to(root) for path in files(root)]
+
+
+def _hidden(path: Path) -> bool:
+    """Return whether a file shows the cases, their graders or their solutions."""
+    return path.parts[0] in HIDDEN or "evals" in path.parts
+
+
+def _frontmatter(page: str) -> str:
+    """Return the name and description of a skill without its body."""
+    return "".join(f"{part}---\n" for part in page.split("---\n", 2)[:2])
+
+
+# Agents
+
+
+def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | None, float, str]:
+    """Run an agent in a copy of the fixture; return its status, seconds and transcript."""
+    plugin = build_arm(arm, place / "plugin")
+    shutil.copytree(case.folder / "fixture", place / "work")
+    (place / "home").mkdir()
+    filled = {"{prompt}": case.prompt, "{plugin}": str(plugin), "{case}": case.name}
+    words = [_fill(word, filled) for word in shlex.split(command)]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        words,
+        cwd=place / "work",
+        env=os.environ | {"HOME": str(place / "home"), "XDG_CONFIG_HOME": str(place / "home")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    status: int | None = None
+    try:
+        transcript, _ = process.communicate(timeout=case.seconds)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        _end_group(process)
+        transcript, _ = process.communicate()
+    _end_group(process)
+    return status, round(time.monotonic() - started, 3), transcript
+
+
+def _fill(word: str, values: dict[str, str]) -> str:
+    return re.sub(r"\{(?:prompt|plugin|case)\}", lambda found: values[found[0]], word)
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def count_tools(transcript: str) -> int | None:
+    """Count the tool calls of a transcript of JSON lines; None where it has no such lines."""
+    events = list(_events(transcript))
+    return sum('"tool_use"' in json.dumps(one.get("message", {})) for one in events) or (
+        0 if events else None
+    )
+
+
+def count_tokens(transcript: str) -> int | None:
+    """Return the tokens that the last event with a usage names; None where none does."""
+    usages = [one["usage"] for one in _events(transcript) if isinstance(one.get("usage"), dict)]
+    if not usages:
+        return None
+    return sum(
+        number
+        for name, number in usages[-1].items()
+        if name.endswith("_tokens") and isinstance(number, int)
+    )
+
+
+def _events(transcript: str) -> Iterator[dict[str, Any]]:
+    for line in transcript.splitlines():
+        if line.startswith("{"):
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
+
+
+def one_run(case: Case, agent: str, command: str, arm: str, number: int) -> Row:
+    """Run an agent once on a case, and grade the folder that it leaves."""
+    with tempfile.TemporaryDirectory(prefix="eval", ignore_cleanup_errors=True) as folder:
+        status, seconds, transcript = run_agent(command, case, arm, Path(folder))
+        grades = grade(case.folder, Path(folder) / "work")
+    return Row(
+        case.name,
+        case.skill,
+        agent,
+        arm,
+        number,
+        status,
+        seconds,
+        count_tools(transcript),
+        count_tokens(transcript),
+        round(score(grades), 4),
+        as_rows(grades),
+        transcript,
+    )
+
+
+def dry_run(found: Sequence[Case]) -> Iterator[Row]:
+    """Run the scripted agents on each case: idle, reference, and every wrong solution."""
+    for case in found:
+        for agent in (IDLE, *solutions(case.name)):
+            yield one_run(case, agent, f"{SCRIPTED} {agent} {{case}}", "none", 1)
+
+
+def real_runs(found: Sequence[Case], command: str, arms: Sequence[str], runs: int) -> Iterator[Row]:
+    """Run an agent on each case in each arm; arms take turns, so that drift affects all alike."""
+    for case in found:
+        for number in range(1, runs + 1):
+            for arm in arms:
+                yield one_run(case, command, command, arm, number)
+
+
+# Records
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a record depends on."""
+    import platform
+
+    import torch
+
+    import curry_train
+
+    return {
+        "curry_train": curry_train.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def record(rows: Sequence[Row], words: Sequence[str]) -> dict[str, Any]:
+    """Return the record of all runs, with the mean score of each case and arm."""
+    scores: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        scores.setdefault(row.case, {}).setdefault(f"{row.agent} {row.arm}", []).append(row.score)
+    means: dict[str, dict[str, float]] = {}
+    for case, by_name in scores.items():
+        means[case] = {name: round(sum(one) / len(one), 4) for name, one in by_name.items()}
+    return {
+        "schema": SCHEMA,
+        "command": shlex.join(["benchmarks/evals.py", *words]),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": versions(),
+        "rows": [asdict(row) for row in rows],
+        "scores": means,
+    }
+
+
+def skill_creator_file(skill: str, found: Sequence[Case]) -> dict[str, Any]:
+    """Return the cases of a skill in the format of skill-creator's `evals.json`."""
+    rows = []
+    for number, case in enumerate(found, start=1):
+        files = sorted(path for path in (case.folder / "fixture").rglob("*") if path.is_file())
+        says = [(one.__doc__ or "").strip().splitlines()[0] for one in checks(case.folder).values()]
+        rows.append(
+            {
+                "id": number,
+                "prompt": case.prompt,
+                "expected_output": case.settings["expected_outcome"],
+                "files": [path.relative_to(case.folder.parents[1]).as_posix() for path in files],
+                "expectations": says,
+                "assertions": says,
+            }
+        )
+    return {"skill_name": skill, "evals": rows}
+
+
+def write_lists() -> None:
+    """Write `evals.json` of each skill from its cases."""
+    for folder in sorted(ROOT.glob("skills/*/evals")):
+        found = [case for case in cases() if case.folder.parent == folder]
+        text = json.dumps(skill_creator_file(folder.parent.name, found), indent=2)
+        (folder / "evals.json").write_text(text + "\n", encoding="utf-8")
+
+
+# Command
+
+
+def print_grades(grades: Sequence[Grade]) -> int:
+    """Print each point; return 0 if all were reached, else 1."""
+    for one in grades:
+        reason = f": {one.reason}" if one.reason else ""
+        print(f"{'reached' if one.passed else 'missed':8} {one.weight} {one.name}{reason}")
+    print(f"score {score(grades):.2f}")
+    return int(not all(one.passed for one in grades))
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Read the options."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--agent", metavar="COMMAND", help="with {prompt}, {plugin} or {case}")
+    parser.add_argument("--arm", action="append", choices=ARMS, help="all three if not given")
+    parser.add_argument("--runs", type=int, default=3, help="of each case in each arm")
+    parser.add_argument("--case", default="*", metavar="GLOB")
+    parser.add_argument("--short", action="store_true", help="one case for each skill")
+    parser.add_argument("--dry-run", action="store_true", help="run the scripted agents")
+    parser.add_argument("--grade", metavar="CASE", help="grade --folder instead of running agents")
+    parser.add_argument("--folder", type=Path, help="what an agent left, for --grade")
+    parser.add_argument("--write-lists", action="store_true", help="write each evals.json again")
+    parser.add_argument("--json", metavar="FILE", help="write the record")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
+    """Status: 0 done and, in a dry run, as expected; 1 a point was missed; 2 wrong usage."""
+    options = parse(words)
+    if options.write_lists:
+        write_lists()
+        return 0
+    found = chosen(options.grade or options.case, short=options.short)
+    if not found or (options.grade and not options.folder):
+        print("no case has that name; --grade also needs --folder", file=sys.stderr)
+        return 2
+    if options.grade:
+        return print_grades(grade(found[0].folder, options.folder))
+    if options.dry_run:
+        runs = dry_run(found)
+    elif options.agent:
+        runs = real_runs(found, options.agent, options.arm or ARMS, options.runs)
+    else:
+        print("give --agent COMMAND, --dry-run or --grade CASE", file=sys.stderr)
+        return 2
+    rows = []
+    for row in runs:
+        rows.append(row)
+        print(
+            f"{row.score:.2f}  {row.seconds:7.1f} s  {row.arm:6}  {row.case}  {row.agent}",
+            flush=True,
+        )
+    if options.json:
+        text = json.dumps(record(rows, words), indent=1)
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
+    if not options.dry_run:
+        return 0
+    return int(any((row.score == 1) != (row.agent == "reference") for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,391 @@
+"""Run an agent's files in forks for the graders of eval cases: measure, kill, compare.
+
+A grader is `graders/grade.py` of a case. Each of its functions marked with `point(weight)` judges
+one named point and raises `AssertionError` where the point is missed. The agent's code runs in
+forks of a process that has imported torch, so that it can neither change the grader nor end it.
+
+    make evals ARGS='--grade grad-accum-uneven-lengths --folder DIR'
+
+Proof: `python -m pytest tests/evals/test_evals.py`.
+"""
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import io
+import json
+import os
+import resource
+import runpy
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+# Imported before the first fork, since each fork would import them again, in seconds.
+READY = (
+    "numpy",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.utils.checkpoint",
+    "curry_train.core.measure",
+)
+LONGEST_CALL = 60.0  # seconds for one call of the agent's code, unless a grader gives another limit
+Action = Callable[[], None]
+Check = Callable[["Work"], None]
+
+
+class Broken(AssertionError):
+    """Raised when the agent's code ends with an exception, a signal, or not at all."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Exit status of a script, negative for a signal, and its output."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.output.splitlines()
+
+    def values(self, start: str) -> list[str]:
+        """Return the last word of every printed line that starts so."""
+        return [line.split()[-1] for line in self.lines if line.startswith(start)]
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The result of one point: its name, weight, and the reason where it was missed."""
+
+    name: str
+    says: str
+    weight: int
+    guard: bool
+    passed: bool
+    reason: str
+
+
+def point(weight: int, *, guard: bool = False) -> Callable[[Check], Check]:
+    """Mark a function of a grader as the check of one point; its docstring states the point."""
+
+    def mark(check: Check) -> Check:
+        vars(check).update(weight=weight, guard=guard)
+        return check
+
+    return mark
+
+
+def guard(weight: int) -> Callable[[Check], Check]:
+    """Mark the check of something that must stay; it counts only beside a point that is reached."""
+    return point(weight, guard=True)
+
+
+@dataclass
+class Work:
+    """The folder that an agent worked in, beside the untouched fixture that it started from."""
+
+    folder: Path
+    fixture: Path
+    opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def call(self, function: Callable[..., Any], *args: Any, seconds: float = LONGEST_CALL) -> Any:
+        """Return the result of a grader's function, run in a fork inside the agent's folder."""
+        return _finish(_start(self.folder, lambda: function(*args)), seconds)
+
+    def original(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a grader's function, run in a fork inside the fixture."""
+        return _finish(_start(self._untouched, lambda: function(*args)), LONGEST_CALL)
+
+    def ranks(
+        self, count: int, function: Callable[..., Any], *args: Any, seconds: float = LONGEST_CALL
+    ) -> list[Any]:
+        """Run a grader's function on several gloo ranks; return the result of each."""
+        meeting = self._new_folder() / "meeting"
+
+        def body(rank: int) -> Any:
+            import torch.distributed as dist
+
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+            dist.init_process_group(
+                "gloo", init_method=f"file://{meeting}", rank=rank, world_size=count
+            )
+            try:
+                return function(*args)
+            finally:
+                dist.destroy_process_group()
+
+        started = [_start(self.folder, lambda rank=rank: body(rank)) for rank in range(count)]
+        return [_finish(one, seconds) for one in started]
+
+    def run(
+        self,
+        script: str,
+        *words: str,
+        at: Mapping[str, Action] | None = None,
+        seconds: float = LONGEST_CALL,
+    ) -> Ended:
+        """Run a script of the agent as a program; act when it prints a line that starts so."""
+
+        def body() -> None:
+            sys.argv[:] = [script, *words]
+            sys.stdout = _Watched(sys.stdout, dict(at or {}))  # type: ignore[assignment]
+            runpy.run_path(script, run_name="__main__")
+
+        return _end(_start(self.folder, body), seconds)
+
+    def copy(self) -> "Work":
+        """Return the same work in a new folder, so that files of one run stay out of the next."""
+        target = self._new_folder() / "work"
+        shutil.copytree(self.folder, target)
+        return Work(target, self.fixture, self.opened)
+
+    def assert_unchanged(self, *names: str) -> None:
+        """Raise where a file of the fixture was changed or removed."""
+        for name in names:
+            path = self.folder / name
+            assert path.is_file(), f"{name} is gone"
+            same = path.read_bytes() == (self.fixture / name).read_bytes()
+            assert same, f"{name} was changed"
+
+    @cached_property
+    def _untouched(self) -> Path:
+        target = self._new_folder() / "fixture"
+        shutil.copytree(self.fixture, target)
+        return target
+
+    def _new_folder(self) -> Path:
+        return Path(self.opened.enter_context(tempfile.TemporaryDirectory(prefix="eval")))
+
+
+# Graders
+
+
+def checks(case: Path) -> dict[str, Check]:
+    """Return the marked functions of a case's grader by the names of their points."""
+    spec = importlib.util.spec_from_file_location(f"grade_{case.name}", case / "graders/grade.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = {name: one for name, one in vars(module).items() if hasattr(one, "weight")}
+    return {name.replace("_", "-"): check for name, check in found.items()}
+
+
+def grade(case: Path, folder: Path) -> list[Grade]:
+    """Judge the agent's folder by every point of the case."""
+    _get_ready()
+    grades = []
+    with contextlib.ExitStack() as opened:
+        work = Work(folder.resolve(), (case / "fixture").resolve(), opened)
+        for name, check in checks(case).items():
+            try:
+                check(work)
+                reason = ""
+            except AssertionError as missed:
+                reason = str(missed) or "the condition does not hold"
+            says = (check.__doc__ or "").strip().splitlines()[0]
+            grades.append(Grade(name, says, passed=not reason, reason=reason, **vars(check)))
+    return grades
+
+
+@cache
+def _get_ready() -> None:
+    for name in READY:
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def score(grades: Sequence[Grade]) -> float:
+    """Return the share of the weights that was reached; guards alone are worth nothing."""
+    if not any(one.passed for one in grades if not one.guard):
+        return 0.0
+    return sum(one.weight for one in grades if one.passed) / sum(one.weight for one in grades)
+
+
+def as_rows(grades: Sequence[Grade]) -> list[dict[str, Any]]:
+    """Return the grades as they stand in the record."""
+    return [asdict(one) for one in grades]
+
+
+# Measuring, called inside of `Work.call`
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most bytes of tensors alive at any moment that were made inside the call."""
+    from curry_train.core.measure import LiveStorages
+
+    with LiveStorages() as storages:
+        function()
+    return storages.bytes_peak
+
+
+def flops(function: Callable[[], Any]) -> int:
+    """Return the FLOPs of matrix products, convolutions and attention of a call."""
+    from curry_train.core.measure import FlopCount
+
+    with FlopCount() as count:
+        function()
+    return count.flops
+
+
+def assert_close(measured: Sequence[float], required: Sequence[float], within: float) -> None:
+    """Raise where two sequences differ in length, or in a value by more than this share."""
+    assert len(measured) == len(required), f"{len(measured)} values, and {len(required)} required"
+    for place, (one, other) in enumerate(zip(measured, required, strict=True)):
+        close = abs(one - other) <= within * max(abs(other), 1e-12)
+        assert close, f"value {place} is {one!r}, and {other!r} is required"
+
+
+# What happens to a script when it prints a line
+
+
+def kill() -> None:
+    """End this process as `kill -9` does."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate() -> None:
+    """Send this process the signal of a preemption."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def die_writing(num_bytes: int) -> Action:
+    """Let the kernel end this process in the first file that grows beyond so many bytes."""
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+    return limit
+
+
+class _Watched(io.TextIOBase):
+    """Standard output that acts at the end of lines with a given start, once for each start."""
+
+    def __init__(self, inner: Any, actions: dict[str, Action]) -> None:
+        self.inner = inner
+        self.actions = actions
+        self.line = ""
+
+    def write(self, text: str) -> int:
+        self.inner.write(text)
+        self.inner.flush()
+        *ended, self.line = (self.line + text).split("\n")
+        for line in ended:
+            for start in [start for start in self.actions if line.startswith(start)]:
+                self.actions.pop(start)()
+        return len(text)
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def fileno(self) -> int:
+        return int(self.inner.fileno())
+
+
+# Forks
+
+
+@dataclass
+class _Fork:
+    process: int
+    place: tempfile.TemporaryDirectory[str]
+
+    def read(self, name: str) -> str:
+        path = Path(self.place.name) / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _start(folder: Path, body: Callable[[], Any]) -> _Fork:
+    """Run a function in a fork, in a folder, with its own output and importable modules."""
+    place = tempfile.TemporaryDirectory(prefix="eval")
+    process = os.fork()
+    if process == 0:
+        _become(folder, Path(place.name), body)
+    return _Fork(process, place)
+
+
+def _become(folder: Path, place: Path, body: Callable[[], Any]) -> NoReturn:
+    status = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number, name in ((1, "output"), (2, "errors")):
+            file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, number)
+        sys.stdin = io.StringIO()
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.dont_write_bytecode = True
+        torch.set_num_threads(1)
+        result = body()
+        (place / "result").write_text(json.dumps(result))
+        status = 0
+    except SystemExit as ended:
+        status = _status_of(ended)
+    except BaseException:  # noqa: BLE001 - the agent's code may raise anything
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _status_of(ended: SystemExit) -> int:
+    if isinstance(ended.code, int) or ended.code is None:
+        return int(ended.code or 0) & 255
+    print(ended.code, file=sys.stderr)
+    return 1
+
+
+def _wait(fork: _Fork, seconds: float) -> int:
+    """Return the status of a fork; a negative number is the signal that ended it."""
+    latest = time.monotonic() + seconds
+    while time.monotonic() < latest:
+        ended, status = os.waitpid(fork.process, os.WNOHANG)
+        if ended:
+            _kill_group(fork.process)
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    _kill_group(fork.process)
+    os.waitpid(fork.process, 0)
+    raise Broken(f"did not end within {seconds:.0f} s")
+
+
+def _kill_group(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def _end(fork: _Fork, seconds: float) -> Ended:
+    with fork.place:
+        status = _wait(fork, seconds)
+        return Ended(status, fork.read("output"), fork.read("errors"))
+
+
+def _finish(fork: _Fork, seconds: float) -> Any:
+    with fork.place:
+        status = _wait(fork, seconds)
+        result = Path(fork.place.name) / "result"
+        if status == 0 and result.exists():
+            return json.loads(result.read_text())
+        last = [line for line in fork.read("errors").splitlines() if line.strip()] or ["no message"]
+        raise Broken(f"ended with status {status}: {last[-1].strip()}")

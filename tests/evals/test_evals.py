@@ -1,0 +1,217 @@
+"""Every eval case is passed by its reference solution and failed by each wrong one.
+
+The scripted agents of a dry run are commands, as real agents are. Cases with the tag `short` run
+here, one for each skill; the others by `make long`.
+Run: `python -m pytest tests/evals/test_evals.py`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from tree import ROOT, skills
+
+import evals
+import evals_grading
+import evals_scripted
+
+CASES = {case.name: case for case in evals.cases()}
+SHORT = [name for name, case in CASES.items() if evals.SHORT in case.settings["tags"]]
+LONG = [name for name in CASES if name not in SHORT]
+SKILLS = [skill.name for skill in skills(ROOT)]
+RECORD_KEYS = {"schema", "command", "date", "versions", "rows", "scores"}
+ROW_KEYS = {
+    "case",
+    "skill",
+    "agent",
+    "arm",
+    "run",
+    "status",
+    "seconds",
+    "tool_calls",
+    "tokens",
+    "score",
+    "points",
+    "transcript",
+}
+POINT_KEYS = {"name", "says", "weight", "guard", "passed", "reason"}
+# What `claude plugin eval` 2.1.330 takes in a case; its graders refuse any other key.
+GRADER_KEYS = {
+    "regex": {"type", "name", "target", "pattern", "flags", "match", "weight", "arm"},
+    "tool_used": {"type", "name", "tool", "input_match", "min", "max", "weight", "arm"},
+    "file_exists": {"type", "name", "path", "exists", "weight", "arm"},
+}
+EXECUTION_KEYS = {"prompt", "max_turns", "timeout_seconds", "allowed_tools"}
+
+
+def dry_run(folder, *words):
+    """Return the rows of a dry run by case and agent."""
+    path = folder / "record.json"
+    ended = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/evals.py", "--dry-run", "--json", path, *words],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/house"},
+        capture_output=True,
+        text=True,
+    )
+    assert path.exists(), ended.stdout + ended.stderr
+    record = json.loads(path.read_text())
+    return ended.returncode, record, {(row["case"], row["agent"]): row for row in record["rows"]}
+
+
+@pytest.fixture(scope="module")
+def short_record(tmp_path_factory):
+    return dry_run(tmp_path_factory.mktemp("short"), "--short")
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    return dry_run(tmp_path_factory.mktemp("all"))
+
+
+def assert_graders_judge(name, rows):
+    """Raise unless the reference passes all points and every other agent misses its own."""
+    solutions = evals_scripted.solutions(name)
+    wrong = [agent for agent in solutions if agent.startswith("wrong-")]
+    assert len(wrong) >= 2
+    assert set(solutions) == {"reference", *wrong}
+    assert rows[name, "reference"]["score"] == 1, missed(rows[name, "reference"])
+    assert rows[name, evals_scripted.IDLE]["score"] < 1
+    for agent in wrong:
+        assert list(missed(rows[name, agent])) == solutions[agent]["fails"], (agent, rows)
+    assert all(row["status"] == 0 for (case, _), row in rows.items() if case == name)
+
+
+def missed(row):
+    return {one["name"]: one["reason"] for one in row["points"] if not one["passed"]}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_graders_of_one_case_of_each_skill_pass_and_fail(name, short_record):
+    assert_graders_judge(name, short_record[2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_graders_of_all_cases_pass_and_fail(name, record):
+    assert_graders_judge(name, record[2])
+
+
+def test_a_dry_run_ends_with_0_and_records_versions_and_points(short_record):
+    status, record, rows = short_record
+    assert status == 0
+    assert set(record) == RECORD_KEYS
+    assert record["schema"] == evals.SCHEMA
+    assert set(record["versions"]) == {"curry_train", "python", "torch"}
+    assert all(set(row) == ROW_KEYS for row in record["rows"])
+    points = [one for row in rows.values() for one in row["points"]]
+    assert all(set(one) == POINT_KEYS for one in points)
+
+
+def test_each_skill_has_three_cases_and_one_that_is_short():
+    assert len(CASES) >= 9
+    by_skill = {skill: [c for c in CASES.values() if c.skill == skill] for skill in SKILLS}
+    assert [skill for skill, found in by_skill.items() if len(found) < 1] == []
+    assert sorted(CASES[name].skill for name in SHORT) == SKILLS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_in_the_format_that_clients_run(name):
+    case = CASES[name]
+    settings = case.settings
+    assert settings["schema_version"] == "1.0"
+    assert name == f"{case.skill}-{case.folder.name}"
+    assert set(settings["execution"]) == EXECUTION_KEYS
+    assert settings["context"] == {"scaffold_script": "scaffold.sh"}
+    assert (case.folder / "scaffold.sh").is_file()
+    for grader in settings["graders"]:
+        assert set(grader) <= GRADER_KEYS[grader["type"]]
+    names = [grader["name"] for grader in settings["graders"]]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_prompt_is_a_users_and_names_no_skill(name):
+    words = CASES[name].prompt.lower()
+    assert "curry" not in words
+    assert "skill" not in words
+    assert not any(skill in words for skill in SKILLS if "-" in skill)
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_the_list_for_skill_creator_is_written_from_the_cases(skill):
+    folder = ROOT / "skills" / skill / "evals"
+    found = [case for case in CASES.values() if case.skill == skill]
+    written = json.loads((folder / "evals.json").read_text())
+    assert written == evals.skill_creator_file(skill, found), "run evals.py --write-lists"
+    assert all(
+        (folder.parent / file).is_file() for row in written["evals"] for file in row["files"]
+    )
+
+
+def test_an_arm_without_guidance_has_the_same_files_and_no_arm_has_the_answers(tmp_path):
+    none, gutted, whole = (evals.build_arm(arm, tmp_path / arm) for arm in evals.ARMS)
+    listed = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()}
+    assert listed == {path.relative_to(gutted) for path in gutted.rglob("*") if path.is_file()}
+    assert not [path for path in listed if "evals" in path.parts or path.parts[0] == "tests"]
+    assert (whole / "scripts/curry_train.py").is_file()
+    assert not (none / "skills").exists()
+    for page in whole.glob("skills/*/SKILL.md"):
+        cut = (gutted / page.relative_to(whole)).read_text()
+        assert page.read_text().startswith(cut)
+        assert yaml.safe_load(cut.strip().strip("-"))["name"] == page.parent.name
+        assert cut.count("\n") < 9
+
+
+def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp_path):
+    (name, *_) = SHORT
+    case = CASES[name]
+    words = 'sh -c \'test -d "$1/skills" && echo "$2" && echo home $HOME\' sh {plugin} {prompt}'
+    status, _, transcript = evals.run_agent(words, case, "whole", tmp_path / "first")
+    assert status == 0
+    assert case.prompt in transcript
+    assert f"home {tmp_path / 'first/home'}" in transcript
+    case.settings["execution"]["timeout_seconds"] = 0.2
+    status, seconds, _ = evals.run_agent("sleep 20", case, "none", tmp_path / "second")
+    assert status is None
+    assert seconds < 10
+
+
+def test_tool_calls_and_tokens_are_read_from_json_lines():
+    lines = [
+        {"type": "assistant", "message": {"content": [{"type": "tool_use", "name": "Bash"}]}},
+        {"type": "assistant", "message": {"content": [{"type": "text", "text": "done"}]}},
+        {"type": "result", "usage": {"input_tokens": 30, "output_tokens": 4, "speed": "fast"}},
+    ]
+    transcript = "started\n" + "\n".join(json.dumps(line) for line in lines)
+    assert evals.count_tools(transcript) == 1
+    assert evals.count_tokens(transcript) == 34
+    assert evals.count_tools("done") is None
+    assert evals.count_tokens("done") is None
+
+
+def test_code_that_hangs_dies_or_raises_misses_the_point(tmp_path):
+    fixture = tmp_path / "fixture"
+    fixture.mkdir()
+    work = evals_grading.Work(fixture, fixture)
+    for body, reason in (
+        (lambda: 1 / 0, "ZeroDivisionError"),
+        (evals_grading.kill, "ended with status -9"),
+        (lambda: sys.exit("no model"), "status 1: no model"),
+    ):
+        with pytest.raises(evals_grading.Broken, match=reason):
+            work.call(body)
+    with pytest.raises(evals_grading.Broken, match="did not end within"):
+        work.call(lambda: __import__("time").sleep(20), seconds=0.1)
+    (fixture / "write.py").write_text(
+        "print('step 1')\n"
+        "open('small', 'wb').write(b'a' * 50)\n"
+        "open('big', 'wb').write(b'a' * 9000)\n"
+    )
+    ended = work.run("write.py", at={"step 1": evals_grading.die_writing(4096)})
+    assert ended.status < 0
+    assert ended.lines == ["step 1"]
+    assert (fixture / "small").stat().st_size == 50
+    assert (fixture / "big").stat().st_size == 4096
