@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, saving
+from curry_train.runs.attach import STOP_SIGNALS, Stop
 
 
 @pytest.fixture
@@ -94,8 +95,13 @@ def test_a_signal_during_the_last_save_in_the_background_does_not_end_it(
     assert later == [signal.SIGTERM]
 
 
-def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later):
-    """Fork while the run handles signals; the child has the handlers from before the run."""
+@pytest.mark.parametrize("num_open", [0, 8])
+def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later, num_open):
+    """Fork while the run handles signals; the child has the handlers from before the run.
+
+    Other runs may have been left open before, in any number.
+    """
+    left_open = [Stop(STOP_SIGNALS) for _ in range(num_open)]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     run = run_of(tmp_path)
     ours, others = multiprocessing.Pipe()
@@ -112,6 +118,9 @@ def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later):
     ended = child.exitcode
     child.kill()
     run.close()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    for stop in reversed(left_open):
+        stop.release()
     assert ended == -signal.SIGTERM
 
 

@@ -16,7 +16,7 @@ import pytest
 from store_models import new_state
 from tree import ROOT
 
-from curry_train.runs import LockedRun, Store
+from curry_train.runs import LockedRun, Store, lock
 from curry_train.runs.files import ObjectFiles
 
 HOLDER = """
@@ -124,6 +124,33 @@ def test_two_stores_of_one_process_are_two_writers(tmp_path):
         Store(tmp_path).open()
     with Store(tmp_path):
         pass  # the lock was released
+
+
+@pytest.mark.parametrize("seconds", [30.0, 0.0])
+def test_the_lock_of_a_process_that_has_just_died_is_waited_for(tmp_path, monkeypatch, seconds):
+    """The kernel frees the lock of a killed process after its memory, which takes a moment."""
+    dead = {
+        "pid": os.getppid(),
+        "host": socket.gethostname(),
+        "since": "2026-01-01",
+        "started": "1",
+    }
+    (tmp_path / "writer.lock").write_text(json.dumps(dead))
+    take_lock = lock._lock
+    tried = []
+
+    def take_later(descriptor):
+        tried.append(descriptor)
+        return take_lock(descriptor) if len(tried) > 2 else False
+
+    monkeypatch.setattr(lock, "_lock", take_later)
+    monkeypatch.setattr(lock, "FREEING_SECONDS", seconds)
+    if seconds:
+        with Store(tmp_path):
+            assert len(tried) == 3
+    else:
+        with pytest.raises(LockedRun, match="which is dead: wait until"):
+            Store(tmp_path).open()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1'])

@@ -277,9 +277,10 @@ class Stop:
         return signal.Signals(number).name if number else None
 
     def release(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous handlers, except where the program has set its own meanwhile."""
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
         self._previous = {}
 
     def leave_behind(self) -> None:

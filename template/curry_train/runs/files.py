@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_objects.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -400,12 +401,14 @@ class LeftBehind(Protocol):
         """Give up the object; called in a forked child, because the parent owns it."""
 
 
-_holders: "weakref.WeakSet[LeftBehind]" = weakref.WeakSet()
+# By the order in which they were made.
+_holders: "weakref.WeakValueDictionary[int, LeftBehind]" = weakref.WeakValueDictionary()
+_holder_numbers = itertools.count()
 
 
 def keep_from_children(holder: LeftBehind) -> None:
-    """Call `holder.leave_behind()` in every forked child."""
-    _holders.add(holder)
+    """Call `holder.leave_behind()` in every forked child, of the last one first."""
+    _holders[next(_holder_numbers)] = holder
 
 
 def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
@@ -426,7 +429,7 @@ def _after_fork() -> None:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _descriptors.clear()
-    for holder in list(_holders):
+    for holder in reversed([*_holders.values()]):
         holder.leave_behind()
     _holders.clear()
 

@@ -41,6 +41,8 @@ BEAT_FILE_PREFIX = "writer.beat."
 LONGEST_CLAIM_BYTES = 4096
 # Time between writing and checking a claim on storage without kernel locks.
 SETTLE_SECONDS = 0.2
+# Time for the kernel to free the memory of a process that was killed, and with it the lock.
+FREEING_SECONDS = 30.0
 _TOKEN_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
@@ -55,8 +57,10 @@ class RunLock:
         # Watches processes on other hosts, by the file that shows their life.
         self._listeners: dict[str, Listener] = {}
         self.held = False
-        # Whether the last `acquire` failed because it is not known yet if the holder is alive.
+        # Whether the last `acquire` failed because it is not known yet if the holder is alive, or
+        # because it died a moment ago.
         self.is_undecided = False
+        self._first_seen_dead: float | None = None
         self._is_of_parent = False
 
     def acquire(self) -> None:
@@ -136,6 +140,7 @@ class RunLock:
                 return False
             holder = _parse(os.read(descriptor, LONGEST_CLAIM_BYTES))
             if not is_free:
+                self.is_undecided = self._is_being_freed(holder)
                 raise LockedRun(_run_locked(str(path), holder, free=False))
             reaches_all = kernel_locks_reach_all(path)
             self._require_dead(holder, free_is_proof=reaches_all)
@@ -148,6 +153,14 @@ class RunLock:
         if not reaches_all:
             self._begin_to_beat(holder)
         return True
+
+    def _is_being_freed(self, holder: dict[str, Any] | None) -> bool:
+        """Check whether the holder has just died: its lock is free once its memory is."""
+        if holder is None or is_alive(holder) is not False:
+            return False
+        if self._first_seen_dead is None:
+            self._first_seen_dead = time.monotonic()
+        return time.monotonic() - self._first_seen_dead < FREEING_SECONDS
 
     def _acquire_by_claim(self) -> None:
         """Take the lock without a kernel lock.
