@@ -14,8 +14,9 @@ from curry_train.core import measure
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import copy_optimizer, make_optimizer
 from curry_train.plan.timeline import measure_timeline
+from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import mlp
-from curry_train.workloads.workload import Case
+from curry_train.workloads.workload import Case, default_workload
 
 WORKLOAD = mlp(depth=2, width=64)
 STATE = "optimizer state"
@@ -203,3 +204,57 @@ def test_a_copy_has_the_attributes_of_its_class_and_steps_itself():
     copied.step()
     assert set(copied.state) == set(module.parameters())
     assert not optimizer.state
+
+
+# Bases whose weights are quantised, below adapters that are trained.
+
+
+class QuantState:
+    """Scales of a quantised weight, in an object of the parameter as bitsandbytes keeps them."""
+
+    def __init__(self, scales):
+        self.scales = scales
+
+
+class ByteWeight(nn.Parameter):
+    """A weight in one byte for each element, which is made out of a tensor with values."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        scales = weight.detach().abs().amax(1, keepdim=True) / 127
+        codes = (weight.detach() / scales).round().to(torch.int8)
+        made = torch.Tensor._make_subclass(cls, codes.data, False)
+        made.quant_state = QuantState(scales)
+        return made
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer in bytes, and an adapter of low rank."""
+
+    def __init__(self, width, rank=2):
+        super().__init__()
+        self.weight = ByteWeight(torch.randn(width, width))
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x):
+        base = self.weight.float() * self.weight.quant_state.scales
+        return torch.relu(x @ base.T + self.up(self.down(x)))
+
+
+def test_a_quantised_base_counts_its_bytes_and_its_scales():
+    """torch makes no such parameter without values, so the model is measured."""
+
+    def make():
+        return nn.Sequential(*(Adapted(32) for _ in range(3))), torch.randn(4, 32)
+
+    workload = default_workload("adapted", lambda: make()[0], make())
+    with Sketch(workload) as sketch:
+        step = sketch.step(4)
+        whole = sketch.step(4, accumulated=True, change=recompute_blocks)
+    adapters = 2 * 32 * 2
+    assert "values" in sketch.why_real
+    assert step.timeline.owners["parameters"][0] == 3 * (32 * 32 + 4 * 32 + 4 * adapters)
+    assert step.timeline.owners[STATE][0] == 3 * (2 * 4 * adapters + 2 * 4)
+    assert step.gradients == 3 * 4 * adapters
+    assert whole.timeline.owners["activations"] != step.timeline.owners["activations"]

@@ -246,3 +246,28 @@ def no_step(check, build, batch):
         return SimpleNamespace(loss=0.0)
 
     return check(Case(learned(build, batch)), train=train)
+
+
+def test_tokens_of_a_prompt_in_front_have_no_labels():
+    """Prompt tuning returns logits for its virtual tokens too."""
+
+    class PromptForCausalLM(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.prompt = nn.Parameter(torch.zeros(1, 3, 7))
+            self.embed = nn.Embedding(7, 7)
+
+        def forward(self, input_ids):
+            words = self.embed(input_ids)
+            return SimpleNamespace(
+                logits=torch.cat([self.prompt.expand(len(words), 3, 7), words], 1)
+            )
+
+    module = PromptForCausalLM()
+    tokens = torch.randint(7, (2, 5))
+    batch = {"input_ids": tokens, "labels": tokens}
+    workload = default_workload("prompt", PromptForCausalLM, (module, batch))
+    expected = F.cross_entropy(
+        module.embed(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+    )
+    assert torch.equal(workload.loss(module, batch), expected)

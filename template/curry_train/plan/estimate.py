@@ -59,6 +59,7 @@ from .shapes import (
     EveryLayerRuns,
     NeedsValues,
     PretendedCase,
+    is_subclass_refusal,
     pretended,
 )
 from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
@@ -172,6 +173,8 @@ def who_needs_values(error: BaseException) -> str:
         module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if code.co_name == "forward" and isinstance(module, nn.Module):
             owner = f" in the forward of {type(module).__name__}, {code.co_filename}:{line}"
+    if is_subclass_refusal(error):
+        return f"{error}: such a parameter is made from a tensor with values alone"
     func = getattr(error, "func", None) or "an operation"
     if isinstance(error, NeedsValues):
         return f"{func}{owner}: {error.why}"
@@ -446,13 +449,13 @@ class Sketch:
                     _let_layers_run(self.case, self.draws)
                 self._settle_blocks()
                 self._stack = stack.pop_all()
-        except NEEDS_VALUES_ERRORS as error:
-            self.why_real = who_needs_values(error)
-        except WorkloadError as error:
-            # The wrapper around the user's code may have wrapped a NEEDS_VALUES error.
-            if not isinstance(error.__cause__, NEEDS_VALUES_ERRORS):
+        except (RuntimeError, WorkloadError, *NEEDS_VALUES_ERRORS) as error:
+            # The wrapper around the user's code may have wrapped the error.
+            cause = error.__cause__ if isinstance(error, WorkloadError) else error
+            if not isinstance(cause, NEEDS_VALUES_ERRORS) and not is_subclass_refusal(cause):
                 raise
-            self.why_real = who_needs_values(error.__cause__)
+            assert cause is not None
+            self.why_real = who_needs_values(cause)
 
         if self.why_real is not None:
             self._stack = contextlib.ExitStack()

@@ -53,6 +53,8 @@ MATRIX_PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.baddbmm.default,
 }
+# Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
+STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
 # Tensors without values return their device through the dispatcher, real ones do not.
 ASKS_FOR_DEVICE = torch.ops.prim.device.default
 
@@ -133,6 +135,25 @@ def _holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[No
         yield
     finally:
         handle.remove()
+
+
+def _beside(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that parameters hold as attributes, such as the scales of quantised ones."""
+    seen: set[int] = set()
+    found: list[Any] = [list(vars(parameter).values()) for parameter in parameters]
+    while found:
+        value = found.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            found += value
+        elif isinstance(value, dict):
+            found += value.values()
+        elif type(value).__name__ in STATES_OF_PARAMETERS:
+            found += vars(value).values()
 
 
 def _trained_parameters(module: nn.Module) -> list[Tensor]:
@@ -219,7 +240,7 @@ class StepLives(LiveStorages):
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
-            (PARAMETERS_GROUP, parameters),
+            (PARAMETERS_GROUP, [*parameters, *_beside(parameters)]),
             (OPTIMIZER_STATE_GROUP, _tensors(list(optimizer.state.values()))),
             (GRADIENTS_GROUP, gradients),
             (BATCH_GROUP, [*self.module.buffers(), *_tensors(batch)]),

@@ -500,7 +500,9 @@ def _one_by_one(samples: Sequence[Tensor]) -> Iterable[tuple[tuple[Any, ...], Te
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
     """Sum the cross-entropy over the tokens, with a router's loss for each of them."""
     output = module(**{key: value for key, value in batch.items() if key != "labels"})
-    loss = token_loss(output.logits[:, :-1], batch["labels"][:, 1:])
+    # Prompt tuning puts tokens without labels in front.
+    logits = output.logits[:, -batch["labels"].shape[1] :]
+    loss = token_loss(logits[:, :-1], batch["labels"][:, 1:])
     routers = getattr(output, "aux_loss", None)
     # DDP and other wrappers have none of the attributes of the module that they call.
     coefficients = [getattr(one, "router_aux_loss_coef", None) for one in module.modules()]
