@@ -310,6 +310,7 @@ def _training_notes(row: Figures, plain: Figures, bound: float) -> list[str]:
 # Benchmark levers: time whole optimizer steps in turns, in one process.
 
 Tell = Callable[[str], None]
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
 def measure_levers(
@@ -317,7 +318,7 @@ def measure_levers(
     levers: Sequence[Lever] = (),
     *,
     against: Sequence[Workload] = (),
-    optimizer: str = "adamw",
+    optimizer: str | MakeOptimizer = "adamw",
     rounds: int = 20,
     warmup: int = 5,
     peak: float | str | None = None,
@@ -353,7 +354,7 @@ def measure_levers(
         workload=case.workload.name,
         device=str(case.device),
         dtype=str(case.dtype).removeprefix("torch."),
-        optimizer=optimizer,
+        optimizer=str(getattr(optimizer, "__qualname__", optimizer)),
         batch_size=case.batch_size,
         rounds=rounds,
         warmup=warmup,
@@ -373,7 +374,9 @@ class _LeverRun:
     A step that can't run is None.
     """
 
-    def __init__(self, case: Case, optimizer: str, peak: float | str | None, tell: Tell) -> None:
+    def __init__(
+        self, case: Case, optimizer: str | MakeOptimizer, peak: float | str | None, tell: Tell
+    ) -> None:
         self.case = case
         self.optimizer = optimizer
         self.peak = peak

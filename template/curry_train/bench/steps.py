@@ -183,7 +183,7 @@ class TrainingStep:
         lever: Lever = PLAIN_LEVER,
         *,
         batch: Any = None,
-        optimizer: str = "adamw",
+        optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "adamw",
         learning_rate: float = 0.0,
         like: "TrainingStep | None" = None,
     ) -> None:

@@ -29,16 +29,16 @@ from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
-    DTYPES,
     UnusableInput,
     blocks_text,
+    case_of,
     choose_device,
-    model_option,
+    echo_notes,
     plot_option,
     require_matplotlib,
     run_options,
-    samples_of,
     settle_blocks,
+    training_options,
 )
 from .screen import ScreenCommand, align, fill_screen, messages_on_screen
 
@@ -331,7 +331,7 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 
 
 @click.command("bench", cls=ScreenCommand, example="--model transformer --lever full")
-@model_option("spec", required=True)
+@training_options("spec")
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
 @click.option(
     "--against",
@@ -347,10 +347,8 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 )
 @click.option(
     "--optimizer",
-    default="adamw",
     metavar="NAME",
-    show_default=True,
-    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter.",
+    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter. [default: own, or adamw]",
 )
 @click.option(
     "--peak",
@@ -366,12 +364,12 @@ def bench_command(
     against: tuple[str, ...],
     steps: int,
     warmup: int,
-    optimizer: str,
+    optimizer: str | None,
     peak: float | str | None,
     plot_path: str | None,
     blocks: str | None,
     device: str,
-    dtype: str,
+    dtype: str | None,
     batch_size: int | None,
     seed: int,
     json_path: str | None,
@@ -386,12 +384,12 @@ def bench_command(
     try:
         chosen = [find_lever(name) for name in dict.fromkeys(levers)]
         workload = load_workload(spec)
-        size = samples_of(workload, batch_size)
-        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
+        case = case_of(workload, place, dtype, batch_size, seed, blocks)
         _check_blocks(case)
         case, choice = settle_blocks(case)
         others = [load_workload(other) for other in dict.fromkeys(against)]
-        make_optimizer(optimizer, case.build())
+        steps_by = optimizer or workload.optimizer or "adamw"
+        make_optimizer(steps_by, case.build())
         if plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
 
@@ -400,7 +398,7 @@ def bench_command(
                 case,
                 chosen,
                 against=others,
-                optimizer=optimizer,
+                optimizer=steps_by,
                 rounds=steps,
                 warmup=warmup,
                 peak=peak,
@@ -411,6 +409,7 @@ def bench_command(
             "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
         ) from error
 
+    echo_notes(workload, err=json_path == "-")
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}", err=json_path == "-")
     facts = provenance(place)
     if plot_path:

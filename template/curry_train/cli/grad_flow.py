@@ -24,14 +24,14 @@ from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
-    DTYPES,
     UnusableInput,
+    case_of,
     choose_device,
+    dtype_name,
     model_option,
     plot_option,
     require_matplotlib,
     run_options,
-    samples_of,
     settle_blocks,
 )
 from .screen import ScreenCommand, progress_on_screen
@@ -254,7 +254,7 @@ def grad_flow_command(
     spec: str,
     blocks: str | None,
     device: str,
-    dtype: str,
+    dtype: str | None,
     batch_size: int | None,
     seed: int,
     json_path: str | None,
@@ -278,8 +278,7 @@ def grad_flow_command(
     place = choose_device(device)
     try:
         workload = load_workload(spec)
-        size = samples_of(workload, batch_size)
-        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
+        case = case_of(workload, place, dtype, batch_size, seed, blocks)
         case, _ = settle_blocks(case)
         module = case.build()
         sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
@@ -301,11 +300,12 @@ def grad_flow_command(
 
     click.echo(flow_table(flow.records), err=json_path == "-")
     facts = provenance(place)
+    dtype = dtype_name(case.dtype)
     if plot_path:
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
-        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
+        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
         facts |= {"seed": seed, "strategy": strategy, "learning_rate": learning_rate}
         write_json(json_path, facts | {"losses": losses} | flow_json(flow))
     if any(record.nonfinite for record in flow.records):

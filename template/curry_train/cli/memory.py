@@ -29,20 +29,20 @@ from ..plan.snapshot import (
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
 from ..workloads.models import load_workload
-from ..workloads.workload import Case
 from .memory_page import course_of_blocks, course_of_timeline, plot_course, write_page
 from .options import (
-    DTYPES,
     UnusableInput,
     blocks_text,
+    case_of,
     choose_device,
-    model_option,
+    dtype_name,
+    echo_notes,
     output_option,
     plot_option,
     require_matplotlib,
     run_options,
-    samples_of,
     settle_blocks,
+    training_options,
 )
 from .screen import ScreenCommand
 
@@ -352,7 +352,7 @@ def report_snapshot(
 
 
 @click.command("memory", cls=ScreenCommand, example="--model transformer --plot memory.png")
-@model_option("spec")
+@training_options("spec", required=False)
 @click.option(
     "--snapshot",
     "snapshot_path",
@@ -420,7 +420,7 @@ def measure_model(
     *,
     blocks: str | None,
     device: str,
-    dtype: str,
+    dtype: str | None,
     batch_size: int | None,
     seed: int,
     json_path: str | None,
@@ -431,8 +431,7 @@ def measure_model(
     place = choose_device(device)
     try:
         workload = load_workload(spec)
-        size = samples_of(workload, batch_size)
-        case = Case(workload, place, DTYPES[dtype], batch_size=size, seed=seed, blocks=blocks)
+        case = case_of(workload, place, dtype, batch_size, seed, blocks)
         module = case.build()
         batch = case.batch()
         if plot_path:
@@ -443,12 +442,21 @@ def measure_model(
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss
         profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
-        lives = record_step_storages(module, batch, loss, blocks=case.blocks)
+        lives = record_step_storages(
+            module,
+            batch,
+            loss,
+            optimizer=None if workload.optimizer is None else workload.optimizer(module),
+            blocks=case.blocks,
+            accumulated=workload.accumulation > 1,
+        )
         timeline = timeline_of(lives, type(module).__name__)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
     facts = provenance(place)
+    dtype, size = dtype_name(case.dtype), case.batch_size
+    echo_notes(workload, err=json_path == "-")
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     tables = (header, blocks_text(choice), profile.table(), timeline.table())
     click.echo("\n\n".join(tables), err=json_path == "-")

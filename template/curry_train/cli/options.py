@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/cli/test_cli.py`.
 """
 
+import functools
 import importlib.util
 import itertools
 import textwrap
@@ -16,7 +17,7 @@ import torch
 from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS
+from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -52,10 +53,51 @@ def _writable(path: str | None) -> str | None:
     return path
 
 
-def model_option(name: str, *, more: str = "", **settings: Any) -> OptionDecorator:
-    """Add `--model` with the same values in every command; `more` is appended to its help."""
-    text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory. {more}"
-    return click.option("--model", name, metavar="MODEL", help=text.strip(), **settings)
+def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:
+    """Add `--model` with the same values in every command; `more` ends its help."""
+    text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory{more}"
+    return click.option("--model", name, metavar="MODEL", help=text, **settings)
+
+
+def training_options(
+    name: str, *, more: str = "", multiple: bool = False, required: bool = True
+) -> OptionDecorator:
+    """Add `--model`, and options that read a workload off the user's own training in its place.
+
+    The command gets the text for `load_workload` as `name`, or with `multiple` a tuple of texts.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(*args: Any, trainer: str | None, **settings: Any) -> Any:
+            given = settings[name] if multiple else [settings[name]]
+            specs = [one for one in given if one is not None]
+            if trainer is not None:
+                specs.append(f"{TRAINER_PREFIX}{trainer}")
+            if not multiple and (len(specs) > 1 or (required and not specs)):
+                raise click.UsageError("give either --model or --trainer")
+            settings[name] = tuple(specs) if multiple else next(iter(specs), None)
+            return command(*args, **settings)
+
+        run = click.option("--trainer", metavar="FACTORY", hidden=True)(run)
+        text = f"; or --trainer FACTORY. {more}".strip()
+        return model_option(name, more=text, multiple=multiple)(run)
+
+    return decorate
+
+
+def echo_notes(workload: Workload | None, *, err: bool) -> None:
+    """Print what was read off the user's trainer, and what can't be taken over."""
+    if workload is None:
+        return
+    for note in workload.notes:
+        click.echo(textwrap.fill(note, 80, subsequent_indent="  "), err=err)
+    if workload.notes:
+        click.echo(err=err)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def output_option(
@@ -140,6 +182,28 @@ def samples_of(workload: Workload, asked: int | None, *, default: int | None = N
     return own or 1
 
 
+def dtype_to_use(name: str | None, workload: Workload) -> torch.dtype:
+    """Return the dtype of `--dtype`; by default that of the user's own weights, or float32."""
+    if name is not None:
+        return DTYPES[name]
+    return workload.dtype or torch.float32
+
+
+def case_of(
+    workload: Workload,
+    place: torch.device,
+    dtype: str | None,
+    batch_size: int | None,
+    seed: int,
+    blocks: str | None,
+    *,
+    default: int | None = None,
+) -> Case:
+    """Return the case of the options that every command has."""
+    size = samples_of(workload, batch_size, default=default)
+    return Case(workload, place, dtype_to_use(dtype, workload), size, seed, blocks)
+
+
 def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:
     """Choose the blocks of a case by one forward; the choice has no names if there are none."""
     try:
@@ -168,7 +232,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         json_option(),
         seed_option(),
         batch_size_option(),
-        dtype_option(),
+        dtype_option(default=None),
         blocks_option(),
         device_option(),
     )

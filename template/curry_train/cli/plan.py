@@ -26,20 +26,22 @@ from ..plan.profiler import Timeline
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
 from ..plan.timeline import record_step_storages, timeline_of
 from ..plan.whole_step import SHARDING_KINDS, Sharding
-from ..workloads.models import load_workload
-from ..workloads.workload import Case
+from ..workloads.models import is_taken, load_workload
+from ..workloads.workload import Case, Workload
 from .options import (
     DTYPES,
     UnusableInput,
     blocks_option,
     choose_device,
     dtype_option,
+    dtype_to_use,
+    echo_notes,
     json_option,
-    model_option,
     output_option,
     plot_option,
     require_matplotlib,
     seed_option,
+    training_options,
 )
 from .screen import ScreenCommand, messages_on_screen
 
@@ -219,7 +221,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
 
 
 @click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
-@model_option("spec", required=True)
+@training_options("spec")
 @click.option(
     "--budget",
     "budget_bytes",
@@ -230,10 +232,8 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
 )
 @click.option(
     "--global-batch",
-    default=1,
     type=click.IntRange(1),
-    show_default=True,
-    help="Samples per optimizer step.",
+    help="Samples per optimizer step.  [default: 1, or the trainer's]",
 )
 @click.option(
     "--microbatch",
@@ -245,7 +245,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
     metavar="NAME",
     help=f"{', '.join(PROFILES)}, measured [this device]",
 )
-@dtype_option()
+@dtype_option(default=None)
 @click.option(
     "--optimizer",
     metavar="NAME",
@@ -300,10 +300,10 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
 def plan_command(
     spec: str,
     budget_bytes: int,
-    global_batch: int,
+    global_batch: int | None,
     microbatch: int | None,
     target: str | None,
-    dtype: str,
+    dtype: str | None,
     optimizer: str | None,
     context_bytes: int | None,
     parallel: str | None,
@@ -327,11 +327,12 @@ def plan_command(
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
     place = choose_device("auto")
     try:
+        own, precision, size = _own_settings(spec, dtype, global_batch)
         planner = functools.partial(
             Planner,
             spec,
             device=find_profile(target) if target else profile_of(place),
-            dtype=DTYPES[dtype],
+            dtype=precision,
             optimizer=optimizer,
             sharding=_sharding(parallel, ranks, verify=verify),
             blocks=blocks,
@@ -342,9 +343,8 @@ def plan_command(
             context_bytes=context_bytes,
             lengths=lengths,
         )
-        files = PlanFiles(**paths)
-        plan, plain = _find_plan(planner, budget_bytes, global_batch, microbatch, files)
-        measured = _measure(plan, spec, place, DTYPES[dtype], optimizer, seed) if verify else None
+        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, PlanFiles(**paths))
+        measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         console.print(str(error), markup=False)
         sys.exit(1)
@@ -352,11 +352,29 @@ def plan_command(
         raise UnusableInput(_wrapped_error(error)) from error
 
     text = _text(plan, plain, explain=explain)
+    echo_notes(own, err=json_path == "-")
     _print_plan(console, plan, text, place=place, measured=measured, out=out)
     if json_path:
         results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-        results |= {"plan": plan.to_json(), **(plan.cuda or {})}
-        write_json(json_path, provenance(place) | results)
+        write_json(json_path, provenance(place) | results | _plan_json(plan))
+
+
+def _own_settings(
+    spec: str, dtype: str | None, global_batch: int | None
+) -> tuple[Workload | None, torch.dtype, int]:
+    """Return the workload of the user's trainer, and dtype and global batch, by default its own.
+
+    A trainer is read here, before the planner makes tensors that have no values.
+    """
+    if not is_taken(spec):
+        return None, DTYPES[dtype or "float32"], global_batch or 1
+    own = load_workload(spec)
+    size = (own.own_batch or 1) * own.accumulation
+    return own, dtype_to_use(dtype, own), global_batch or size
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {"plan": plan.to_json(), **(plan.cuda or {})}
 
 
 @dataclass(frozen=True)

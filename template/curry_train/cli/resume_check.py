@@ -226,7 +226,7 @@ def _train_here(order: dict[str, Any]) -> None:
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@model_option("model", more="Same as model=.")
+@model_option("model", more=". Same as model=.")
 @click.option(
     "--config", type=click.Path(dir_okay=False, exists=True), help="YAML configuration file."
 )

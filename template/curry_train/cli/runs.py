@@ -601,7 +601,7 @@ def export_command(
 @click.option(
     "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
 )
-@model_option("model", more="Its parameters are counted.")
+@model_option("model", more=". Its parameters are counted.")
 @dtype_option(type=click.Choice(list(STATE_BYTES_PER_PARAMETER)), help="Type of the weights.")
 @click.option(
     "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."

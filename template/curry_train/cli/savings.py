@@ -418,7 +418,7 @@ def _parse_numbers(
     metavar="DIR",
     help="Folder for savings.json and savings.png.",
 )
-@model_option("models", multiple=True, more="Repeatable; default: transformer.")
+@model_option("models", multiple=True, more=". Repeatable; default: transformer.")
 @click.option(
     "--strategy",
     "strategies",

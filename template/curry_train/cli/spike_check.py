@@ -345,7 +345,7 @@ MOST_RISES = 6  # rises of the loss to print
 
 
 @click.command("spike-check", cls=ScreenCommand, example="--steps 18 batch_size=4")
-@model_option("model", more="Same as model=.")
+@model_option("model", more=". Same as model=.")
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
 )

@@ -177,7 +177,7 @@ def _vocabulary(module: nn.Module) -> int | None:
     metavar="WHAT",
     help="latest, RUN, RUN@STEP, RUN@before-STEP, a checkpoint, or RUN@best for a new run.",
 )
-@model_option("model", more="Same as model=.")
+@model_option("model", more=". Same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @click.option("--batch-size", type=click.IntRange(1), help="Samples per step; same as batch_size=.")

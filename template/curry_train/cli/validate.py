@@ -41,14 +41,15 @@ from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
-    DTYPES,
     UnusableInput,
+    case_of,
     choose_device,
+    dtype_name,
+    echo_notes,
     first_line,
-    model_option,
     run_options,
-    samples_of,
     settle_blocks,
+    training_options,
 )
 from .screen import ScreenCommand, progress_on_screen
 
@@ -248,7 +249,7 @@ def _matches(gate: Gate, pattern: str) -> bool:
 
 
 @click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
-@model_option("models", multiple=True, more="Repeatable; default: every built-in workload.")
+@training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
     "patterns",
@@ -276,7 +277,7 @@ def validate_command(
     implementations: tuple[str, ...],
     blocks: str | None,
     device: str,
-    dtype: str,
+    dtype: str | None,
     batch_size: int | None,
     seed: int,
     json_path: str | None,
@@ -295,13 +296,13 @@ def validate_command(
     if list_only:
         click.echo(list_claims(gates) if figures else "\n".join(gate.name for gate in gates))
         return
+    wanted = (dtype, batch_size, seed, blocks)
     gates, left_out = quick_gates(gates, () if thorough else patterns, thorough=thorough)
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
         for workload in _named_once([load_workload(spec) for spec in models or BUILTIN_WORKLOADS]):
-            size = samples_of(workload, batch_size, default=DEFAULT_BATCH_SIZE)
-            case = Case(workload, place, DTYPES[dtype], size, seed, blocks)
+            case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
             case, looks[workload.name] = _look(case)
             cases.append(case)
     except ValueError as error:
@@ -309,14 +310,7 @@ def validate_command(
 
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
-    sizes = list(dict.fromkeys(case.batch_size for case in cases))
-    size_or_sizes = sizes[0] if len(sizes) == 1 else sizes
-    settings: dict[str, Any] = {"dtype": dtype, "batch_size": size_or_sizes, "seed": seed}
-    console.print(
-        f"{facts['device']}, torch {facts['torch']}, {dtype}, "
-        f"batch size {', '.join(map(str, sizes))}, seed {seed}",
-        style="dim",
-    )
+    settings = _print_settings(console, cases, facts, seed)
     for one in given:
         console.print(f"judged: {one.spec} in place of our {one.judged}", style="dim")
         settings.setdefault("implementations", {})[one.judged] = one.spec
@@ -330,6 +324,22 @@ def validate_command(
         settings["left_out"] = [gate.name for gate in left_out]
         write_json(json_path, facts | settings | _as_json(rows, looks))
     _end(rows, patterns)
+
+
+def _print_settings(
+    console: Console, cases: Sequence[Case], facts: Mapping[str, Any], seed: int
+) -> dict[str, Any]:
+    """Print what the cases are, and return it for the results."""
+    sizes = list(dict.fromkeys(case.batch_size for case in cases))
+    dtypes = ", ".join(dict.fromkeys(dtype_name(case.dtype) for case in cases))
+    console.print(
+        f"{facts['device']}, torch {facts['torch']}, {dtypes}, "
+        f"batch size {', '.join(map(str, sizes))}, seed {seed}",
+        style="dim",
+    )
+    for case in cases:
+        echo_notes(case.workload, err=console.stderr)
+    return {"dtype": dtypes, "batch_size": sizes[0] if len(sizes) == 1 else sizes, "seed": seed}
 
 
 def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 import sys
@@ -380,6 +381,8 @@ def load_workload(spec: str) -> Workload:
     """
     if spec in BUILTIN_WORKLOADS:
         return replace(BUILTIN_WORKLOADS[spec](), spec=spec)
+    if is_taken(spec):
+        return _taken_workload(spec, Path.cwd())
     if ":" not in spec:
         if "." in spec or "/" in spec:
             raise WorkloadError(
@@ -406,6 +409,11 @@ def load_workload(spec: str) -> Workload:
             workload = default_workload(spec.rsplit(":", 1)[1], build, made, spec=spec)
         except ValueError as error:
             raise WorkloadError(f"{spec}: {error}") from None
+    return _tried(workload)
+
+
+def _tried(workload: Workload) -> Workload:
+    """Run one forward; a batch that can't be divided is used as it is."""
     try:
         _try_once(workload)
     except WorkloadError:
@@ -417,6 +425,30 @@ def load_workload(spec: str) -> Workload:
             return whole
         raise
     return workload
+
+
+# Begins the text of a workload that is read off the user's trainer.
+TRAINER_PREFIX = "trainer="
+
+
+def is_taken(spec: str) -> bool:
+    """Return whether a workload is read off objects of the user, which are made once a process."""
+    return spec.startswith(TRAINER_PREFIX)
+
+
+@functools.lru_cache(maxsize=4)
+def _taken_workload(spec: str, folder: Path) -> Workload:
+    """Read a workload off the user's trainer, in this folder."""
+    # Imported here because most workloads come from a factory.
+    from .from_trainer import take_training, workload_of
+
+    factory = spec.removeprefix(TRAINER_PREFIX)
+    with seeded(0):
+        made = load_object(factory)
+        try:
+            return _tried(workload_of(take_training(made), spec))
+        except ValueError as error:
+            raise WorkloadError(f"{factory}: {error}") from error
 
 
 def load_object(spec: str) -> Any:

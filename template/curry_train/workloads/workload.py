@@ -172,6 +172,15 @@ class Workload:
     # Whether batches of other sizes than `own_batch` can be made.
     is_divisible: bool = True
 
+    # The dtype in which the user's own weights and batch are left; None where the tools choose one.
+    dtype: torch.dtype | None = None
+
+    # Microbatches that the user's own optimizer step accumulates.
+    accumulation: int = 1
+
+    # What was read off the user's trainer or script, a sentence each.
+    notes: tuple[str, ...] = ()
+
     def mean_loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self.loss(module, batch) / self.count(batch)
 
@@ -207,6 +216,8 @@ class Case:
 
     def place_module(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and its floating tensors to the case's dtype."""
+        if self.dtype is self.workload.dtype:
+            return module.to(self.device)
         tensors = [*module.parameters(), *module.buffers()]
         if not any(tensor.is_complex() for tensor in tensors):
             return module.to(self.device, self.dtype)
@@ -227,7 +238,8 @@ class Case:
         return map_tensors(batch, self._placed, move=self._placed_object)
 
     def _placed(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
+        is_changed = tensor.is_floating_point() and self.dtype is not self.workload.dtype
+        return tensor.to(self.device, self.dtype if is_changed else None)
 
     def _placed_object(self, value: Any) -> Any:
         """Move an object that holds tensors; its dtype is changed by its method `apply`."""
@@ -298,14 +310,7 @@ def default_workload(
         raise ValueError("the batch is empty: return one with at least one sample")
     has_labels = isinstance(example, Mapping) and "labels" in example
     is_causal = has_labels and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
-    is_divisible = _is_divisible(example)
-
-    def batch(wanted: int) -> Any:
-        if not is_divisible and wanted == size:
-            return example
-        # Repeated in order, the microbatches of a window would be equal, and hide what is left out.
-        more = random.Random(0).choices(range(size), k=max(0, wanted - size))
-        return take(example, [*range(min(wanted, size)), *more])
+    batch, is_divisible = batches_like(example)
 
     return Workload(
         name,
@@ -318,6 +323,21 @@ def default_workload(
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
     )
+
+
+def batches_like(example: Any) -> tuple[Callable[[int], Any], bool]:
+    """Return a function that makes batches of any size from one, and whether it can be divided."""
+    size = batch_size(example)
+    is_divisible = _is_divisible(example)
+
+    def batch(wanted: int) -> Any:
+        if not is_divisible and wanted == size:
+            return example
+        # Repeated in order, the microbatches of a window would be equal, and hide what is left out.
+        more = random.Random(0).choices(range(size), k=max(0, wanted - size))
+        return take(example, [*range(min(wanted, size)), *more])
+
+    return batch, is_divisible
 
 
 def undivided(workload: Workload) -> Workload:

@@ -1,0 +1,485 @@
+"""Make a workload from the user's own trainer, so that nobody writes a factory.
+
+    curry-train memory --trainer package.module:make_trainer
+
+`make_trainer` takes no arguments and returns what the user trains with: a Trainer of Hugging Face
+or of TRL; Lightning's Trainer with its module, and with its data where the module has none, as a
+tuple; or an Accelerator that has prepared model, optimizer and loader, with a function
+`loss(model, batch)` where the model returns no loss. Model, first batch, loss, optimizer, precision
+and accumulation are read off these objects. Nothing is trained, logged or saved.
+
+Proof: `python -m pytest tests/workloads/test_from_trainer.py`.
+"""
+
+import contextlib
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..primitives.cross_entropy import IGNORED_TARGET
+from .workload import (
+    Workload,
+    WorkloadError,
+    batch_size,
+    batches_like,
+    call,
+    map_tensors,
+    mask_tails,
+    without_cache,
+)
+
+# What is read off a trainer or a script, and the workload of it.
+
+
+@dataclass(frozen=True)
+class TakenTraining:
+    """The objects with which the user trains, as they are before the first step."""
+
+    name: str
+    module: nn.Module
+    batch: Any
+
+    # The loss that the user's code computes, as a mean over the terms of a batch.
+    mean_loss: Callable[[nn.Module, Any], Tensor]
+    count: Callable[[Any], int] = batch_size
+    mask: Callable[[Any], Any] | None = None
+    optimizer: "OptimizerLike | None" = None
+
+    # Microbatches that one optimizer step accumulates.
+    accumulation: int = 1
+
+    # What was read, and what can't be taken over, a sentence each.
+    notes: tuple[str, ...] = ()
+
+
+def workload_of(taken: TakenTraining, spec: str) -> Workload:
+    """Return the workload of a training; each module that it builds is a copy of the user's."""
+
+    def build() -> nn.Module:
+        return without_cache(copy.deepcopy(taken.module))
+
+    def loss(module: nn.Module, batch: Any) -> Tensor:
+        return taken.mean_loss(module, batch) * taken.count(batch)
+
+    size = batch_size(taken.batch)
+    batch, is_divisible = batches_like(taken.batch)
+    return Workload(
+        taken.name,
+        build,
+        batch,
+        loss,
+        count=taken.count,
+        mask=taken.mask,
+        optimizer=taken.optimizer,
+        spec=spec,
+        own_batch=size,
+        is_divisible=is_divisible,
+        dtype=dtype_of(taken.module),
+        accumulation=taken.accumulation,
+        notes=taken.notes,
+    )
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the floating dtype in which most of a module's parameters are."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+
+
+class OptimizerLike:
+    """Make an optimizer over another copy of a module, with a given one's groups and settings.
+
+    Parameters are matched by their names. The state is not copied: it begins empty.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        self._class = type(optimizer)
+        # A plan names an optimizer by these.
+        self.__module__ = self._class.__module__
+        self.__qualname__ = self._class.__qualname__
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self.groups: list[tuple[list[str], dict[str, Any]]] = []
+        # The number of parameters that are not of this module.
+        self.num_others = 0
+        for group in optimizer.param_groups:
+            found = [names.get(id(parameter)) for parameter in group["params"]]
+            self.num_others += found.count(None)
+            own = [name for name in found if name is not None]
+            settings = {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+            if own:
+                self.groups.append((own, settings))
+        if not self.groups:
+            raise WorkloadError(
+                f"the {self._class.__name__} holds no parameter of {type(module).__name__}"
+            )
+        self._options = _accepted_options(self._class, optimizer.defaults)
+
+    def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        groups = []
+        for names, settings in self.groups:
+            groups.append({**settings, "params": [parameters[name] for name in names]})
+        make: Any = self._class
+        optimizer: torch.optim.Optimizer = make(groups, **self._options)
+        return optimizer
+
+    def summary(self) -> str:
+        """Name the optimizer, its number of groups and its learning rate."""
+        groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
+        rate = self.groups[0][1].get("lr")
+        return f"{self.__qualname__}{groups}" + ("" if rate is None else f", lr {float(rate):g}")
+
+
+# Entries of a parameter group that are no settings; schedulers add the second one.
+NOT_SETTINGS = ("params", "initial_lr", "param_names")
+
+
+def _accepted_options(made: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of an optimizer that its constructor takes."""
+    accepted = inspect.signature(made).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
+    options = {key: value for key, value in defaults.items() if takes_any or key in accepted}
+    missing = [
+        name
+        for name, one in list(accepted.items())[1:]
+        if one.default is one.empty
+        and name not in options
+        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
+    if missing:
+        raise WorkloadError(
+            f"a {made.__name__} can't be made again, because it needs {', '.join(missing)}: "
+            "give --optimizer"
+        )
+    return options
+
+
+class Autocast:
+    """Run a module's forward under autocast, as a trainer's wrapper around it does."""
+
+    def __init__(self, dtype: torch.dtype | None, convert: Callable[[Any], Any]) -> None:
+        self.dtype = dtype
+
+        # One function for all modules, so that compiled code is not compiled again.
+        def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
+            device = next(module.parameters()).device.type
+            with torch.autocast(device, dtype=dtype):
+                output = type(module).forward(module, *args, **options)
+            return convert(output)
+
+        self._forward = forward
+
+    @contextlib.contextmanager
+    def __call__(self, module: nn.Module) -> Iterator[None]:
+        if self.dtype is None:
+            yield
+            return
+        before = vars(module).get("forward")
+        module.forward = MethodType(self._forward, module)
+        try:
+            yield
+        finally:
+            del module.forward
+            if before is not None:
+                module.forward = before
+
+
+MIXED_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+
+
+# Read the objects of each library.
+
+
+def take_training(made: Any) -> TakenTraining:
+    """Read model, batch, loss and optimizer off what the user's `make_trainer` returned."""
+    given = made if isinstance(made, tuple | list) else (made,)
+    libraries = {one.__module__.partition(".")[0] for one in type(given[0]).__mro__ if given}
+    if libraries & {"transformers"}:
+        return _of_hugging_face(*given)
+    if libraries & {"lightning", "pytorch_lightning"}:
+        return _of_lightning(*given)
+    if libraries & {"accelerate"}:
+        return _of_accelerator(*given)
+    raise WorkloadError(
+        f"it returned a {type(given[0]).__name__}: return a Trainer of transformers, TRL or "
+        "Lightning, or an Accelerator; for a loop of your own use --script train.py"
+    )
+
+
+def _of_hugging_face(trainer: Any) -> TakenTraining:
+    """Read a Trainer of Hugging Face before `train`; those of TRL are derived from it."""
+    module = trainer.model
+    arguments = trainer.args
+    batch = trainer._prepare_inputs(_first(trainer.get_train_dataloader()))
+    counts = "labels" in batch and (
+        trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    )
+    count = LabelCount(module) if counts else batch_size
+    autocast = _autocast_of(trainer.accelerator)
+
+    def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
+        # The Trainer removes entries from what it is given.
+        options = {"num_items_in_batch": count(inputs)} if counts else {}
+        with autocast(model):
+            loss: Tensor = trainer.compute_loss(model, {**inputs}, **options)
+        return loss
+
+    notes = []
+    switches = ("gradient_checkpointing", "activation_checkpointing")
+    if any(getattr(arguments, switch, False) is True for switch in switches):
+        notes.append("its own recompute is left off here; choose it as a lever")
+    if arguments.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        notes.append("this is one rank without its wrapper: give --parallel and --ranks to plan")
+    return _described(
+        trainer,
+        module,
+        batch,
+        mean_loss,
+        count=count,
+        optimizer=trainer.create_optimizer() or trainer.optimizer,
+        accumulation=arguments.gradient_accumulation_steps,
+        precision=autocast.dtype,
+        notes=notes,
+    )
+
+
+class LabelCount:
+    """Count the targets of a batch as Hugging Face's Trainer does, to divide the loss by."""
+
+    def __init__(self, module: nn.Module) -> None:
+        name = str(getattr(module, "loss_type", "") or type(module).__name__)
+        decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        self.shifts = not decodes and "ForCausalLM" in name
+
+    def __call__(self, batch: Any) -> int:
+        labels = batch["labels"]
+        if "shift_labels" in batch:
+            labels = batch["shift_labels"]
+        elif self.shifts:
+            labels = labels[..., 1:]
+        return int((labels != IGNORED_TARGET).sum())
+
+    def mask(self, batch: Any) -> Any:
+        """Ignore a part of the targets of each row, for gates that need uneven rows."""
+        return {**batch, "labels": mask_tails(batch["labels"])}
+
+
+def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> TakenTraining:
+    """Read Lightning's Trainer and module before `fit`."""
+    if not hasattr(module, "training_step"):
+        raise WorkloadError(
+            "Lightning's Trainer gets its module in fit: return (trainer, module), or "
+            "(trainer, module, data) with a datamodule or a loader"
+        )
+    if not module.automatic_optimization:
+        raise WorkloadError(
+            f"{type(module).__name__} steps its optimizers itself (automatic_optimization is "
+            "False): use --script train.py"
+        )
+    module.trainer = trainer
+    loader = data
+    hooks = module
+    if hasattr(data, "train_dataloader"):
+        data.trainer = trainer
+        data.prepare_data()
+        data.setup("fit")
+        hooks = data
+    if data is None or hooks is data:
+        loader = hooks.train_dataloader()
+    module.setup("fit")
+    module.configure_model()
+    trainer.precision_plugin.convert_module(module)
+    batch = trainer.precision_plugin.convert_input(_first(loader))
+    batch = hooks.on_after_batch_transfer(hooks.on_before_batch_transfer(batch, 0), 0)
+    optimizer, notes = _lightning_optimizer(module.configure_optimizers())
+    dtype = MIXED_DTYPES.get(trainer.precision)
+    with_index = "batch_idx" in inspect.signature(module.training_step).parameters
+
+    def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
+        device = next(model.parameters()).device.type
+        precision = torch.autocast(device, dtype=dtype) if dtype else contextlib.nullcontext()
+        with _in_training(model, trainer) as step, precision:
+            output = step(inputs, 0) if with_index else step(inputs)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor):
+            raise WorkloadError(f"training_step returned {loss!r:.40} for the first batch")
+        return loss
+
+    # The optimizer holds the parameters of the user's module, which is copied without its trainer.
+    return _described(
+        trainer,
+        module,
+        batch,
+        mean_loss,
+        optimizer=optimizer,
+        accumulation=trainer.accumulate_grad_batches,
+        precision=dtype,
+        notes=notes,
+    )
+
+
+def _lightning_optimizer(configured: Any) -> tuple[Any, list[str]]:
+    """Return the optimizer of the many forms that `configure_optimizers` may return."""
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list):
+        configured = configured[0]
+    several = configured if isinstance(configured, list | tuple) else [configured]
+    if not several or several[0] is None:
+        return None, ["configure_optimizers returned none, so AdamW is assumed"]
+    first = several[0]
+    notes = []
+    if len(several) > 1:
+        notes.append(f"it has {len(several)} optimizers, of which the first is taken")
+    return first["optimizer"] if isinstance(first, Mapping) else first, notes
+
+
+@contextlib.contextmanager
+def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
+    """Give a copy of a LightningModule its trainer, and let it log nothing; yield its step.
+
+    Where it is wrapped, the step is called through the wrapper's forward, as Lightning does.
+    """
+    inner: Any = next(one for one in model.modules() if hasattr(one, "training_step"))
+    inner.trainer = trainer
+    for name in SILENT_METHODS:
+        vars(inner)[name] = _log_nothing
+    before = vars(inner).get("forward")
+    try:
+        if inner is model:
+            yield inner.training_step
+        else:
+            inner.forward = inner.training_step
+            yield model
+    finally:
+        if inner is not model:
+            del inner.forward
+            if before is not None:
+                inner.forward = before
+        for name in SILENT_METHODS:
+            del vars(inner)[name]
+        inner.trainer = None
+
+
+SILENT_METHODS = ("log", "log_dict")
+
+
+def _log_nothing(*arguments: Any, **options: Any) -> None:
+    """Stand in for the methods of a LightningModule that log."""
+
+
+def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> TakenTraining:
+    """Read an Accelerator after `prepare`."""
+    given = {
+        "model": accelerator._models,
+        "optimizer": accelerator._optimizers,
+        "loader": accelerator._dataloaders,
+    }
+    missing = [name for name, found in given.items() if not found]
+    if missing:
+        raise WorkloadError(
+            f"the Accelerator has prepared no {' and no '.join(missing)}: return it after "
+            "accelerator.prepare(model, optimizer, loader)"
+        )
+    module = accelerator.unwrap_model(given["model"][0], keep_fp32_wrapper=False)
+    # The wrapper that was taken off leaves a bound method of the class behind.
+    vars(module).pop("forward", None)
+    batch = _first(given["loader"][0])
+    autocast = _autocast_of(accelerator)
+
+    def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
+        with autocast(model):
+            found = call(model, inputs) if loss is None else loss(model, inputs)
+        if loss is None:
+            is_mapping = isinstance(found, Mapping)
+            found = found.get("loss") if is_mapping else getattr(found, "loss", None)
+        if not isinstance(found, Tensor):
+            raise WorkloadError(
+                f"{type(model).__name__} returns no loss: return (accelerator, loss) with a "
+                "function loss(model, batch)"
+            )
+        return found
+
+    notes = []
+    for name, found in given.items():
+        if len(found) > 1:
+            notes.append(f"it has prepared {len(found)} {name}s, of which the first is taken")
+    return _described(
+        accelerator,
+        module,
+        batch,
+        mean_loss,
+        optimizer=given["optimizer"][0].optimizer,
+        accumulation=accelerator.gradient_accumulation_steps,
+        precision=autocast.dtype,
+        notes=notes,
+    )
+
+
+def _autocast_of(accelerator: Any) -> Autocast:
+    """Return the precision of an Accelerator, which returns a model's outputs in float32."""
+    # The library is there, because the Accelerator is.
+    convert: Callable[[Any], Any] = sys.modules["accelerate.utils"].convert_to_fp32
+    return Autocast(MIXED_DTYPES.get(str(accelerator.mixed_precision)), convert)
+
+
+def _first(loader: Any) -> Any:
+    """Return the first batch of a loader, or of each of several loaders."""
+    if isinstance(loader, Mapping):
+        return {name: _first(one) for name, one in loader.items()}
+    if isinstance(loader, list | tuple):
+        return [_first(one) for one in loader]
+    for batch in loader:
+        return map_tensors(batch, lambda tensor: tensor.detach())
+    raise WorkloadError("the loader of the training data is empty")
+
+
+def _described(
+    trainer: Any,
+    module: nn.Module,
+    batch: Any,
+    mean_loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    optimizer: Any,
+    accumulation: int,
+    precision: torch.dtype | None,
+    notes: Sequence[str],
+    count: Callable[[Any], int] = batch_size,
+) -> TakenTraining:
+    """Put together what was read, with a sentence on each part of it."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    made = None if optimizer is None else OptimizerLike(optimizer, module)
+    read = [
+        f"{type(trainer).__name__}: {type(module).__name__}, {batch_size(batch)} samples a batch",
+        "AdamW" if made is None else made.summary(),
+    ]
+    if precision is not None:
+        read.append(f"autocast to {str(precision).removeprefix('torch.')}")
+    if accumulation > 1:
+        read.append(f"{accumulation} batches a step")
+    if made is not None and made.num_others:
+        notes = [*notes, f"{made.num_others} parameters of its optimizer are not of the model"]
+    return TakenTraining(
+        name=type(module).__name__,
+        module=module,
+        batch=batch,
+        mean_loss=mean_loss,
+        count=count,
+        mask=count.mask if isinstance(count, LabelCount) else None,
+        optimizer=made,
+        accumulation=accumulation,
+        notes=("; ".join(read), *notes),
+    )

@@ -1,0 +1,303 @@
+"""A workload read off a Trainer or an Accelerator trains as that does.
+
+python -m pytest tests/workloads/test_from_trainer.py
+"""
+
+import json
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from curry_train.cli.main import main
+from curry_train.plan import plan
+from curry_train.plan.timeline import measure_timeline
+from curry_train.primitives import GradientAccumulation, train_window
+from curry_train.workloads.from_trainer import OptimizerLike
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.workload import Case, WorkloadError
+
+# Tests of the whole: real trainers of a small training, in a module as a user would write it.
+THEIRS = """
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+PLAIN = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)], nn.Linear(16, 4)
+    )
+
+
+def loader():
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.randn(16, 16, generator=generator)
+    return DataLoader(
+        TensorDataset(samples, torch.randint(4, (16,), generator=generator)), batch_size=4
+    )
+
+
+def hugging_face(**options):
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    tokens = torch.randint(64, (16, 17), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        "never-written",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        weight_decay=0.1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_steps=1,
+        max_grad_norm=0,
+        **PLAIN,
+        **options,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    return Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+
+
+def hugging_face_bf16():
+    return hugging_face(bf16=True)
+
+
+def lightning(precision="32-true"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import pytorch_lightning
+
+    class Classifier(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model()
+
+        def training_step(self, batch, batch_idx):
+            loss = F.cross_entropy(self.model(batch[0]), batch[1])
+            self.log("loss", loss)
+            assert self.trainer.max_steps == 1
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pytorch_lightning.Trainer(
+        max_steps=1,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        precision=precision,
+        enable_model_summary=False,
+        **quiet,
+    )
+    return trainer, Classifier(), loader()
+
+
+def lightning_bf16():
+    return lightning("bf16-mixed")
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def accelerator(mixed_precision="no"):
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    made = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision
+    )
+    net = model()
+    made.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), loader())
+    return made, loss_of
+
+
+def accelerator_bf16():
+    return accelerator("bf16")
+"""
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """Write the user's module into the current folder, and return it."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "their_trainers.py").write_text(textwrap.dedent(THEIRS))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        import their_trainers
+
+        yield their_trainers
+        files = [one.name for one in folder.rglob("*") if one.is_file()]
+        assert [name for name in files if not name.startswith("their_trainers.")] == []
+        sys.modules.pop("their_trainers")
+
+
+def trained_by_hugging_face(trainer):
+    seen = []
+    step = trainer.training_step
+
+    def training_step(model, inputs, *arguments):
+        seen.append({name: value.clone() for name, value in inputs.items()})
+        return step(model, inputs, *arguments)
+
+    trainer.training_step = training_step
+    trainer.train()
+    return trainer.model, seen
+
+
+def trained_by_lightning(made):
+    trainer, module, data = made
+    trainer.fit(module, data)
+    return module, list(data)[:2]
+
+
+def trained_by_accelerate(made):
+    accelerator, loss = made
+    model, optimizer, data = (
+        getattr(accelerator, f"_{name}s")[0] for name in ("model", "optimizer", "dataloader")
+    )
+    batches = list(data)[:2]
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        # Steps after two batches, as a loop over them all would.
+        accelerator.step = 1
+    return model, batches
+
+
+OTHERS = ("lightning", "accelerator")
+TRAIN = {
+    "hugging_face": trained_by_hugging_face,
+    "lightning": trained_by_lightning,
+    "accelerator": trained_by_accelerate,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("precision", ["_bf16", pytest.param("", marks=pytest.mark.long)])
+@pytest.mark.parametrize("library", TRAIN)
+def test_a_step_of_what_is_read_is_the_trainers_own_first_step(theirs, library, precision):
+    """Model, batch, loss, optimizer, precision and accumulation are the Trainer's, to the bit."""
+    workload = load_workload(f"trainer=their_trainers:{library}{precision}")
+    assert workload.accumulation == 2
+    assert ("autocast to bfloat16" in workload.notes[0]) == bool(precision)
+    case = Case(workload, dtype=workload.dtype, batch_size=workload.own_batch)
+    module = case.build()
+
+    trained, batches = TRAIN[library](getattr(theirs, library + precision)())
+    assert torch.equal(first_tensor(case.batch()), first_tensor(batches[0]))
+    optimizer = workload.optimizer(module)
+    window = next(GradientAccumulation(2).windows(iter(batches), count=workload.count))
+    train_window(module, window, workload.loss, optimizer)
+    names = dict(trained.named_parameters())
+    assert [name for name, p in module.named_parameters() if not torch.equal(p, names[name])] == []
+
+
+def first_tensor(batch):
+    return next(iter(batch.values())) if hasattr(batch, "values") else batch[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "library",
+    ["hugging_face_bf16", *(pytest.param(f"{one}_bf16", marks=pytest.mark.long) for one in OTHERS)],
+)
+def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
+    """The precision is part of the estimate, which runs on shapes after the trainer was read."""
+    spec = f"trainer=their_trainers:{library}"
+    workload = load_workload(spec)
+    case = Case(workload, batch_size=workload.own_batch)
+    module = case.build()
+    timeline = measure_timeline(
+        module, case.batch(), workload.mean_loss, optimizer=workload.optimizer(module)
+    )
+    found = plan(spec, 2**30, global_batch=4, microbatch=4, chunked_loss=False)
+    assert found.peak_bytes == timeline.peak.bytes_alive
+    assert found.settings["optimizer"].startswith("torch.optim.")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_commands_take_a_trainer_in_place_of_a_model(theirs):
+    source = ["--trainer", "their_trainers:hugging_face_bf16"]
+    ended = CliRunner().invoke(main, ["memory", *source, "--json", "-"])
+    assert ended.exit_code == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["batch_size"] == 4
+    assert "2 batches a step" in " ".join(ended.stderr.split())
+    ended = CliRunner().invoke(main, ["validate", *source, "--gate", "recompute/parity-full"])
+    assert ended.exit_code == 0, ended.output
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
+    source = ["--trainer", "their_trainers:accelerator"]
+    ended = CliRunner().invoke(main, ["bench", *source, "--steps", "1", "--warmup", "0"])
+    assert "float32, SGD, on cpu" in ended.output
+    ended = CliRunner().invoke(main, ["plan", *source, "--budget", "1MiB"])
+    assert "as it is, 8 samples" in ended.output
+
+
+def test_a_model_and_a_trainer_at_once_are_refused():
+    ended = CliRunner().invoke(main, ["bench", "--model", "mlp", "--trainer", "a:b"])
+    assert ended.exit_code == 2
+    assert "give either --model or --trainer" in ended.stderr
+
+
+REFUSED = {
+    "def make(): return 5": "it returned a int: return a Trainer of transformers",
+    "from accelerate import Accelerator\n"
+    "def make(): return Accelerator(cpu=True)": "has prepared no model and no optimizer",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("source", REFUSED)
+def test_what_can_not_be_read_is_said(tmp_path, monkeypatch, source):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"theirs_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    with pytest.raises(WorkloadError, match=REFUSED[source]):
+        load_workload(f"trainer={name}:make")
+
+
+class NeedsMore(torch.optim.SGD):
+    def __init__(self, params, total_steps):
+        super().__init__(params, lr=0.1)
+        self.defaults.pop("total_steps", None)
+
+
+def test_an_optimizer_like_another_has_its_groups_and_begins_empty():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": [first.weight], "weight_decay": 0.5}, {"params": [first.bias], "lr": 0.2}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.5, 0.9))
+    first.weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    like = OptimizerLike(optimizer, first)(second)
+    assert [group["params"] for group in like.param_groups] == [[second.weight], [second.bias]]
+    assert [group["weight_decay"] for group in like.param_groups] == [0.5, 0.01]
+    assert [group["lr"] for group in like.param_groups] == [0.1, 0.2]
+    assert {group["betas"] for group in like.param_groups} == {(0.5, 0.9)}
+    assert not like.state
+    with pytest.raises(WorkloadError, match="it needs total_steps: give --optimizer"):
+        OptimizerLike(NeedsMore(first.parameters(), 3), first)
+    with pytest.raises(WorkloadError, match="holds no parameter of Linear"):
+        OptimizerLike(optimizer, second)
