@@ -110,7 +110,7 @@ def llama():
         num_attention_heads=4, pad_token_id=0
     ))
 """
-FIT = ("healthy", "llama", "mlp")
+FIT = ("healthy", "llama")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def run(repository, monkeypatch):
 
 
 def spec(name):
-    homes = {"healthy": "theirs.models:healthy", "llama": "theirs.languages:llama", "mlp": "mlp"}
+    homes = {"healthy": "theirs.models:healthy", "llama": "theirs.languages:llama"}
     return homes.get(name, f"theirs.models:{name}_model")
 
 

@@ -72,14 +72,21 @@ def _die_at(change: int) -> None:
         mock.patch.object(os, name, dying(getattr(os, name))).start()
 
 
-def every_kill(run: Callable[[], object], check: Callable[[int], None]) -> int:
-    """Kill `run` at each of its changes and check what is left; return how many there were."""
+def every_kill(run: Callable[[], object], check: Callable[[int], None], *, stride: int = 1) -> int:
+    """Kill `run` at each of its changes and check what is left; return how many there were.
+
+    With a stride only each such change is tried.
+    """
     change = 0
     while kill_at(change, run):
         check(change)
-        change += 1
+        change += stride
         assert change < 2000
     return change
+
+
+# A quarter of the changes, all of which come once in `make long`.
+ANY_OR_EACH = pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.long)])
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -111,8 +118,9 @@ def test_new_that_is_killed_at_any_write_leaves_nothing_or_everything(
     assert [path.name for path in place.iterdir()] == ["run"]
 
 
+@ANY_OR_EACH
 def test_add_that_is_killed_at_any_write_is_completed_by_running_it_again(
-    bundle: Bundle, tmp_path: Path
+    bundle: Bundle, tmp_path: Path, stride: int
 ) -> None:
     for name in ("reference", "place"):
         write(tmp_path / name / "setup.py", "")
@@ -134,7 +142,7 @@ def test_add_that_is_killed_at_any_write_is_completed_by_running_it_again(
         shutil.rmtree(place / "package")
         shutil.rmtree(place / "tests")
 
-    changes = every_kill(lambda: scaffold(bundle, *arguments, cwd=place), check)
+    changes = every_kill(lambda: scaffold(bundle, *arguments, cwd=place), check, stride=stride)
     assert changes > 3 * 5
 
 
@@ -154,8 +162,9 @@ def conflicting(bundle: Bundle, tmp_path: Path) -> Path:
     return project
 
 
+@ANY_OR_EACH
 def test_update_that_is_killed_at_any_write_ends_like_one_that_was_not(
-    bundle: Bundle, conflicting: Path, tmp_path: Path
+    bundle: Bundle, conflicting: Path, tmp_path: Path, stride: int
 ) -> None:
     start = tree(conflicting)
     reference = Path(shutil.copytree(conflicting, tmp_path / "reference"))
@@ -181,7 +190,7 @@ def test_update_that_is_killed_at_any_write_ends_like_one_that_was_not(
         shutil.rmtree(conflicting)
         write_tree(conflicting, start)
 
-    changes = every_kill(lambda: scaffold(bundle, "update", cwd=conflicting), check)
+    changes = every_kill(lambda: scaffold(bundle, "update", cwd=conflicting), check, stride=stride)
     assert changes > 3 * 6
     assert min(seen.values()) >= 1
     assert tree(conflicting) == end

@@ -99,6 +99,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
+@pytest.mark.long
 @needs_cpp
 def test_the_compilers_cache_distinguishes_budgets_across_processes(tmp_path):
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "template")}

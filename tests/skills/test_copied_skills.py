@@ -231,8 +231,9 @@ def test_python_blocks_run_from_the_users_folder_once_installed(installed, elsew
 
 def test_the_installed_command_runs_on_the_users_model(installed, elsewhere, user):
     command = chosen("grad-accum", "--gate grad-accum ").replace("transformer", "mymodel:build")
+    command = command.replace("--gate grad-accum ", "--gate grad-accum/equal ")
     environment = elsewhere[1] | {"PYTHONPATH": str(installed)}
-    ended = run(f'"{installed}/bin/"{command} --gate grad-accum/equal', user, environment)
+    ended = run(f'"{installed}/bin/"{command}', user, environment)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
     assert "grad-accum/equal" in ended.stdout
 

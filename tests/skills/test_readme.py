@@ -20,10 +20,22 @@ BLOCKS = [
 ]
 
 
+# Commands that take longest, each with tests of its own; `make long` runs them as written.
+LONG_COMMANDS = (
+    "curry-train runs spike-check",
+    "curry-train savings --out savings --model transformer",
+)
+
+
 def blocks(language):
     found = [(page, block) for page, block in BLOCKS if block.language == language]
     return [
-        pytest.param(block, id=f"{page.relative_to(ROOT)}:{block.line}") for page, block in found
+        pytest.param(
+            block,
+            id=f"{page.relative_to(ROOT)}:{block.line}",
+            marks=[pytest.mark.long] if block.text.startswith(LONG_COMMANDS) else [],
+        )
+        for page, block in found
     ]
 
 

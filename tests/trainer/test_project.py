@@ -147,5 +147,6 @@ def test_commands_use_the_configuration_of_the_project(project, tmp_path):
     assert "2 steps done" in out
 
 
+@pytest.mark.long  # a project that was installed from a wheel runs them in tests/cli
 def test_its_own_tests_pass(project):
     run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
