@@ -166,7 +166,7 @@ def print_mode(console: Console, rows: Sequence[GateRow], left_out: Sequence[Gat
     checked = sum(claim.gate in run for claim in claims())
     if not checked:
         return
-    line = f"{checked} claims checked"
+    line = f"{checked} claim{'s' if checked > 1 else ''} checked"
     if left_out:
         gates = ", ".join(gate.name for gate in left_out)
         line += f"; add --thorough for {gates}, which takes longer"
