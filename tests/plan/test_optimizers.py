@@ -243,7 +243,7 @@ class Adapted(nn.Module):
 
 
 def test_a_quantised_base_counts_its_bytes_and_its_scales():
-    """torch makes no such parameter without values, so the model is measured."""
+    """Such a parameter is not made without values, so the model is measured."""
 
     def make():
         return nn.Sequential(*(Adapted(32) for _ in range(3))), torch.randn(4, 32)

@@ -124,6 +124,7 @@ def apply_options(
             offload(model, names)
         else:
             BLOCK_STRATEGIES[option.kind](model, names, option)
+    primitives.keep_routing(model)
     return _in_order(options, names_of.values())
 
 

@@ -138,7 +138,7 @@ def _holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[No
 
 
 def _beside(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that parameters hold as attributes, such as the scales of quantised ones."""
+    """Yield the tensors that parameters hold as attributes, such as scales of quantised ones."""
     seen: set[int] = set()
     found: list[Any] = [list(vars(parameter).values()) for parameter in parameters]
     while found:

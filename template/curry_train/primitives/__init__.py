@@ -49,6 +49,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "remove_regions",
             "report_regions",
         ),
+        "routing": ("keep_routing",),
         "sac": (
             "POLICIES",
             "apply_sac",

@@ -41,7 +41,7 @@ COPIED_CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}
 LONGEST_COPIED = 1000
 
 # The buffers and tensor attributes that each module is known to write in place.
-_written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class BlockState:
@@ -91,7 +91,7 @@ class BlockState:
                 elif type(value) in COPIED_CONTAINERS and len(value) <= LONGEST_COPIED:
                     state.containers[name] = value.copy()
             # What a module writes is not known before its first call.
-            written = _written_names.get(module, may_be_written)
+            written = written_names.get(module, may_be_written)
             for name, value in (*state.parameters.items(), *may_be_written.items()):
                 is_lazy = type(value) in (UninitializedParameter, UninitializedBuffer)
                 if value is None or is_lazy or value.is_inference():
@@ -103,7 +103,7 @@ class BlockState:
     def end(self) -> None:
         """Note after the first call what it wrote in place."""
         for state in self.states.values():
-            written = _written_names.setdefault(state.module, set())
+            written = written_names.setdefault(state.module, set())
             for name, (tensor, version) in list(state.versions.items()):
                 if tensor._version != version:
                     written.add(name)

@@ -564,7 +564,9 @@ def apply_config(
     if config.strategy not in ("none", "plan"):
         names = _configured_blocks(model, config, batch, loss)
     sample = Sample(batch, loss or _no_loss, names, apply_plan)
-    return ALL_STRATEGIES[config.strategy].apply(model, sample)
+    changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
+    primitives.keep_routing(model)
+    return changed
 
 
 def _no_loss(model: nn.Module, batch: Any) -> Any:
@@ -586,12 +588,15 @@ def _configured_blocks(
 def _recompute_named(model: nn.Module, config: CheckpointConfig, names: list[str]) -> list[str]:
     if not names:
         return []
-    return recompute_blocks(
+    changed = recompute_blocks(
         model,
         blocks=names,
         use_reentrant=config.use_reentrant,
         preserve_rng_state=config.preserve_rng_state,
     )
+    if not config.use_reentrant:
+        primitives.keep_routing(model)
+    return changed
 
 
 def _segment_named(
@@ -606,9 +611,11 @@ def _segment_named(
                 "call apply(model, batch=..., loss=...), or set a number"
             )
         count = choose_segments(model, batch, loss, blocks=names)
-    return recompute_segments(
+    changed = recompute_segments(
         model, count, blocks=names, preserve_rng_state=config.preserve_rng_state
     )
+    primitives.keep_routing(model)
+    return changed
 
 
 def _recompute_largest(

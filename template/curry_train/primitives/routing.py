@@ -1,0 +1,229 @@
+"""Repeat the choices of a router where a block with experts is recomputed.
+
+    recompute_blocks(model)
+    keep_routing(model)          # after it, and before DDP and `fully_shard`
+
+A router chooses experts by the largest scores. A recomputed forward may choose others: at a tie,
+with another kernel, or after the bias that balances the load was updated. Then tokens meet experts
+in backward that they have not met in forward, and torch's checkpoint notices it only if a shape
+differs. These blocks keep the choices and the scores of the first run for the recomputed one.
+
+Proof: `python -m pytest tests/primitives/test_routing.py`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves
+
+from ..core.blocks import match_names
+from . import checkpointed, recompute, sac
+
+# Functions that choose: their outputs are indices, alone or beside the values at them.
+CHOOSING_NAMES = (
+    *("topk", "argmax", "argmin", "sort", "argsort", "max", "min", "kthvalue", "multinomial"),
+    "bucketize",
+)
+CHOOSING_FUNCTIONS = frozenset(
+    getattr(space, name)
+    for space in (torch, Tensor)
+    for name in CHOOSING_NAMES
+    if hasattr(space, name)
+)
+# A choice among more is none of a router, and its scores would take memory.
+MOST_EXPERTS = 1024
+# Classes of modules that route, by their names.
+ROUTING_CLASS = re.compile(r"router|moe|expert", re.IGNORECASE)
+CONTEXT_FIELD = "context_fn"
+
+
+class Choices(TorchFunctionMode):
+    """The choices of one forward of one block: kept in the first run, repeated in later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The scores, or None, and the outputs of each choice.
+        self.kept: list[tuple[Tensor | None, list[Tensor]]] = []
+        self.position: int | None = None
+        # A nested block enters the modes that it was called in, which must do nothing there.
+        self.is_own = False
+        self.has_policy = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_own or func not in CHOOSING_FUNCTIONS:
+            return func(*args, **kwargs)
+        scores = args[0] if args else None
+        if self.position is None:
+            found = func(*args, **kwargs)
+            self._keep(scores, found)
+            return found
+        return self._repeat(func, scores, args, kwargs)
+
+    def _keep(self, scores: Any, found: Any) -> None:
+        outputs = _tensors(found)
+        if all(output.is_floating_point() for output in outputs):
+            return
+        with torch.no_grad(), self._unseen():
+            kept_scores = scores.detach().clone() if _are_a_routers(scores) else None
+            self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
+
+    def _repeat(self, func: Any, scores: Any, args: Any, kwargs: Any) -> Any:
+        """Run the function again on the kept scores, and overwrite what it chose.
+
+        The function runs because autograd saves its indices, which share memory with the output.
+        """
+        assert self.position is not None
+        following = self.kept[self.position] if self.position < len(self.kept) else None
+        if following is not None and following[0] is not None and _are_a_routers(scores):
+            self._overwrite(scores, following[0])
+        found = func(*args, **kwargs)
+        outputs = _tensors(found)
+        if all(output.is_floating_point() for output in outputs):
+            return found
+        self.position += 1
+        shapes = [output.shape for output in outputs]
+        if following is None or [kept.shape for kept in following[1]] != shapes:
+            raise RuntimeError(
+                f"the recomputed forward chooses by {getattr(func, '__name__', func)} where the "
+                "first one did not: the block takes another way the second time, so leave it out "
+                "with blocks="
+            )
+        for output, kept in zip(outputs, following[1], strict=True):
+            self._overwrite(output, kept)
+        return found
+
+    def _overwrite(self, tensor: Tensor, value: Tensor) -> None:
+        """Write a value into a tensor and into what autograd saved of it, unnoticed by both."""
+        with self._unseen():
+            tensor.data.copy_(value)
+
+    def _unseen(self) -> contextlib.AbstractContextManager[Any]:
+        """Leave the policy's dispatch mode, which counts operations, if the block has one."""
+        return _pop_mode_temporarily() if self.has_policy else contextlib.nullcontext()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _are_a_routers(scores: Any) -> bool:
+    """Check for scores that this run computed and backward needs, of few experts."""
+    return (
+        isinstance(scores, Tensor)
+        and scores.grad_fn is not None
+        and scores.is_floating_point()
+        and scores.dim() > 0
+        and scores.shape[-1] <= MOST_EXPERTS
+    )
+
+
+class _Entered:
+    """Context of one run of a block, which can be entered again for a second backward."""
+
+    def __init__(self, choices: Choices, *, repeats: bool, inner: Any) -> None:
+        self.choices = choices
+        self.repeats = repeats
+        self.inner = inner
+
+    def __enter__(self) -> None:
+        choices = self.choices
+        choices.position = 0 if self.repeats else None
+        choices.is_own = True
+        choices.has_policy = isinstance(self.inner, TorchDispatchMode)
+        choices.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        try:
+            return self.inner.__exit__(*raised)
+        finally:
+            self.choices.__exit__(*raised)
+            self.choices.is_own = False
+
+
+def routed_contexts(others: Callable[[], checkpointed.Pair] | None) -> checkpointed.Pair:
+    """Return the contexts of the first and of the recomputed run, around those of `others`."""
+    pair = others() if others is not None else checkpointed.NO_CONTEXTS
+    if torch.compiler.is_compiling():
+        return pair
+    choices = Choices()
+    first, second = pair
+    entered: Any = (
+        _Entered(choices, repeats=False, inner=first),
+        _Entered(choices, repeats=True, inner=second),
+    )
+    return entered
+
+
+def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> list[str]:
+    """Let the blocks of a model that recompute repeat the choices of their routers, in place.
+
+    Call this after `recompute_blocks`, `recompute_segments` or `apply_sac`. Return the names of the
+    blocks; a model without experts has none. `blocks` is a glob over module names, or several, for
+    experts whose classes are named otherwise than router, MoE or experts. Small buffers of these
+    blocks, such as a bias that balances the load, may change between forward and backward.
+    """
+    found = dict(_recomputing(model))
+    if blocks is None:
+        names = [name for name, block in found.items() if _routes(block)]
+    else:
+        patterns = [blocks] if isinstance(blocks, str) else blocks
+        names = [
+            name for pattern in patterns for name in match_names([*found], pattern, option="blocks")
+        ]
+    for name in names:
+        _wrap(found[name])
+        _keep_small_buffers(found[name])
+    return names
+
+
+def _routes(block: nn.Module) -> bool:
+    return any(ROUTING_CLASS.search(type(module).__name__) for module in block.modules())
+
+
+def _recomputing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks that run a second time, with their names."""
+    attributes = {recompute.RECOMPUTE_ATTRIBUTE, recompute.SEGMENT_ATTRIBUTE, sac.SAC_ATTRIBUTE}
+    for name, module in model.named_modules():
+        if attributes & vars(module).keys():
+            yield name, module
+
+
+def _wrap(block: nn.Module) -> None:
+    """Add the contexts to those that the block has, once."""
+    own = vars(block)
+    if sac.CONTEXTS_ATTRIBUTE in own:
+        own[sac.CONTEXTS_ATTRIBUTE] = _around(own[sac.CONTEXTS_ATTRIBUTE])
+        return
+    holder, name = own, recompute.RECOMPUTE_ATTRIBUTE
+    if recompute.SEGMENT_ATTRIBUTE in own:
+        holder, name = vars(own[recompute.SEGMENT_ATTRIBUTE]), "options"
+    options = holder[name]
+    if options.use_reentrant or options.debug:
+        raise ValueError("routing is repeated by contexts: leave use_reentrant and debug at False")
+    contexts = {CONTEXT_FIELD: _around(getattr(options, CONTEXT_FIELD))}
+    holder[name] = dataclasses.replace(options, **contexts)
+
+
+def _around(contexts: Any) -> Any:
+    if isinstance(contexts, functools.partial) and contexts.func is routed_contexts:
+        return contexts
+    return functools.partial(routed_contexts, contexts)
+
+
+def _keep_small_buffers(block: nn.Module) -> None:
+    """Let each call keep the values of small buffers, so that they may be written after it."""
+    for module in block.modules():
+        buffers = dict(module.named_buffers(recurse=False))
+        if buffers and all(buffer.numel() <= MOST_EXPERTS for buffer in buffers.values()):
+            tensors = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+            checkpointed.written_names.setdefault(module, set()).update(buffers, tensors)
