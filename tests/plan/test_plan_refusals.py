@@ -14,6 +14,7 @@ from torch import nn
 from curry_train.core.blocks import Derived
 from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
+from curry_train.plan.parallel import Sharding, parse_mesh
 from curry_train.plan.planner import Infeasible, Planner, plan
 from curry_train.plan.saved import (
     FULL_KIND,
@@ -26,7 +27,6 @@ from curry_train.plan.saved import (
     PlanMismatch,
     apply_options,
 )
-from curry_train.plan.whole_step import Sharding
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Workload
 
@@ -185,28 +185,7 @@ def test_the_message_offers_a_chunked_loss_that_was_ruled_out():
     assert "chunked loss: a peak of" in message
 
 
-# Several ranks, computed by hand.
-
-
-def test_ddp_adds_a_copy_of_the_gradients_and_fsdp2_divides_the_state():
-    with Sketch(net(64, 256)) as sketch:
-        step = sketch.step(4)
-    parameters = {"first": 8 * 32 + 32, "last": 32 * 4 + 4}
-    parameters |= {hidden: 2 * 32 + 32 * hidden + hidden + hidden * 32 + 32 for hidden in (64, 256)}
-    nbytes = 4 * sum(parameters.values())
-    for accumulated in (False, True):
-        assert Sharding("ddp", 4).extra_bytes(step, accumulated=accumulated) == nbytes
-        assert Sharding().extra_bytes(step, accumulated=accumulated) == 0
-        assert Sharding("fsdp2", 1).extra_bytes(step, accumulated=accumulated) == 0
-    kept = step.fixed - step.timeline.owners["buffers and batch"][0]
-    assert kept == 3 * nbytes + 4 * len(
-        list(net(64, 256).build().parameters())
-    )  # AdamW counts its steps in tensors
-    beside, largest = 4 * (parameters["first"] + parameters["last"]), 2 * 4 * parameters[256]
-    whole = beside + 2 * largest - round(0.75 * kept)
-    assert Sharding("fsdp2", 4).extra_bytes(step, accumulated=True) == pytest.approx(whole, abs=1)
-    parted = Sharding("fsdp2", 4).extra_bytes(step, accumulated=False)
-    assert whole - 0.75 * nbytes <= parted <= whole
+# Several ranks.
 
 
 def test_ranks_share_the_global_batch():
@@ -226,10 +205,14 @@ def test_a_plan_for_several_ranks_includes_their_extra_bytes():
     settings = {"global_batch": 8, "without": (SAC_KIND, REGIONS_KIND), "chunked_loss": False}
     alone = plan(net(64, 64), 2**40, microbatch=4, **settings)
     shared = plan(net(64, 64), 2**40, microbatch=4, sharding=Sharding("ddp", 2), **settings)
-    gradients = 4 * sum(parameter.numel() for parameter in net(64, 64).build().parameters())
     assert (alone.steps, shared.steps, shared.ranks) == (2, 1, 2)
+    with Sketch(net(64, 64), sharding=Sharding("ddp", 2)) as sketch:
+        step = sketch.step(4)
+        assert shared.peak_bytes == step.peak_bytes
+        # The buckets of DDP are a copy of the gradients.
+        gradients = 4 * sum(parameter.numel() for parameter in sketch.build().parameters())
     with Sketch(net(64, 64)) as sketch:
-        assert shared.peak_bytes == sketch.step(4).peak_bytes + gradients
+        assert step.peak_bytes >= sketch.step(4).peak_bytes + gradients
 
 
 # Devices, models whose shapes need values, and wrong input.
@@ -298,8 +281,13 @@ def test_a_whole_step_is_estimated_once_for_several_budgets():
             r"without=\['half'\]: a block is run as one of",
         ),
         (lambda: plan(net(64, 64), 2**30, chunked_loss=True), "Net has no output layer"),
-        (lambda: Sharding("zero", 2), "parallel must be one of ddp, fsdp2, got 'zero'"),
-        (lambda: Sharding(None, 2), "2 ranks need a way to share the training"),
+        (lambda: Sharding("zero", 2), r"parallel must be one of ddp, fsdp2, .*, got 'zero'"),
+        (lambda: Sharding(None, 2).check_way(), "2 ranks need a way to share the training"),
+        (lambda: Sharding("hsdp", 4), "hsdp has a mesh of 2 dimensions, such as replicate=2"),
+        (lambda: Sharding("ddp", 2, precision="bfloat16"), "are options of fsdp2, hsdp and"),
+        (lambda: Sharding("fsdp2", 3, mesh={"dp": 2}), "the mesh has 2 ranks, and ranks is 3"),
+        (lambda: Sharding("fsdp2", 2, rank=2), "rank 2 is none of 2 ranks: use 0 to 1"),
+        (lambda: parse_mesh("dp:8"), "'dp:8' is no mesh: write its dimensions as dp=8,tp=8"),
         (lambda: Sharding("ddp", 0), "ranks must be a whole number of at least 1, got 0"),
     ],
 )

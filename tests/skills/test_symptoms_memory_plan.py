@@ -20,7 +20,7 @@ from curry_train.plan.cuda_allocator import AllocatorSettings, CudaAllocator, De
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.profiler import SelectiveCheckpointer
-from curry_train.plan.whole_step import Sharding
+from curry_train.plan.parallel import Sharding
 from curry_train.primitives import (
     CheckpointConfig,
     apply_chunked_loss,

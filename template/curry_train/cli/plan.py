@@ -10,7 +10,7 @@ import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from rich.console import Console
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.optimizers import OPTIMIZERS, make_optimizer
+from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
 from ..plan.timeline import record_step_storages, timeline_of
-from ..plan.whole_step import SHARDING_KINDS, Sharding
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .options import (
@@ -220,6 +220,60 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
         raise click.BadParameter(f"{text!r} is no list of lengths, such as 512,1024") from error
 
 
+def _mesh(context: click.Context, option: click.Parameter, text: str | None) -> dict[str, int]:
+    try:
+        return parse_mesh(text) if text else {}
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+# Values of --reshard-after-forward beside a number of ranks.
+RESHARD_WORDS = {"yes": True, "no": False}
+
+
+def _reshard(
+    context: click.Context, option: click.Parameter, text: str | None
+) -> bool | int | None:
+    if text is None or text in RESHARD_WORDS:
+        return None if text is None else RESHARD_WORDS[text]
+    if text.isdecimal() and int(text) > 1:
+        return int(text)
+    raise click.BadParameter(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
+
+
+def sharding_options(command: Any) -> Any:
+    """Add the options that say how ranks share the training."""
+    options = (
+        click.option(
+            "--parallel",
+            metavar="KIND",
+            help=f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
+        ),
+        click.option(
+            "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
+        ),
+        click.option("--mesh", callback=_mesh, metavar="SIZES", help="Instead, as dp=8,tp=8."),
+        click.option(
+            "--rank", default=0, type=click.IntRange(0), show_default=True, help="The rank to plan."
+        ),
+        click.option(
+            "--reshard-after-forward",
+            callback=_reshard,
+            metavar="HOW",
+            help="yes, no, or to how many ranks. [default: as torch]",
+        ),
+        click.option(
+            "--gather-in",
+            "precision",
+            type=click.Choice([*PRECISIONS]),
+            help="Dtype of gathered parameters.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
 @training_options("spec")
 @click.option(
@@ -258,15 +312,7 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
     metavar="SIZE",
     help="Memory of a GPU that the process takes beside tensors. [default: 512MiB]",
 )
-@click.option(
-    "--parallel",
-    type=click.Choice(SHARDING_KINDS),
-    metavar="KIND",
-    help=f"How --ranks N share the training: {' or '.join(SHARDING_KINDS)}.",
-)
-@click.option(
-    "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
-)
+@sharding_options
 @click.option("--lengths", metavar="LIST", callback=_lengths, help="Shorter batches, as 512,1024.")
 @blocks_option()
 @click.option(
@@ -306,8 +352,6 @@ def plan_command(
     dtype: str | None,
     optimizer: str | None,
     context_bytes: int | None,
-    parallel: str | None,
-    ranks: int,
     lengths: tuple[int, ...],
     blocks: str | None,
     without: tuple[str, ...],
@@ -318,7 +362,7 @@ def plan_command(
     verify: bool,
     out: str | None,
     json_path: str | None,
-    **paths: str | None,
+    **shared: Any,
 ) -> None:
     """Find the fastest way to train within a memory budget.
 
@@ -326,6 +370,7 @@ def plan_command(
     """
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
     place = choose_device("auto")
+    files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
         planner = functools.partial(
@@ -334,7 +379,7 @@ def plan_command(
             device=find_profile(target) if target else profile_of(place),
             dtype=precision,
             optimizer=optimizer,
-            sharding=_sharding(parallel, ranks, verify=verify),
+            sharding=_sharding(verify=verify, **shared),
             blocks=blocks,
             chunked_loss=chunked_loss,
             without=without,
@@ -343,7 +388,7 @@ def plan_command(
             context_bytes=context_bytes,
             lengths=lengths,
         )
-        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, PlanFiles(**paths))
+        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, files)
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         console.print(str(error), markup=False)
@@ -386,10 +431,11 @@ class PlanFiles:
     snapshot_out: str | None
 
 
-def _sharding(parallel: str | None, ranks: int, *, verify: bool) -> Sharding:
-    if verify and ranks > 1:
+def _sharding(*, verify: bool, parallel: str | None, **options: Any) -> Sharding:
+    sharding = Sharding(parallel, **options)
+    if verify and sharding.is_shared:
         raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
-    return Sharding(parallel, ranks)
+    return sharding
 
 
 def _find_plan(

@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "profile_of",
         ),
         "estimate": ("Sketch",),
+        "parallel": ("Sharding",),
         "planner": (
             "Infeasible",
             "Planner",
@@ -32,6 +33,5 @@ __getattr__, __dir__, __all__ = lazy_names(
             "PlanMismatch",
         ),
         "timeline": ("measure_timeline",),
-        "whole_step": ("Sharding",),
     },
 )

@@ -313,7 +313,7 @@ def measure_chain(
     steps = []
     for size in MEASURED_MICROBATCH_SIZES:
         tell(f"estimating a step of {size} samples{' with chunked loss' if chunk_tokens else ''}")
-        steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk))
+        steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk, alone=True))
         for name, use in primitives.chunked_loss_report(changed[-1]).items() if changed else ():
             if not use.num_chunked:
                 raise ValueError(

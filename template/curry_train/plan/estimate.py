@@ -44,6 +44,7 @@ from .optimizers import (
     make_optimizer,
     take_eagerly,
 )
+from .parallel import Sharding
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -51,6 +52,14 @@ from .profiler import (
     OPTIMIZER_STATE_GROUP,
     PARAMETERS_GROUP,
     Timeline,
+)
+from .rank_step import (
+    RankKernels,
+    RankProgram,
+    RankStorages,
+    local_bytes,
+    one_rank,
+    record_rank_step,
 )
 from .shapes import (
     LARGEST_DRAW,
@@ -189,8 +198,11 @@ Layouts = tuple[Any, ...]
 class OptimizerSteps:
     """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
 
-    def __init__(self, values: ValuesInSteps) -> None:
+    def __init__(
+        self, values: ValuesInSteps, *, storages: Callable[[], LiveStorages] = HeldStorages
+    ) -> None:
         self._values = values
+        self._storages = storages
         self._states: dict[Layouts, list[dict[str, Any]]] = {}
         self.recorded: dict[
             tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
@@ -228,7 +240,7 @@ class OptimizerSteps:
     ) -> list[tuple[Life, bool]]:
         """Take a first step; where it reads conditions, let them hold if that needs more memory."""
         fresh = copy_optimizer(optimizer, {id(one): one for one in parameters})
-        with HeldStorages() as storages:
+        with self._storages() as storages:
             take_eagerly(optimizer)
         if not self._values.num_conditions:
             return storages.events
@@ -238,14 +250,14 @@ class OptimizerSteps:
             self._values.condition = condition
             tried = copy_optimizer(fresh, {id(one): one for one in parameters})
             take_eagerly(tried)
-            with HeldStorages() as again:
+            with self._storages() as again:
                 take_eagerly(tried)
             peaks[condition] = again.bytes_peak
         self._values.condition = peaks[True] >= peaks[False]
         self._values.num_conditions = 0
         optimizer.state.clear()
         optimizer.state.update(fresh.state)
-        with HeldStorages() as storages:
+        with self._storages() as storages:
             take_eagerly(optimizer)
         return storages.events
 
@@ -364,10 +376,11 @@ class StepEstimate:
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
+    middle_bytes: int = 0  # of a rank: the peak of a microbatch before the last one of a window
 
     @property
     def peak_bytes(self) -> int:
-        return self.timeline.peak.bytes_alive
+        return max(self.timeline.peak.bytes_alive, self.middle_bytes)
 
 
 class PricedLives(StepLives):
@@ -402,12 +415,20 @@ class PricedLives(StepLives):
             self.steps.take(optimizer, self)
 
 
+class RankHeld(RankStorages, HeldStorages):
+    """Follow storages of one rank."""
+
+
+class RankLives(RankStorages, PricedLives):
+    """Record storages and costs of one rank among others."""
+
+
 class Sketch:
     """A workload to plan for, with modules and batches that have no values.
 
     Use it as a context manager, and leave the context before anything real runs. `kernels` selects
     the device whose bytes are estimated: `"cpu"`, or `"cuda"`, whose attention and norms hold other
-    tensors.
+    tensors. With `sharding`, a step is that of one of its ranks, in the user's own wrapping.
     """
 
     def __init__(
@@ -419,6 +440,7 @@ class Sketch:
         blocks: str | Sequence[str] | None = None,
         optimizer: str | float | OptimizerFactory | None = None,
         seed: int = 0,
+        sharding: Sharding | None = None,
     ) -> None:
         self._workload = workload
         self._optimizer = optimizer
@@ -431,7 +453,12 @@ class Sketch:
         self._values = ValuesInSteps()
         # None where the second step differs from the first one.
         self._optimizer_steps: OptimizerSteps | None = None
-        self._plain: dict[tuple[int, bool], StepEstimate] = {}
+        self._plain: dict[tuple[int, bool, bool], StepEstimate] = {}
+        self.sharding = sharding or Sharding()
+        # The mesh of a sharding over several ranks.
+        self._mesh: Any = None
+        # Optimizer steps of one rank.
+        self._rank_steps: OptimizerSteps | None = None
         self.case: Case
         # None for a model without blocks.
         self.choice: BlockChoice | None = None
@@ -439,11 +466,18 @@ class Sketch:
     def __enter__(self) -> "Sketch":
         try:
             with self._stack as stack:
-                stack.enter_context(pretended(kernels=self.kernels, values=self._values))
                 self.case = PretendedCase(self._load(), **self._options)
+                mode = None
+                if self.sharding.is_shared:
+                    self.sharding.check_way(self.case.workload.parallelize)
+                    mesh = one_rank(self.sharding.mesh, rank=self.sharding.rank)
+                    self._mesh = stack.enter_context(mesh)
+                    mode = RankKernels(kernels=self.kernels)
+                stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=self._values))
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
                     self._optimizer_steps = OptimizerSteps(self._values)
+                    self._rank_steps = OptimizerSteps(self._values, storages=RankHeld)
                 self._try_optimizer()
                 if self.draws.drawn:
                     _let_layers_run(self.case, self.draws)
@@ -458,6 +492,10 @@ class Sketch:
             self.why_real = who_needs_values(cause)
 
         if self.why_real is not None:
+            if self.sharding.is_shared:
+                raise ValueError(
+                    f"one rank of several is predicted from shapes alone: {self.why_real}"
+                )
             self._stack = contextlib.ExitStack()
             self._optimizer_steps = None
             self.case = Case(self._load(), **self._options)
@@ -491,6 +529,17 @@ class Sketch:
             chosen, self.choice = sized.with_running_blocks()
             self.case = replace(self.case, blocks=chosen.blocks)
 
+    def on_ranks(self, sharding: Sharding) -> "Sketch":
+        """Return a sketch of the same workload and blocks, shared in another way."""
+        options = self._options | {"blocks": self.case.blocks}
+        return Sketch(
+            self._workload,
+            kernels=self.kernels,
+            optimizer=self._optimizer,
+            sharding=sharding,
+            **options,
+        )
+
     def _load(self) -> Workload:
         return load_workload(self._workload) if isinstance(self._workload, str) else self._workload
 
@@ -521,16 +570,37 @@ class Sketch:
         accumulated: bool = False,
         change: ModelChange | None = None,
         make: Callable[..., "PricedLives"] | None = None,
+        alone: bool = False,
     ) -> StepEstimate:
         """Estimate a step at this batch size.
 
         `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
         `change` modifies the model first, for example to recompute blocks; the estimate without it
-        is cached. `make` makes the record, if it is another one.
+        is cached. `make` makes the record, if it is another one. `alone`: of the model without the
+        sharding.
         """
         is_cached = change is None and make is None
-        if is_cached and (batch_size, accumulated) in self._plain:
-            return self._plain[batch_size, accumulated]
+        is_rank = self.sharding.is_shared and not alone
+        key = batch_size, accumulated, is_rank
+        if is_cached and key in self._plain:
+            return self._plain[key]
+        if is_rank:
+            found = self._rank_step(batch_size, accumulated=accumulated, change=change)
+        else:
+            found = self._step_alone(batch_size, accumulated=accumulated, change=change, make=make)
+        if is_cached:
+            self._plain[key] = found
+        return found
+
+    def _step_alone(
+        self,
+        batch_size: int,
+        *,
+        accumulated: bool,
+        change: ModelChange | None,
+        make: Callable[..., "PricedLives"] | None,
+    ) -> StepEstimate:
+        """Estimate a step of the model without a sharding."""
         steps = self._optimizer_steps
         batch = self.batch(batch_size)
         module = self.build()
@@ -554,9 +624,49 @@ class Sketch:
             first_step = [] if steps is None else steps.first_step
             trace = trace_of(lives, module, first_step, fused=is_fused(optimizer))
             found = replace(found, trace=trace)
-        if is_cached:
-            self._plain[batch_size, accumulated] = found
         return found
+
+    def _rank_step(
+        self, batch_size: int, *, accumulated: bool, change: ModelChange | None
+    ) -> StepEstimate:
+        """Estimate a step of one rank of the sharding."""
+        steps = self._rank_steps
+        blocks: dict[str, nn.Module] = {}
+
+        def make_program(record: RankStorages) -> RankProgram:
+            batch = self.batch(batch_size)
+            module = self.build()
+            blocks.update(self.blocks(module))
+            if change is not None:
+                change(module)
+                # What a change has put in the place of a block.
+                blocks.update({name: module.get_submodule(name) for name in blocks})
+            own = self.case.workload.parallelize
+            with record:
+                called = self.sharding.parallelize(
+                    module, self._mesh, blocks=blocks.values(), own=own
+                )
+            optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
+            return RankProgram(module, called, batch, optimizer)
+
+        found = record_rank_step(
+            make_program,
+            self.case.workload.mean_loss,
+            make=functools.partial(RankLives, steps=steps),
+            blocks=blocks,
+            accumulated=accumulated,
+            syncs_each=self.sharding.sync_each_microbatch,
+            give_state=None if steps is None else steps.give_state,
+            keeps_output=self.kernels == "cuda",
+        )
+        module = found.program.module
+        estimate = _estimate(found.lives, module, blocks)
+        trace = None
+        if self.kernels == "cuda":
+            first_step = [] if steps is None else steps.first_step
+            fused = is_fused(found.program.optimizer)
+            trace = trace_of(found.lives, module, first_step, fused=fused)
+        return replace(estimate, trace=trace, middle_bytes=found.middle_peak)
 
 
 def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:
@@ -639,6 +749,4 @@ def _gradients_at(lives: StepLives, index: int) -> int:
 
 def _bytes(module: nn.Module, *, trained: bool) -> int:
     """Sum the bytes of the parameters, or of the trainable ones only."""
-    return sum(
-        p.numel() * p.itemsize for p in module.parameters() if p.requires_grad or not trained
-    )
+    return sum(local_bytes(p) for p in module.parameters() if p.requires_grad or not trained)

@@ -42,6 +42,7 @@ from .cuda_step import (
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory, make_optimizer
+from .parallel import Sharding
 from .profiler import Timeline
 from .saved import (
     OPTION_KINDS,
@@ -51,7 +52,6 @@ from .saved import (
     fingerprint,
 )
 from .whole_step import (
-    Sharding,
     WholeSteps,
     length_of,
     order,
@@ -130,7 +130,6 @@ def _dropout(layer: nn.Module) -> float:
 def why_nothing_fits(
     least: Candidate,
     chain: Chain,
-    sharding: Sharding,
     budget_bytes: int,
     not_tried: Sequence[tuple[str, int]] = (),
 ) -> str:
@@ -142,7 +141,7 @@ def why_nothing_fits(
         f"and {least.summary()}"
     )
     lines = textwrap.wrap(first, 80)
-    for lever in _levers(least, chain, sharding, budget_bytes, not_tried):
+    for lever in _levers(least, chain, budget_bytes, not_tried):
         lines += textwrap.wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -150,7 +149,6 @@ def why_nothing_fits(
 def _levers(
     least: Candidate,
     chain: Chain,
-    sharding: Sharding,
     budget_bytes: int,
     not_tried: Sequence[tuple[str, int]],
 ) -> Iterator[str]:
@@ -171,16 +169,6 @@ def _levers(
 
     for lever, peak in not_tried:
         yield f"{lever}: {describe(peak)}"
-
-    alone = least.peak_bytes - sharding.extra_bytes(step, accumulated=accumulated)
-    more = [ranks for ranks in RANK_COUNTS if ranks > sharding.ranks]
-    peaks = {
-        ranks: alone + Sharding("fsdp2", ranks).extra_bytes(step, accumulated=accumulated)
-        for ranks in more
-    }
-    enough = [ranks for ranks, peak in peaks.items() if peak <= budget_bytes]
-    if ranks := (enough or more[-1:]):
-        yield f"FSDP2 on {ranks[0]} ranks: {describe(peaks[ranks[0]])}"
 
     saved = step.fixed - chain.fixed_with("adamw-8bit")
     if saved > 0:
@@ -283,9 +271,10 @@ class Planner:
             blocks=blocks,
             optimizer=optimizer,
             seed=seed,
+            sharding=sharding,
         )
         _check_kinds(without, also)
-        self.sharding = sharding or Sharding()
+        self.sharding = self.sketch.sharding
         self.tell = tell
         # The choice of the caller, and the choices to try.
         self.asked = self.chunked_loss = chunked_loss
@@ -295,7 +284,8 @@ class Planner:
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
             "dtype": str(dtype).removeprefix("torch."),
-            "parallel": self.sharding.kind,
+            "parallel": self.sharding.name,
+            "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
             "blocks": blocks,
             "also": list(also),
             "seed": seed,
@@ -303,7 +293,6 @@ class Planner:
         self.chains: dict[bool, Chain] = {}
         self.whole_steps = WholeSteps(
             self.sketch,
-            self.sharding,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
             solve=self._again,
             overhead=self._overhead,
@@ -369,10 +358,10 @@ class Planner:
     def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
-        None on the CPU, and for several ranks, whose shares are known by arithmetic alone.
+        None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
         traces = self.whole_steps.traces_of(best)
-        if not traces or self.sharding.ranks > 1 or not self.by_reserved:
+        if not traces or not self.by_reserved:
             return None
         self.tell("replaying the steps in CUDA's allocator")
         worst = self._worst(traces)
@@ -549,7 +538,7 @@ class Planner:
         """Return the chain's choice, or the one with the least peak if nothing fits."""
         chain = self._chain(chunked=chunked)
         empty = Candidate(microbatch, steps, chunked, 0, None)
-        extra = self.whole_steps.extra_bytes(chain.steps[-1], accumulated=steps > 1)
+        extra = self.whole_steps.extra_bytes(empty)
         less = self.whole_steps.less[chunked, steps > 1]
         best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
         seconds = steps * best.seconds + chain.optimizer_seconds
@@ -596,13 +585,13 @@ class Planner:
     def _infeasible(self, found: list[Candidate], budget_bytes: int) -> Infeasible:
         self.tell("looking for the least peak")
         least = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
-        levers = list(self._levers(least, found))
+        levers = list(self._levers(least, found, budget_bytes))
         chain = self._chain(chunked=least.chunked_loss)
-        return Infeasible(
-            why_nothing_fits(least, chain, self.sharding, budget_bytes, levers), least.peak_bytes
-        )
+        return Infeasible(why_nothing_fits(least, chain, budget_bytes, levers), least.peak_bytes)
 
-    def _levers(self, least: Candidate, found: list[Candidate]) -> Iterator[tuple[str, int]]:
+    def _levers(
+        self, least: Candidate, found: list[Candidate], budget_bytes: int
+    ) -> Iterator[tuple[str, int]]:
         """Yield settings that were not tried, each with the least peak: what is free comes first.
 
         They are settings of CUDA's allocator and optimizer, and those that the caller ruled out.
@@ -618,11 +607,34 @@ class Planner:
                 chunked = self._solve(least.microbatch, least.steps, True, 1)
                 yield "chunked loss", self.whole_steps.peak(chunked)[0]
             self.chunked_loss = False
+        if not self.sharding.is_shared and self.sketch.why_real is None:
+            yield self._on_ranks(least, budget_bytes)
+
+    def _on_ranks(self, least: Candidate, budget_bytes: int) -> tuple[str, int]:
+        """Return the fewest ranks on which FSDP2 fits, or the most that are tried, with the peak.
+
+        The peak falls with the ranks, so they are found by bisection.
+        """
+        counts = [*RANK_COUNTS]
+        peaks: dict[int, int] = {}
+        low, high = 0, len(counts) - 1
+        while low < high or counts[high] not in peaks:
+            middle = (low + high) // 2
+            self.tell(f"estimating FSDP2 on {counts[middle]} ranks")
+            sharding = Sharding("fsdp2", counts[middle])
+            peaks[counts[middle]] = self.whole_steps.peak_on(least, sharding)
+            if peaks[counts[middle]] <= budget_bytes:
+                high = middle
+            elif middle == high:
+                break
+            else:
+                low = middle + 1
+        return f"FSDP2 on {counts[high]} ranks", peaks[counts[high]]
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
         traces = self.whole_steps.traces_of(least)
-        if not traces or self.sharding.ranks > 1 or not self.by_reserved:
+        if not traces or not self.by_reserved:
             return
         worst = self._worst(traces)
         expandable = self._expandable(*worst) + self.context_bytes

@@ -38,6 +38,8 @@ OPTIMIZER_STATE_GROUP = "optimizer state"
 GRADIENTS_GROUP = "gradients"
 ACTIVATIONS_GROUP = "activations"
 TEMPORARIES_GROUP = "temporaries"
+GATHERED_GROUP = "gathered parameters"  # of FSDP2, while they are whole
+COLLECTIVES_GROUP = "collective buffers"  # what FSDP2 and DDP send and receive
 ALLOCATOR_GROUP = "allocator"  # CUDA only: rounding, and workspaces without a storage
 MEMORY_GROUPS = (
     PARAMETERS_GROUP,
@@ -46,8 +48,12 @@ MEMORY_GROUPS = (
     GRADIENTS_GROUP,
     ACTIVATIONS_GROUP,
     TEMPORARIES_GROUP,
+    GATHERED_GROUP,
+    COLLECTIVES_GROUP,
     ALLOCATOR_GROUP,
 )
+# Owners that only a rank among others has.
+RANK_GROUPS = (GATHERED_GROUP, COLLECTIVES_GROUP)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from ..core.measure import local_tensors
 from ..core.rerun import seeded
 from ..workloads.workload import Case, map_tensors
 from .optimizers import ValuesInSteps, capturable_anywhere
@@ -49,6 +50,14 @@ GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
 LIFT_OPERATION = torch.ops.aten.lift_fresh.default
 GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
 READ_OPERATION = torch.ops.aten._local_scalar_dense.default
+EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
+# Losses that allocate a value for each element, and resize that storage to the sum or mean.
+RESIZED_LOSSES = (
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+)
 # Alignment in bytes of the rows of a grouped matrix product.
 ROW_ALIGNMENT_BYTES = 16
 
@@ -73,8 +82,7 @@ class KernelsAsTheyRun(FakeTensorMode):
             and (getattr(func, "is_view", False) or func is LIFT_OPERATION)
             and _kernel_has_values(args[0])
         ):
-            with unset_fake_temporarily():
-                return func(*args, **kwargs)
+            return run_with_values(func, args, kwargs)
         if func is READ_OPERATION and self.values is not None and self.values.is_active:
             return self.values.answer(args[0].dtype)
         if func is NORM_BACKWARD and not args[0].is_contiguous():
@@ -90,7 +98,16 @@ class KernelsAsTheyRun(FakeTensorMode):
             return self._like(args[1], out[0].dtype), *out[1:]
         if func is GROUP_NORM_BACKWARD and out[0] is not None and out[0].dtype != args[1].dtype:
             return self._like(out[0], args[1].dtype), *out[1:]
+        if func in RESIZED_LOSSES and out.dim() == 0:
+            return self._resized(torch.broadcast_shapes(args[0].shape, args[1].shape), out)
+        if func is EMBEDDING_BAG and self.kernels == "cpu" and out[1].numel():
+            return out[0], self._resized([out[1].numel() + 1], out[1]), *out[2:]
         return out
+
+    def _resized(self, size: Sequence[int], out: Tensor) -> Tensor:
+        """Allocate this many elements for a tensor that has fewer, as a kernel that resizes it."""
+        with self:
+            return torch.empty(size, dtype=out.dtype, device=out.device).resize_(out.shape)
 
     def _norm(self, func: Any, args: Any, out: Any) -> Any:
         """Correct the layout of a norm's output and the dtype of its statistics."""
@@ -463,7 +480,8 @@ def _without_values(tensor: Tensor) -> Tensor:
     """Return a fake tensor of the same shape, or the tensor itself if it is fake."""
     if isinstance(tensor, FakeTensor):
         return tensor
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = fake_mode()
+    assert mode is not None, "the modules of a pretended case are built inside of pretended"
     fake_tensor: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake_tensor
 
@@ -522,8 +540,7 @@ class _Here(TorchFunctionMode):
         if function in CONVERSIONS and isinstance(args[0], FakeTensor):
             args = (_with_value(args[0], _target_dtype(function, args, kwargs)), *args[1:])
         if _has_values(function, args, kwargs):
-            with unset_fake_temporarily():
-                return function(*args, **kwargs)
+            return run_with_values(function, args, kwargs)
         made = self._run(function, args, kwargs)
         if function in UNIFORM_FACTORIES and isinstance(made, FakeTensor):
             vars(made)["uniform_value"] = UNIFORM_FACTORIES[function], made._version
@@ -591,6 +608,18 @@ def _num_drawn(args: Any, kwargs: Any) -> int:
     return math.prod(size for size in tree_iter(sizes) if isinstance(size, int))
 
 
+def run_with_values(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Run a function on real tensors inside of `pretended`."""
+    with unset_fake_temporarily():
+        return function(*args, **kwargs)
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """Return the mode that makes tensors without values, or None outside of it."""
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
+
+
 def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
     """Return whether to run a function on real tensors, as for positions, masks and token ids.
 
@@ -600,7 +629,9 @@ def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
         return False
     tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
     if tensors:
-        return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        return not any(
+            isinstance(local, FakeTensor) for tensor in tensors for local in local_tensors(tensor)
+        )
     dtype = DTYPE_OF_PYTHON_TYPE.get(kwargs.get("dtype"), kwargs.get("dtype"))
     return function in NUMBER_FACTORIES or (
         dtype is not None and not dtype.is_floating_point and not dtype.is_complex

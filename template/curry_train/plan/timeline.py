@@ -37,6 +37,7 @@ from .profiler import (
     MEMORY_GROUPS,
     OPTIMIZER_STATE_GROUP,
     PARAMETERS_GROUP,
+    RANK_GROUPS,
     STEP_PHASES,
     TEMPORARIES_GROUP,
     Peak,
@@ -100,7 +101,7 @@ def record_step_storages(
 
         optimizer = copy_optimizer(optimizer, stepped)
         if give_state is None:
-            _take_step(module, batch, loss, optimizer)
+            run_recorded_step(module, batch, loss, optimizer)
         else:
             give_state(optimizer)
         if not accumulated:
@@ -115,13 +116,13 @@ def record_step_storages(
         lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
         lives.follow_all(batch, optimizer)
         held: list[Tensor] = []
-        with lives.running, lives, _holding_output(module, held if keeps_output else None):
-            _take_step(module, batch, loss, optimizer, lives)
+        with lives.running, lives, holding_output(module, held if keeps_output else None):
+            run_recorded_step(module, batch, loss, optimizer, lives)
         return lives
 
 
 @contextlib.contextmanager
-def _holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[None]:
+def holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[None]:
     """Keep torch's own tensors of the module's latest output in `held`, if it is given."""
     if held is None:
         yield
@@ -308,7 +309,7 @@ class StepLives(LiveStorages):
         return TEMPORARIES_GROUP, REST_LAYER
 
 
-def _take_step(
+def run_recorded_step(
     module: nn.Module,
     batch: Any,
     loss: Loss,
@@ -390,7 +391,11 @@ def timeline_of(record: StepLives, model: str) -> Timeline:
         changes[life.owner[0]][life.born] += life.nbytes
         changes[life.owner[0]][length if life.died is None else life.died] -= life.nbytes
 
-    owners = {group: list(accumulate(change[:length])) for group, change in changes.items()}
+    owners = {
+        group: list(accumulate(change[:length]))
+        for group, change in changes.items()
+        if group not in RANK_GROUPS or any(change)
+    }
     totals = [sum(figures) for figures in zip(*owners.values(), strict=True)]
     if record.cuda:
         owners[ALLOCATOR_GROUP] = [

@@ -2,7 +2,7 @@
 
 The chain of blocks predicts a peak from blocks measured alone. `WholeSteps` estimates the step of a
 candidate from shapes, corrects the chain by the difference, and searches for the fastest options
-that fit. `Sharding` predicts by arithmetic how DDP and FSDP2 change the bytes of one rank.
+that fit. With several ranks, the whole step is that of one rank in its wrapping.
 
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
 """
@@ -10,20 +10,21 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.p
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import primitives
 from ..core.measure import tensors_in
-from ..core.wording import require_whole
 from ..workloads.workload import map_tensors
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
-from .profiler import BATCH_GROUP, GRADIENTS_GROUP, PARAMETERS_GROUP
+from .parallel import Sharding
 from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
@@ -32,81 +33,6 @@ from .saved import (
     Option,
     apply_options,
 )
-
-# Sharding: predict by arithmetic how DDP and FSDP2 change the bytes of one rank.
-
-SHARDING_KINDS = ("ddp", "fsdp2")
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Share of one training on several ranks; one rank shares nothing."""
-
-    kind: str | None = None  # ddp or fsdp2
-    ranks: int = 1
-
-    def __post_init__(self) -> None:
-        require_whole("ranks", self.ranks, least=1)
-        if self.kind not in (None, *SHARDING_KINDS):
-            raise ValueError(
-                f"parallel must be one of {', '.join(SHARDING_KINDS)}, got {self.kind!r}"
-            )
-        if self.ranks > 1 and self.kind is None:
-            raise ValueError(
-                f"{self.ranks} ranks need a way to share the training: set parallel to "
-                f"{' or '.join(SHARDING_KINDS)}"
-            )
-
-    def microbatches(
-        self, global_batch: int, microbatch: int | None = None
-    ) -> list[tuple[int, int]]:
-        """List pairs of microbatch size and number of microbatches for a rank's samples.
-
-        With `microbatch` only that size is listed.
-        """
-        if global_batch % self.ranks:
-            raise ValueError(
-                f"a global batch of {global_batch} can't be shared by {self.ranks} ranks: "
-                f"use a multiple of {self.ranks}"
-            )
-        own = global_batch // self.ranks
-        sizes = [size for size in range(1, own + 1) if own % size == 0]
-        if microbatch is None:
-            return [(size, own // size) for size in sizes]
-        if microbatch not in sizes:
-            shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
-            raise ValueError(
-                f"microbatch {microbatch} does not divide the {own} samples of a rank: "
-                f"use one of {shown}"
-            )
-        return [(microbatch, own // microbatch)]
-
-    def extra_bytes(self, step: StepEstimate, *, accumulated: bool) -> int:
-        """Return how much the peak of a rank grows over a single rank's; negative if it shrinks.
-
-        FSDP2 without a gradient sync keeps gradients whole, so a window of several microbatches
-        (`accumulated`) has them whole.
-        """
-        if self.ranks == 1 or self.kind is None:
-            return 0
-        if self.kind == "ddp":
-            return step.gradients
-
-        owners = step.timeline.owners
-        blocks = step.blocks.values()
-        elsewhere = 1 - 1 / self.ranks  # fraction of a sharded tensor that other ranks hold
-
-        outside_parameters = owners[PARAMETERS_GROUP][0] - sum(block.parameters for block in blocks)
-        outside_gradients = step.gradients - sum(block.gradients for block in blocks)
-        largest = max((block.parameters + block.gradients for block in blocks), default=0)
-        totals = []
-        for point, gradients in zip(step.timeline.points, owners[GRADIENTS_GROUP], strict=True):
-            sharded = 0 if accumulated else elsewhere * max(0, gradients - outside_gradients)
-            totals.append(point.bytes_alive - sharded)
-        fixed = step.fixed - owners[BATCH_GROUP][0]
-        peak = outside_parameters + 2 * largest - elsewhere * fixed + max(totals)
-        return round(peak) - step.peak_bytes
-
 
 # Check candidates against an estimate of the whole step, and correct the chain of blocks.
 
@@ -189,7 +115,6 @@ class WholeSteps:
     def __init__(
         self,
         sketch: Sketch,
-        sharding: Sharding,
         *,
         chain: Callable[[Candidate], Chain],
         solve: Callable[[Candidate, int], Candidate],
@@ -198,7 +123,6 @@ class WholeSteps:
     ) -> None:
         self.lengths = lengths
         self.sketch = sketch
-        self.sharding = sharding
         self.overhead = overhead
         self.chain = chain
         self.solve = solve
@@ -215,6 +139,9 @@ class WholeSteps:
         # Whether a step can be recorded from some of its equal blocks; None until it was tried.
         self._repeats: bool | None = None
 
+        # Plain steps by tokens of a chunk, accumulated, and whether the model is alone.
+        self._plain_steps: dict[tuple[int | None, bool, bool], StepEstimate] = {}
+
         # Chunked loss and accumulated, where the chain's least peak was checked.
         self.seen: set[tuple[bool, bool]] = set()
 
@@ -222,7 +149,9 @@ class WholeSteps:
         """Take the plain step of a chain as the first whole step, and correct the chain by it."""
         plain = _plain(chain, chunked=chunked)
         step = chain.steps[-1]
-        peak = step.peak_bytes + self.extra_bytes(step, accumulated=False)
+        if self.sketch.sharding.is_shared:
+            step = self._plain_step(chain, accumulated=False, alone=False)
+        peak = step.peak_bytes + self.overhead(step)
         if not self.lengths:
             self._remember(self._key(plain), step, peak)
         self._learn(replace(plain, peak_bytes=peak))
@@ -233,8 +162,7 @@ class WholeSteps:
         if key not in self.known:
             step = self._shortened(candidate) or self.recorded(candidate)
             others = [self._at_length(candidate, length) for length in self.lengths]
-            extra = self.extra_bytes(step, *others, accumulated=candidate.steps > 1)
-            self._remember(key, step, step.peak_bytes + extra)
+            self._remember(key, step, step.peak_bytes + self.overhead(step, *others))
             self.traces[key] += tuple(one.trace for one in others if one.trace is not None)
         return self.known[key]
 
@@ -252,8 +180,10 @@ class WholeSteps:
         finally:
             self.sketch.case = case
 
-    def recorded(self, candidate: Candidate, **options: Any) -> StepEstimate:
-        """Estimate the whole step of a candidate."""
+    def recorded(
+        self, candidate: Candidate, *, sketch: Sketch | None = None, **options: Any
+    ) -> StepEstimate:
+        """Estimate the whole step of a candidate, in this sketch if no other one is given."""
         with drop_saved() as offload:
 
             def change(module: nn.Module) -> None:
@@ -267,9 +197,24 @@ class WholeSteps:
                         module, chunk_tokens=self.chain(candidate).chunk_tokens
                     )
 
-            return self.sketch.step(
+            return (sketch or self.sketch).step(
                 candidate.microbatch, accumulated=candidate.steps > 1, change=change, **options
             )
+
+    def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
+        """Return the peak of a candidate on one of several ranks, where the plan is for one.
+
+        It runs in a thread of its own, because torch's modes, which this thread is inside of, hold
+        for one thread.
+        """
+
+        def estimate() -> int:
+            with torch.enable_grad(), self.sketch.on_ranks(sharding) as sketch:
+                step = self.recorded(candidate, sketch=sketch)
+            return step.peak_bytes + self.overhead(step)
+
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(estimate).result()
 
     def _shortened(self, candidate: Candidate) -> StepEstimate | None:
         """Estimate the step from some of its equal blocks; None if all of them must run."""
@@ -286,6 +231,9 @@ class WholeSteps:
 
     def _of_runs(self, candidate: Candidate, step: StepEstimate) -> StepEstimate | None:
         """Run some blocks of each run of equal ones; None if there is no run, or no repetition."""
+        if self.sketch.sharding.is_shared:
+            # The blocks of a rank send and receive, and none of them can be left out.
+            return None
         kinds = [names for names, _ in self.chain(candidate).kinds]
         once = [name for name, block in step.blocks.items() if block.calls == 1]
         runs = equal_runs(kinds, candidate.options, once)
@@ -309,13 +257,34 @@ class WholeSteps:
         """Return the traces of a candidate: of the longest batch, then of each other length."""
         return self.traces.get(self._key(candidate), ())
 
-    def extra_bytes(self, step: StepEstimate, *others: StepEstimate, accumulated: bool) -> int:
-        """Return the bytes of a rank beside the tensors that one rank alone has at its peak.
+    def extra_bytes(self, candidate: Candidate) -> int:
+        """Return the bytes of a device beside the tensors that the chain predicts.
 
-        `others` are steps with shorter batches, which come in any order.
+        With several ranks, the chain is of the model alone, and this includes how much more or less
+        one rank has, by the plain step of the same size as the chain's. What grows with the samples
+        differs where ranks share a layer.
         """
-        sharded = self.sharding.extra_bytes(step, accumulated=accumulated)
-        return sharded + self.overhead(step, *others)
+        chain = self.chain(candidate)
+        if not self.sketch.sharding.is_shared:
+            return self.overhead(chain.steps[-1])
+        accumulated = candidate.steps > 1
+        of_rank = self._plain_step(chain, accumulated=accumulated, alone=False)
+        alone = self._plain_step(chain, accumulated=accumulated, alone=True)
+        return of_rank.peak_bytes - alone.peak_bytes + self.overhead(of_rank)
+
+    def _plain_step(self, chain: Chain, *, accumulated: bool, alone: bool) -> StepEstimate:
+        key = chain.chunk_tokens, accumulated, alone
+        if key not in self._plain_steps:
+            chunk = functools.partial(
+                primitives.apply_chunked_loss, chunk_tokens=chain.chunk_tokens
+            )
+            self._plain_steps[key] = self.sketch.step(
+                MEASURED_MICROBATCH_SIZES[-1],
+                accumulated=accumulated,
+                change=None if chain.chunk_tokens is None else chunk,
+                alone=alone,
+            )
+        return self._plain_steps[key]
 
     def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
         """Check whether a candidate may fit; until it is corrected, the chain may overestimate."""
@@ -424,7 +393,7 @@ class WholeSteps:
         chain = self.chain(candidate)
         accumulated = candidate.steps > 1
         options, peak = chain.least(candidate.microbatch, accumulated=accumulated)
-        peak += self.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        peak += self.extra_bytes(candidate)
         poorest = replace(
             candidate,
             options=options,
@@ -448,7 +417,7 @@ class WholeSteps:
         accumulated = whole.steps > 1
         if not whole.options:
             return None
-        extra = self.extra_bytes(chain.steps[-1], accumulated=accumulated)
+        extra = self.extra_bytes(whole)
         predicted = chain.moments(
             whole.microbatch, whole.options, accumulated=accumulated, less=less
         )

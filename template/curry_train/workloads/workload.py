@@ -163,6 +163,10 @@ class Workload:
     # Makes the user's optimizer from the module; None where the tools choose one.
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
 
+    # Shares the module among the ranks of a device mesh with torch's calls, in place, or returns it
+    # wrapped; None where only one rank trains or the tools' built-in ways are used.
+    parallelize: Callable[[nn.Module, Any], nn.Module | None] | None = None
+
     # The text from which the workload was loaded.
     spec: str = ""
 

@@ -1,0 +1,322 @@
+"""Compare the predicted peak of every rank with that of real processes, on gloo.
+
+    python benchmarks/ranks.py --json evidence/ranks.json
+
+A prediction runs one rank in this process, on shapes alone. The real ranks run the same program in
+a plain loop, and each follows its own storages.
+
+Proof: `python -m pytest tests/plan/test_ranks.py`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from curry_train.cli.options import json_option
+from curry_train.core.blocks import find_blocks
+from curry_train.core.wording import provenance, write_json
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.optimizers import make_optimizer
+from curry_train.plan.parallel import Sharding, tensor_parallel
+from curry_train.plan.rank_step import peak_of_running_rank
+from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
+from curry_train.workloads.models import mlp, resnet, transformer
+from curry_train.workloads.workload import Case, Workload
+
+BATCH_SIZE = 4
+# Microbatches of a window that accumulates; the middle ones are alike.
+WINDOW = 3
+REPEATS = 3
+
+
+def small(**options: Any) -> Workload:
+    """Make a transformer of three blocks."""
+    sizes: dict[str, Any] = {"depth": 3, "dim": 64, "vocabulary": 256, "length": 16}
+    return transformer(**sizes | options)
+
+
+def tied() -> Workload:
+    """Make a transformer whose head is its embedding."""
+    plain = small()
+
+    def build() -> nn.Module:
+        model: Any = plain.build()
+        model.head.weight = model.embedding.weight
+        return model
+
+    return replace(plain, build=build)
+
+
+def frozen() -> Workload:
+    """Make a transformer of which only the last block and the head are trained."""
+    plain = small()
+
+    def build() -> nn.Module:
+        model: Any = plain.build()
+        model.requires_grad_(False)
+        model.layers[-1].requires_grad_(True)
+        model.head.requires_grad_(True)
+        return model
+
+    return replace(plain, build=build)
+
+
+# Ways of a user's own, each with torch's calls.
+
+
+def root_alone(model: nn.Module, mesh: Any) -> None:
+    """Shard the whole model as one unit."""
+    fully_shard(model, mesh=mesh)
+
+
+def blocks_alone(model: nn.Module, mesh: Any) -> None:
+    """Shard the blocks, and leave embedding, norm and head whole on every rank."""
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh)
+
+
+def norms_left_out(model: nn.Module, mesh: Any) -> None:
+    """Shard all but the norms, whose parameters stay whole on every rank."""
+    ignored = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.RMSNorm)
+        for parameter in module.parameters()
+    }
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh, ignored_params=ignored)
+    fully_shard(model, mesh=mesh, ignored_params=ignored)
+
+
+def prefetched(model: nn.Module, mesh: Any) -> None:
+    """Shard the blocks, and gather two blocks ahead."""
+    blocks: list[Any] = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
+    fully_shard(model, mesh=mesh)
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
+
+
+def not_prefetched(model: nn.Module, mesh: Any) -> None:
+    """Shard the blocks, and gather each one only when it runs in backward."""
+    blocks: list[Any] = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
+    fully_shard(model, mesh=mesh)
+    for block in blocks:
+        block.set_modules_to_backward_prefetch([block])
+
+
+def tensor_alone(model: nn.Module, mesh: Any) -> None:
+    """Divide each layer over the ranks."""
+    tensor_parallel(model, mesh)
+
+
+def bucket_views(model: nn.Module, mesh: Any) -> nn.Module:
+    """Let gradients be views of the buckets of DDP."""
+    return nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=0.05
+    )
+
+
+def keep(module: nn.Module) -> None:
+    """Change nothing."""
+
+
+def foreach_adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer that torch makes by default on CUDA."""
+    return torch.optim.AdamW(module.parameters(), foreach=True)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One program on several ranks."""
+
+    kind: Any = "fsdp2"
+    workload: Callable[[], Workload] = small
+    change: Callable[[nn.Module], object] = keep
+    dtype: torch.dtype = torch.float32
+    optimizer: Any = "adamw"
+    window: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    # The dimensions of the mesh, of which all but the first have two ranks.
+    dimensions: tuple[str, ...] = ("dp",)
+
+    def sharding(self, world: int, rank: int) -> Sharding:
+        others = dict.fromkeys(self.dimensions[1:], 2)
+        first = world // 2 ** len(others)
+        mesh = {self.dimensions[0]: first} | others
+        return Sharding(self.kind, mesh=mesh, rank=rank, **self.options)
+
+    @property
+    def least_ranks(self) -> int:
+        return 2 ** len(self.dimensions)
+
+
+SYNCED = {"sync_each_microbatch": True}
+TENSOR: dict[str, Any] = {"kind": "fsdp2+tp", "dimensions": ("dp", "tp")}
+HYBRID: dict[str, Any] = {"kind": "hsdp", "dimensions": ("replicate", "shard")}
+CONFIGURATIONS = {
+    "fsdp2": Configuration(),
+    "fsdp2, parameters stay gathered": Configuration(options={"reshard_after_forward": False}),
+    "fsdp2, root resharded too": Configuration(options={"reshard_after_forward": True}),
+    "fsdp2, gathered in bfloat16": Configuration(options={"precision": "bfloat16"}),
+    "fsdp2, all in bfloat16": Configuration(dtype=torch.bfloat16),
+    "fsdp2, window": Configuration(window=WINDOW),
+    "fsdp2, window, synced each time": Configuration(window=WINDOW, options=SYNCED),
+    "fsdp2, full recompute": Configuration(change=recompute_blocks),
+    "fsdp2, sac": Configuration(change=apply_sac),
+    "fsdp2, regions": Configuration(change=apply_regions),
+    "fsdp2, chunked loss": Configuration(
+        change=lambda module: apply_chunked_loss(module, chunk_tokens=16)
+    ),
+    "fsdp2, tied head": Configuration(workload=tied),
+    "fsdp2, frozen base": Configuration(workload=frozen),
+    "fsdp2, uneven shards": Configuration(
+        workload=lambda: small(dim=36, vocabulary=97, hidden=51, heads=2, kv_heads=1)
+    ),
+    "fsdp2, momentum": Configuration(optimizer="sgd-momentum"),
+    "fsdp2, foreach": Configuration(optimizer=foreach_adamw),
+    "fsdp2, window, recompute, bfloat16": Configuration(
+        window=WINDOW, change=recompute_blocks, options={"precision": "bfloat16"}
+    ),
+    "fsdp2, mlp": Configuration(workload=mlp),
+    "fsdp2, one unit": Configuration(kind=root_alone),
+    "fsdp2, root not sharded": Configuration(kind=blocks_alone),
+    "fsdp2, norms left out": Configuration(kind=norms_left_out),
+    "fsdp2, two blocks ahead": Configuration(kind=prefetched),
+    "fsdp2, nothing ahead in backward": Configuration(kind=not_prefetched),
+    "ddp": Configuration(kind="ddp"),
+    "ddp, window": Configuration(kind="ddp", window=WINDOW),
+    "ddp, full recompute": Configuration(kind="ddp", change=recompute_blocks),
+    "ddp, all in bfloat16": Configuration(kind="ddp", dtype=torch.bfloat16),
+    "ddp, bucket views": Configuration(kind=bucket_views),
+    "ddp, resnet": Configuration(kind="ddp", workload=resnet),
+    "hsdp": Configuration(**HYBRID),
+    "hsdp, window": Configuration(**HYBRID, window=WINDOW),
+    "tp": Configuration(kind=tensor_alone, dimensions=("tp",)),
+    "fsdp2+tp": Configuration(**TENSOR),
+    "fsdp2+tp, window": Configuration(**TENSOR, window=WINDOW),
+    "fsdp2+tp, full recompute": Configuration(**TENSOR, change=recompute_blocks),
+    "fsdp2+tp, bfloat16": Configuration(**TENSOR, options={"precision": "bfloat16"}),
+}
+
+
+def predict(name: str, world: int, rank: int) -> int:
+    """Return the peak of a rank, from shapes."""
+    one = CONFIGURATIONS[name]
+    workload = one.workload()
+    sketch = Sketch(
+        workload, dtype=one.dtype, optimizer=one.optimizer, sharding=one.sharding(world, rank)
+    )
+    with sketch:
+        step = sketch.step(BATCH_SIZE, accumulated=one.window > 1, change=one.change)
+    return step.peak_bytes
+
+
+def measure(name: str, world: int, rank: int, *, repeats: int = REPEATS) -> int:
+    """Return the peak of this process, which is one of the ranks, in a plain loop."""
+    one = CONFIGURATIONS[name]
+    sharding = one.sharding(world, rank)
+    sizes = sharding.mesh
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return peak_of_running_rank(lambda: _program(one, sharding, mesh), repeats=repeats)
+
+
+def _program(one: Configuration, sharding: Sharding, mesh: Any) -> Callable[[], None]:
+    case = Case(one.workload(), dtype=one.dtype)
+    model = case.build()
+    blocks = find_blocks(model)
+    one.change(model)
+    inside = [model.get_submodule(name) for name in blocks]
+    called: Any = sharding.parallelize(model, mesh, blocks=inside)
+    optimizer = make_optimizer(one.optimizer, model)
+    batch = case.batch(BATCH_SIZE)
+
+    def microbatch(*, last: bool) -> None:
+        syncs = last or sharding.sync_each_microbatch
+        with _synced(called, syncs):
+            loss = case.workload.mean_loss(called, batch)
+            loss.backward()
+        if last:
+            optimizer.step()
+
+    def step() -> None:
+        for index in range(one.window):
+            microbatch(last=index == one.window - 1)
+        optimizer.zero_grad()
+
+    return step
+
+
+def _synced(called: Any, syncs: bool) -> contextlib.AbstractContextManager[Any]:
+    if hasattr(called, "set_requires_gradient_sync"):
+        called.set_requires_gradient_sync(syncs)
+    elif not syncs and hasattr(called, "no_sync"):
+        no_sync: contextlib.AbstractContextManager[Any] = called.no_sync()
+        return no_sync
+    return contextlib.nullcontext()
+
+
+def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
+    """Measure configurations one after the other in this rank."""
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    return {name: measure(name, world, rank, repeats=repeats) for name in names}
+
+
+def compare(names: list[str], world: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each configuration and rank, with both peaks."""
+    target = f"{Path(__file__).resolve()}:measure_all"
+    ranks = run_on_ranks(target, num_ranks=world, timeout=1800.0, names=names)
+    for name in track(names, f"predicting the ranks of {world}", transient=True):
+        for rank, measured in enumerate(ranks):
+            predicted = predict(name, world, rank)
+            yield {
+                "configuration": name,
+                "ranks": world,
+                "rank": rank,
+                "predicted": predicted,
+                "measured": measured[name],
+            }
+
+
+@click.command()
+@click.option("--only", default="", help="Configurations whose name contains this.")
+@click.option("--ranks", "worlds", multiple=True, type=int, default=(2, 4), show_default=True)
+@json_option()
+def main(only: str, worlds: tuple[int, ...], json_path: str | None) -> None:
+    """Compare predicted and measured peaks of ranks."""
+    console = Console(stderr=json_path == "-", highlight=False)
+    rows: list[dict[str, Any]] = []
+    for world in worlds:
+        names = [
+            name
+            for name, one in CONFIGURATIONS.items()
+            if only in name and world >= one.least_ranks
+        ]
+        for row in compare(names, world):
+            rows.append(row)
+            if row["predicted"] != row["measured"]:
+                console.print(row, style="red")
+    equal = sum(row["predicted"] == row["measured"] for row in rows)
+    configurations = len({row["configuration"] for row in rows})
+    console.print(f"{equal} of {len(rows)} ranks equal, {configurations} configurations")
+    if json_path:
+        figures = {"num_rows": len(rows), "equal": equal, "configurations": configurations}
+        write_json(json_path, provenance(torch.device("cpu")) | figures | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()

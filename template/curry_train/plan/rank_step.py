@@ -1,0 +1,432 @@
+"""Run one rank of a distributed training in this process, on shapes, and follow its bytes.
+
+    with one_rank({"dp": 64}, rank=0) as mesh, pretended(mode=RankKernels()):
+        fully_shard(model, mesh=mesh)
+
+The rank is that of the user's own program, under torch's fake process group, whose collectives move
+no data. Corrections make the bytes equal to those of a rank among real processes. They are those of
+torch 2.13, and the tests compare each with gloo.
+
+Proof: `python -m pytest tests/plan/test_ranks.py`.
+"""
+
+import contextlib
+import functools
+import gc
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..core.measure import (
+    REST_LAYER,
+    Life,
+    LiveStorages,
+    Loss,
+    as_trained,
+    divide,
+    has_wrapper,
+    local_tensors,
+)
+from ..core.rerun import seeded
+from .profiler import (
+    ACTIVATIONS_GROUP,
+    COLLECTIVES_GROUP,
+    GATHERED_GROUP,
+    GRADIENTS_GROUP,
+    TEMPORARIES_GROUP,
+)
+from .shapes import KernelsAsTheyRun, fake_mode, run_with_values
+from .timeline import StepLives, holding_output, run_recorded_step
+
+# Storages of one rank, fake or real.
+
+COLLECTIVES_NAMESPACE = "c10d"
+OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
+
+
+class RankStorages(LiveStorages):
+    """Follow the storages below DTensors, and those whose size changes, as FSDP2's do.
+
+    It is entered before a model is wrapped, because DDP makes its buckets then. `streams` has the
+    number of the stream of each storage that is not of the default stream.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.streams: dict[int, int] = {}
+        self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
+        self._is_paused = False
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> "RankStorages":
+        # Imported here because a plan of one rank needs no sharding.
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        resize = torch.UntypedStorage.resize_
+        name = "_propagate_tensor_meta_non_cached"
+        propagate = getattr(ShardingPropagator, name)
+
+        def resized(storage: Any, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            self._resized(storage, before)
+            return result
+
+        def paused(propagator: Any, schema: Any) -> Any:
+            # DTensor runs each operation once on fake tensors of the global shape.
+            with mock.patch.object(self, "_is_paused", True):
+                return propagate(propagator, schema)
+
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, name, paused))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._patches.close()
+        super().__exit__(*raised)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrapper(types):
+            # The subclass runs first; the operations on its local tensors come here again.
+            return NotImplemented
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        if func is torch.ops.aten.lift_fresh.default:
+            # `torch.tensor` has made its storage without an operation.
+            self._meet(args[0], was_there=False)
+        if func.namespace == COLLECTIVES_NAMESPACE:
+            self._own_collective((args, kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def follow_rest(self, before: "RankStorages") -> None:
+        """Follow what another record has seen and still lives, such as the buckets of DDP."""
+        for key, (reference, life) in [*before._known.items()]:
+            storage = reference()
+            if storage is None or life is None or life.died is not None or key in self._known:
+                continue
+            again = Life(life.nbytes, life.owner, self.num_operations)
+            self._watch(storage, again, True)
+
+    def _watch(self, storage: Any, life: Life, counts: bool) -> None:
+        super()._watch(storage, life, counts)
+        stream = id(torch.cpu.current_stream())
+        number = self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+        if number and counts:
+            self.streams[id(life)] = number
+
+    def _resized(self, storage: Any, before: int) -> None:
+        """Count a storage without bytes as freed, and one that has them again as a new one.
+
+        FSDP2 does this to the parameters that it gathers.
+        """
+        size = storage.nbytes()
+        reference, life = self._known.get(storage._cdata, (lambda: None, None))
+        if reference() is None:
+            life = None
+        if size == before or (life is None and size < before):
+            return
+        self.settle()
+        if life is not None:
+            self.bytes_alive -= life.nbytes
+            life.died = self.num_operations
+            life.owner = GATHERED_GROUP, REST_LAYER
+            self.events.append((life, False))
+            self._known[storage._cdata] = weakref.ref(storage), None
+        if size:
+            owner = GATHERED_GROUP, REST_LAYER
+            self._watch(storage, Life(size, owner, self.num_operations), True)
+        self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
+
+    def _own_collective(self, arguments: Any) -> None:
+        for tensor in tree_iter(arguments):
+            if isinstance(tensor, Tensor):
+                for life in self.lives_of(tensor):
+                    if isinstance(life.owner, tuple) and life.owner[0] in OWNERS_OF_PASSING:
+                        life.owner = COLLECTIVES_GROUP, REST_LAYER
+
+
+def peak_of_running_rank(
+    make: Callable[[], Callable[[], object]], *, num_steps: int = 2, repeats: int = 1
+) -> int:
+    """Measure the peak of a step of this process, which may be a rank among others.
+
+    `make` builds the program and returns its step; all that it makes counts. `num_steps` come
+    first. Gloo may hold the buffers of a collective a little longer on a busy machine, so the least
+    of `repeats` steps is taken.
+    """
+    with RankStorages() as storages:
+        step = make()
+        for _ in range(num_steps):
+            step()
+        peaks = []
+        for _ in range(repeats):
+            gc.collect()
+            storages.settle()
+            storages.bytes_peak = storages.bytes_alive
+            step()
+            storages.settle()
+            peaks.append(storages.bytes_peak)
+        return min(peaks)
+
+
+# Record a step of the rank as plans record steps.
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """The model of one rank with its batch and optimizer, ready to run."""
+
+    # The model itself, and the module that the loss calls, which may be wrapped around it.
+    module: nn.Module
+    called: nn.Module
+
+    batch: Any
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Records of the last microbatch of a window, and of one before it."""
+
+    program: RankProgram
+    lives: StepLives
+
+    # The peak of a microbatch that neither begins nor ends a window; 0 where there is none.
+    middle_peak: int
+
+
+def record_rank_step(
+    make_program: Callable[["RankStorages"], RankProgram],
+    loss: Loss,
+    *,
+    make: Callable[..., Any],
+    blocks: Iterable[str] = (),
+    accumulated: bool = False,
+    syncs_each: bool = False,
+    give_state: Callable[[torch.optim.Optimizer], None] | None = None,
+    keeps_output: bool = False,
+) -> RankRecord:
+    """Record the storages of a step of the rank.
+
+    `record_step_storages` does this for a model alone. `make_program` enters the record that it
+    gets when it begins to wrap the module. `make` is as there, of a record that is a
+    `RankStorages`.
+    """
+    group = COLLECTIVES_GROUP
+    before = RankStorages(owner=lambda: (group, REST_LAYER))
+    records = [before]
+    program = make_program(before)
+    optimizer = program.optimizer
+
+    def called_loss(_: nn.Module, batch: Any) -> Tensor:
+        return loss(program.called, batch)
+
+    with seeded(0), torch.enable_grad(), as_trained(program.module):
+        with before:
+            _warm_up(program, called_loss, give_state)
+            if accumulated:
+                gc.collect()
+                group = GRADIENTS_GROUP
+                _run_microbatch(program, loss, syncs=syncs_each)
+        layers = divide(program.module, blocks=list(blocks) or None)
+
+        def record() -> Any:
+            gc.collect()
+            name = type(optimizer).__name__
+            lives = make(program.module, torch.device("cpu"), layers, 0, name)
+            lives.follow_all(program.batch, optimizer)
+            for earlier in records:
+                lives.follow_rest(earlier)
+            lives.given = list(lives.lives)
+            records.append(lives)
+            return lives
+
+        middle_peak = 0
+        if accumulated:
+            middle = record()
+            with middle.running, middle:
+                _run_microbatch(program, loss, syncs=syncs_each)
+            middle_peak = middle.bytes_peak
+        lives = record()
+        held: list[Tensor] = []
+        with lives.running, lives, holding_output(program.module, held if keeps_output else None):
+            run_recorded_step(program.module, program.batch, called_loss, optimizer, lives)
+    return RankRecord(program, lives, middle_peak)
+
+
+def _warm_up(
+    program: RankProgram,
+    loss: Loss,
+    give_state: Callable[[torch.optim.Optimizer], None] | None,
+) -> None:
+    """Let a program be as after some steps.
+
+    Optimizer state is enough, but for DDP, which divides its buckets anew after the first step.
+    """
+    optimizer = program.optimizer
+    if give_state is not None and not _has_ddp(program.called):
+        give_state(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        return
+    for _ in range(2):
+        run_recorded_step(program.module, program.batch, loss, optimizer)
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _has_ddp(module: nn.Module) -> bool:
+    return any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules())
+
+
+def _run_microbatch(program: RankProgram, loss: Loss, *, syncs: bool) -> None:
+    """Run forward and backward of a microbatch that is not the last of its window."""
+    called = program.called
+    switch = getattr(called, "set_requires_gradient_sync", None)
+    no_sync = getattr(called, "no_sync", contextlib.nullcontext)
+    if switch is not None:
+        switch(syncs)
+    with contextlib.nullcontext() if syncs or switch is not None else no_sync():
+        loss(called, program.batch).backward()
+    if switch is not None:
+        switch(True)
+
+
+# One rank of a world: torch's fake process group, and what differs under tensors without values.
+
+MOST_RANKS = 1024
+FACTORY_OPERATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default)
+
+
+class RankKernels(KernelsAsTheyRun):
+    """Fake tensor mode whose waits return their tensor, as they do where tensors have values.
+
+    DDP reads its own counts, which are of int32, so `has_counts` gives these values.
+    """
+
+    has_counts = False
+
+    def __init__(self, *, kernels: str = "cpu") -> None:
+        # Imported here because a plan of one rank needs no collectives.
+        from torch.distributed import _functional_collectives as functional
+
+        super().__init__(allow_non_fake_inputs=True)
+        self.kernels = kernels
+        self._waiting: Callable[[Tensor], Tensor] = functional.AsyncCollectiveTensor
+        self._wait = torch.ops._c10d_functional.wait_tensor.default
+        self._wrap = torch.ops._c10d_functional._wrap_tensor_autograd.default
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self._wait:
+            return args[0]
+        if func is self._wrap:
+            return self._waiting(args[0])
+        if self.has_counts and _is_count(func, args, kwargs or {}):
+            return run_with_values(func, args, kwargs or {})
+        return super().dispatch(func, types, args, kwargs)
+
+
+def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Check whether an operation is on real tensors of int32 alone, or makes one."""
+    found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    if found:
+        return all(type(leaf) is Tensor and leaf.dtype is torch.int32 for leaf in found)
+    return func in FACTORY_OPERATIONS and kwargs.get("dtype") is torch.int32
+
+
+@contextlib.contextmanager
+def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
+    """Make this process one rank of a world, and yield the mesh of it.
+
+    `sizes` are the dimensions of the mesh by name. Tensors without values are made inside of it.
+    """
+    world = math.prod(sizes.values())
+    if world > MOST_RANKS:
+        raise ValueError(f"{world} ranks are asked for, and {MOST_RANKS} is the most")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is none of {world} ranks: use 0 to {world - 1}")
+    if dist.is_initialized():
+        raise RuntimeError(
+            "this process is in a process group already: predict a rank outside of torchrun"
+        )
+    # Imported here because a plan of one rank needs no process group.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        with _not_traced(), _ddp_without_talk():
+            yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _not_traced() -> Iterator[None]:
+    """Let collectives run as they do in training.
+
+    Torch takes tensors without values for a trace, in which it would wait for each functional
+    collective at once, and make copies.
+    """
+    import torch.distributed._functional_collectives as functional
+
+    check = functional._are_we_tracing
+    with contextlib.ExitStack() as stack:
+        for name, module in [*sys.modules.items()]:
+            if not name.startswith("torch.distributed"):
+                continue
+            if getattr(module, "_are_we_tracing", None) is check:
+                stack.enter_context(mock.patch.object(module, "_are_we_tracing", _never))
+        yield
+
+
+def _never() -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _ddp_without_talk() -> Iterator[None]:
+    """Let DDP skip the comparison of parameters, and average gradients in a hook.
+
+    The work of the fake process group has no result that DDP could take.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    make = DistributedDataParallel.__init__
+
+    @functools.wraps(make)
+    def wrap(self: Any, *args: Any, **options: Any) -> None:
+        mode = fake_mode()
+        if isinstance(mode, RankKernels):
+            mode.has_counts = True
+        make(self, *args, **options | {"init_sync": False})
+        self.register_comm_hook(None, _average)
+
+    with mock.patch.object(DistributedDataParallel, "__init__", wrap):
+        yield
+
+
+def _average(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Do what DDP does without a hook."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().div_(dist.get_world_size()))
+    return future
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor on this rank."""
+    return sum(one.numel() * one.itemsize for one in local_tensors(tensor))

@@ -1,0 +1,119 @@
+"""Predicted peaks of ranks equal those of real processes, at any size of the world.
+
+python -m pytest tests/plan/test_ranks.py
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+from curry_train.gates.fixtures import run_on_ranks
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.parallel import Sharding
+from curry_train.plan.profiler import (
+    COLLECTIVES_GROUP,
+    GATHERED_GROUP,
+    OPTIMIZER_STATE_GROUP,
+    PARAMETERS_GROUP,
+)
+from curry_train.plan.rank_step import one_rank
+from ranks import predict, small
+
+# One of each way at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
+COMPARED = (
+    "fsdp2",
+    "fsdp2, parameters stay gathered",
+    "fsdp2, window, recompute, bfloat16",
+    "fsdp2, uneven shards",
+    "fsdp2, norms left out",
+    "ddp, window",
+    "tp",
+)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Measure real ranks on gloo."""
+    target = f"{Path(ranks.__file__).resolve()}:measure_all"
+    return run_on_ranks(target, names=list(COMPARED))
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_peak_of_a_rank_equals_that_of_a_real_process_to_the_byte(real, name):
+    assert predict(name, 2, 0) == real[0][name]
+
+
+def test_uneven_shards_are_those_of_the_rank_that_is_asked_for(real):
+    name = "fsdp2, uneven shards"
+    assert predict(name, 2, 1) == real[1][name]
+
+
+def owners(world, *, rank):
+    # Every first dimension is a multiple of 1,024, so that no parameter is padded.
+    model = small(depth=2, dim=1024, vocabulary=2048, hidden=2048, heads=8, kv_heads=8)
+    with Sketch(model, sharding=Sharding("fsdp2", world, rank=rank)) as sketch:
+        return sketch.step(1).timeline
+
+
+def test_state_is_divided_by_64_to_1024_ranks_and_what_is_gathered_stays():
+    few = owners(64, rank=0)
+    many = owners(1024, rank=1023)
+    for group in (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP):
+        # AdamW counts its steps in a tensor of 4 bytes for each parameter, which stays.
+        numbers = 4 * 21 if group == OPTIMIZER_STATE_GROUP else 0
+        assert few.owners[group][0] - numbers == 16 * (many.owners[group][0] - numbers)
+    assert max(many.owners[GATHERED_GROUP]) == max(few.owners[GATHERED_GROUP])
+
+
+def test_a_world_that_cannot_be_is_refused_in_one_line():
+    for message, sizes, rank in (
+        ("2048 ranks are asked for, and 1024 is the most", {"dp": 2048}, 0),
+        ("rank 4 is none of 4 ranks: use 0 to 3", {"dp": 4}, 4),
+    ):
+        with pytest.raises(ValueError, match=message), one_rank(sizes, rank=rank):
+            pass
+    in_group = pytest.raises(RuntimeError, match="in a process group already")
+    with one_rank({"dp": 2}), in_group, one_rank({"dp": 2}):
+        pass
+
+
+def test_a_model_whose_shapes_depend_on_values_is_refused():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x[x[:, 0] > 0])
+
+    workload = replace(
+        small(),
+        build=Chosen,
+        batch=lambda size: torch.randn(size, 4),
+        loss=lambda module, rows: module(rows).square().sum(),
+        count=len,
+    )
+    refused = pytest.raises(ValueError, match="one rank of several is predicted from shapes alone")
+    with refused, Sketch(workload, sharding=Sharding("fsdp2", 2)):
+        pass
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_parallelize_of_the_users_own_runs_without_a_name():
+    seen = []
+
+    def parallelize(model, mesh):
+        seen.append((type(model).__name__, tuple(mesh.mesh_dim_names), mesh.size()))
+        return ranks.root_alone(model, mesh)
+
+    workload = replace(small(), parallelize=parallelize)
+    with Sketch(workload, sharding=Sharding(ranks=4)) as sketch:
+        found = sketch.step(2)
+    assert seen == [("Transformer", ("dp",), 4)]
+    assert found.timeline.owners[COLLECTIVES_GROUP]
+    with pytest.raises(ValueError, match="4 ranks need a way to share"):
+        Sketch(small(), sharding=Sharding(ranks=4)).__enter__()
