@@ -317,3 +317,31 @@ def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_gate_catches(saboteur):
     saboteur.check()
+
+
+class MaskedBlocks(nn.Module):
+    """Blocks that share a mask, which the first forward makes and keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.mask = None
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.rand(len(x), 16) > 0.2
+        for block in self.blocks:
+            x = block(x).tanh() * self.mask
+        return x
+
+
+def test_the_profiler_holds_for_a_model_that_keeps_a_mask_of_its_first_step():
+    workload = Workload(
+        "masked",
+        MaskedBlocks,
+        lambda size: torch.randn(size, 16),
+        lambda module, batch: module(batch).square().sum(),
+    )
+    case = Case(workload)
+    verdict = recompute.profiler(case)
+    assert verdict.passed, verdict
