@@ -324,14 +324,16 @@ class MaskedBlocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.mask = None
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
+        self.register_buffer("mask", None, persistent=False)
 
     def forward(self, x):
         if self.mask is None:
-            self.mask = torch.rand(len(x), 16) > 0.2
+            self.register_buffer("mask", torch.rand(len(x), 16) > 0.2, persistent=False)
         for block in self.blocks:
-            x = block(x).tanh() * self.mask
+            x = block(x) * self.mask
         return x
 
 
