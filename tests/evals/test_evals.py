@@ -74,13 +74,16 @@ def record(tmp_path_factory):
 def assert_graders_judge(name, rows):
     """Raise unless the reference passes all points and every other agent misses its own."""
     solutions = evals_scripted.solutions(name)
+    assert [*solutions][0] == "reference"
     wrong = [agent for agent in solutions if agent.startswith("wrong-")]
     assert len(wrong) >= 2
     assert set(solutions) == {"reference", *wrong}
     assert rows[name, "reference"]["score"] == 1, missed(rows[name, "reference"])
     assert rows[name, evals_scripted.IDLE]["score"] < 1
-    for agent in wrong:
-        assert list(missed(rows[name, agent])) == solutions[agent]["fails"], (agent, rows)
+    graded = [agent for agent in wrong if (name, agent) in rows]
+    assert len(graded) >= 2
+    for agent in graded:
+        assert list(missed(rows[name, agent])) == solutions[agent]["fails"], agent
     assert all(row["status"] == 0 for (case, _), row in rows.items() if case == name)
 
 
@@ -111,9 +114,9 @@ def test_a_dry_run_ends_with_0_and_records_versions_and_points(short_record):
 
 
 def test_each_skill_has_three_cases_and_one_that_is_short():
-    assert len(CASES) >= 9
+    assert len(CASES) >= 30
     by_skill = {skill: [c for c in CASES.values() if c.skill == skill] for skill in SKILLS}
-    assert [skill for skill, found in by_skill.items() if len(found) < 1] == []
+    assert [skill for skill, found in by_skill.items() if len(found) < 3] == []
     assert sorted(CASES[name].skill for name in SHORT) == SKILLS
 
 
