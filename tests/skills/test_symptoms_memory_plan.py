@@ -19,8 +19,8 @@ from curry_train.plan import Infeasible, PlanMismatch, Planner, plan
 from curry_train.plan.cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.profiler import SelectiveCheckpointer
 from curry_train.plan.parallel import Sharding
+from curry_train.plan.profiler import SelectiveCheckpointer
 from curry_train.primitives import (
     CheckpointConfig,
     apply_chunked_loss,

@@ -15,6 +15,7 @@ import functools
 import gc
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -305,6 +306,7 @@ def _run_microbatch(program: RankProgram, loss: Loss, *, syncs: bool) -> None:
 # One rank of a world: torch's fake process group, and what differs under tensors without values.
 
 MOST_RANKS = 1024
+VIEW_WARNING = "FSDP2-wrapped module .* returned a view tensor"
 FACTORY_OPERATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default)
 
 
@@ -366,7 +368,9 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        with _not_traced(), _ddp_without_talk():
+        with _not_traced(), _ddp_without_talk(), warnings.catch_warnings():
+            # Torch warns about this when the program trains.
+            warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning)
             yield mesh
     finally:
         dist.destroy_process_group()
