@@ -377,8 +377,8 @@ FIRST_WIDTH = 24
 SECOND_WIDTH = 40
 THIRD_WIDTH = 16
 CHAIN_BATCH_SIZE = 8
-# Plain steps whose FLOPs are compared where a gate would fail. Of three layers that a step drops one
-# time in ten each, 40 equal steps come once in 300,000 times, and 8 in 12.
+# Plain steps whose FLOPs are compared where a gate would fail. Where a step drops each of three
+# layers one time in ten, 40 equal steps come once in 300,000 times, and 8 once in 12.
 STEPS_TO_COMPARE = 40
 
 
