@@ -12,6 +12,7 @@ from torch import nn
 
 import ranks
 from curry_train.gates.fixtures import run_on_ranks
+from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.profiler import (
@@ -117,3 +118,14 @@ def test_a_parallelize_of_the_users_own_runs_without_a_name():
     assert found.timeline.owners[COLLECTIVES_GROUP]
     with pytest.raises(ValueError, match="4 ranks need a way to share"):
         Sketch(small(), sharding=Sharding(ranks=4)).__enter__()
+
+
+def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
+    with Sketch(small(dim=512), kernels="cuda", sharding=Sharding("fsdp2", 8)) as sketch:
+        trace = sketch.step(2).trace
+    # Copy-in of all-gathers and reduce-scatter.
+    assert len({*trace.streams}) == 3
+    together = cuda_memory(replace(trace, streams=()))
+    apart = cuda_memory(trace)
+    assert together.rounded_bytes == apart.rounded_bytes
+    assert together.reserved_bytes < apart.reserved_bytes

@@ -105,7 +105,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
 
     per_rank = " of each rank" if plan.ranks > 1 else ""
     axes.set_xlabel(f"predicted peak memory{per_rank}, {unit}")
-    samples = plan.steps * plan.microbatch * plan.ranks
+    samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
     axes.set_ylabel(f"predicted time of one optimizer step ({samples} samples), ms")
     axes.set_title(
         f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "

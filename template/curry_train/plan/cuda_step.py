@@ -12,8 +12,9 @@ Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,6 +76,7 @@ class StepTrace:
     owners: tuple[tuple[str, str], ...] = ()  # group and layer of each storage
     backward_start: int = 0  # index of the first event of backward
     first_events: tuple[int, ...] = ()  # of that step, by their own numbers
+    streams: tuple[int, ...] = ()  # stream of each storage; empty where all are of the default one
 
     def left_behind(self) -> list[int]:
         """List what a step leaves for the next one to free, such as logits and loss, in order."""
@@ -110,11 +112,13 @@ def trace_of(
     first_step: Sequence[tuple[Life, bool]] = (),
     *,
     fused: bool = False,
+    streams: Mapping[int, int] = MappingProxyType({}),
 ) -> StepTrace:
     """Build the trace of a recorded step.
 
     `first_step` has the events of the optimizer's first one. Unless the optimizer is `fused`, its
-    numbers are left out, because they are in host memory.
+    numbers are left out, because they are in host memory. `streams` has the stream of storages by
+    the `id` of their records.
     """
     numbers: dict[int, int] = {}
     numbered: list[Life] = []
@@ -163,6 +167,7 @@ def trace_of(
         ),
         owners=tuple(life.owner for life in numbered),
         backward_start=ends.get("forward", 0),
+        streams=tuple(streams.get(id(life), 0) for life in numbered) if streams else (),
     )
 
 
@@ -283,10 +288,11 @@ class TrainingReplay:
                 self._blocks[number] = self._blocks.pop(new)
 
     def _make(self, number: int, num_bytes: int) -> None:
-        self._blocks[number] = self._allocate(num_bytes)
+        streams = self.trace.streams
+        self._blocks[number] = self._allocate(num_bytes, stream=streams[number] if streams else 0)
 
-    def _allocate(self, num_bytes: int) -> MemoryBlock:
-        block = self.allocator.allocate(num_bytes)
+    def _allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
+        block = self.allocator.allocate(num_bytes, stream=stream)
         self.rounded += self.allocator.settings.rounded(num_bytes)
         self.rounded_peak = max(self.rounded_peak, self.rounded)
         return block
@@ -456,8 +462,8 @@ class PredictedTraining(TrainingReplay):
             owner = OPTIMIZER_STATE_GROUP if event["addr"] in state else STEP_TEMPORARIES
             _annotate(event, owner, STEP_PHASES[2], "")
 
-    def _allocate(self, num_bytes: int) -> MemoryBlock:
-        block = super()._allocate(num_bytes)
+    def _allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
+        block = super()._allocate(num_bytes, stream=stream)
         if self.allocator.reserved > self._reserved:
             self._record_growth(block)
         event = self._record("alloc", block.address, num_bytes)

@@ -30,7 +30,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.measure import Life, LiveStorages, has_wrapper, operation_flops, tensors_in
+from ..core.measure import (
+    Life,
+    LiveStorages,
+    dense_parts,
+    has_wrapper,
+    operation_flops,
+    tensors_in,
+)
 from ..core.rerun import seeded, unwatched
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
@@ -332,11 +339,7 @@ def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, in
 def _find(value: Any, found: dict[int, Tensor]) -> None:
     """Collect the tensors in nested lists, tuples and dicts; of a sparse one indices and values."""
     if isinstance(value, Tensor):
-        if value.layout is torch.sparse_coo:
-            tensors = [value._indices(), value._values()]
-        else:
-            tensors = [value]
-        for tensor in tensors:
+        for tensor in dense_parts(value):
             found[id(tensor)] = tensor
     elif isinstance(value, list | tuple):
         for item in value:
@@ -665,7 +668,9 @@ class Sketch:
         if self.kernels == "cuda":
             first_step = [] if steps is None else steps.first_step
             fused = is_fused(found.program.optimizer)
-            trace = trace_of(found.lives, module, first_step, fused=fused)
+            trace = trace_of(
+                found.lives, module, first_step, fused=fused, streams=found.lives.streams
+            )
         return replace(estimate, trace=trace, middle_bytes=found.middle_peak)
 
 

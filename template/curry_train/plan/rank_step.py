@@ -202,7 +202,7 @@ class RankRecord:
     """Records of the last microbatch of a window, and of one before it."""
 
     program: RankProgram
-    lives: StepLives
+    lives: Any
 
     # The peak of a microbatch that neither begins nor ends a window; 0 where there is none.
     middle_peak: int
