@@ -74,7 +74,7 @@ def record(tmp_path_factory):
 def assert_graders_judge(name, rows):
     """Raise unless the reference passes all points and every other agent misses its own."""
     solutions = evals_scripted.solutions(name)
-    assert [*solutions][0] == "reference"
+    assert next(iter(solutions)) == "reference"
     wrong = [agent for agent in solutions if agent.startswith("wrong-")]
     assert len(wrong) >= 2
     assert set(solutions) == {"reference", *wrong}

@@ -1,0 +1,71 @@
+"""Claude Code loads every eval case, copies its fixture and grades it; a broken case is noticed.
+
+Nobody is logged in, so the first run ends unanswered and its graders judge the untouched fixture.
+Without the client's package the tests skip; `make clients` installs it.
+Run: `python -m pytest tests/evals/test_claude_plugin_eval.py`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+from client_packages import NODE, Unavailable, package
+from tree import ROOT
+
+import evals
+from clients import CLIENTS, LONGEST_RUN, Place
+
+SECONDS = float(os.environ.get("CURRY_CLIENTS_INSTALL") or 0) or None
+CLAUDE = CLIENTS["Claude Code"]
+
+
+@pytest.fixture(scope="module")
+def executable():
+    try:
+        package(NODE, seconds=SECONDS)
+        return package(CLAUDE.package, seconds=SECONDS) / "node_modules/.bin" / CLAUDE.executable
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+def run(executable, folder, *words):
+    """Run `claude plugin eval` offline; return its output and its record."""
+    (folder / "home").mkdir(parents=True, exist_ok=True)
+    place = Place(executable, folder / "home", ROOT)
+    offline = ["--runs", "1", "--no-publish", "--trust-plugin", "--scaffold", "--ablation", "none"]
+    written = ["--output-dir", folder, "--json", folder / "a.json"]
+    ended = subprocess.run(
+        [*place.words, "plugin", "eval", *words, *offline, *written],
+        env=place.environment | {"TMPDIR": str(folder)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST_RUN,
+    )
+    return ended.stdout + ended.stderr, json.loads((folder / "a.json").read_text())
+
+
+def test_the_cases_of_a_skill_are_found_where_they_stand(executable, tmp_path):
+    output, record = run(executable, tmp_path, ROOT / "skills/grad-accum", "--case", "*uneven*")
+    (case,) = record["cases"]
+    assert case["name"] == "grad-accum-uneven-lengths", output
+    (one,) = case["arms"]["with"]
+    assert "Not logged in" in one["error"]
+    graded = {grader["name"]: grader["passed"] for grader in one["graders"]}
+    assert graded == {"skill-fired": False, "keeps-train-py-api": True}, output
+
+
+@pytest.mark.long
+def test_every_case_loads_and_one_that_does_not_is_noticed(executable, tmp_path):
+    bundle = evals.build_arm("whole", tmp_path / "bundle")
+    for case in evals.cases():
+        shutil.copytree(case.folder, bundle / "evals" / case.name)
+    output, _ = run(executable, tmp_path / "first", bundle)
+    assert "Couldn't load" not in output
+    path = bundle / "evals/sac-policy-keeps-nothing/case.yaml"
+    path.write_text(path.read_text().replace("type: regex", "type: program"))
+    output, _ = run(executable, tmp_path / "second", bundle)
+    assert "sac-policy-keeps-nothing/case.yaml: invalid" in output
+    assert "Couldn't load 1 case file" in output
