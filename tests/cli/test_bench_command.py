@@ -201,7 +201,7 @@ def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
             ["--model", "bench_toys:small", "--against", "bench_toys:other"],
             "can't take the batch of bench_toys:small",
         ),
-        ([], "give either --model or --trainer"),
+        ([], "give either --model, --trainer or --script"),
     ],
 )
 def test_wrong_usage_ends_with_2_and_one_message(run, toys, arguments, message):

@@ -259,7 +259,7 @@ def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
 def test_a_model_and_a_trainer_at_once_are_refused():
     ended = CliRunner().invoke(main, ["bench", "--model", "mlp", "--trainer", "a:b"])
     assert ended.exit_code == 2
-    assert "give either --model or --trainer" in ended.stderr
+    assert "give either --model, --trainer or --script" in ended.stderr
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/cli/test_cli.py`.
 import functools
 import importlib.util
 import itertools
+import shlex
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX
+from ..workloads.models import BUILTIN_WORKLOADS, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,29 +70,66 @@ def training_options(
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def run(*args: Any, trainer: str | None, **settings: Any) -> Any:
+        def run(
+            *args: Any,
+            trainer: str | None,
+            script: str | None,
+            arguments: tuple[str, ...],
+            factory_path: str | None,
+            **settings: Any,
+        ) -> Any:
             given = settings[name] if multiple else [settings[name]]
             specs = [one for one in given if one is not None]
             if trainer is not None:
                 specs.append(f"{TRAINER_PREFIX}{trainer}")
+            if script is not None:
+                specs.append(SCRIPT_PREFIX + shlex.join([script, *arguments]))
+            elif arguments:
+                raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
+            elif factory_path is not None:
+                raise click.UsageError("--factory writes what --script has read: give it too")
             if not multiple and (len(specs) > 1 or (required and not specs)):
-                raise click.UsageError("give either --model or --trainer")
+                raise click.UsageError("give either --model, --trainer or --script")
             settings[name] = tuple(specs) if multiple else next(iter(specs), None)
+            click.get_current_context().meta[FACTORY_KEY] = factory_path
             return command(*args, **settings)
 
-        run = click.option("--trainer", metavar="FACTORY", hidden=True)(run)
-        text = f"; or --trainer FACTORY. {more}".strip()
-        return model_option(name, more=text, multiple=multiple)(run)
+        text = f"; or --trainer FACTORY, or --script FILE. {more}".strip()
+        options = (
+            click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+            output_option("Write the factory.", "--factory", "factory_path", hidden=True),
+            click.option("--script", metavar="FILE", hidden=True),
+            click.option("--trainer", metavar="FACTORY", hidden=True),
+            model_option(name, more=text, multiple=multiple),
+        )
+        changed: Callable[..., Any] = run
+        for option in options:
+            changed = option(changed)
+        return changed
 
     return decorate
 
 
+# The path of --factory in the context of a command.
+FACTORY_KEY = "curry_train.factory_path"
+
+
 def echo_notes(workload: Workload | None, *, err: bool) -> None:
-    """Print what was read off the user's trainer, and what can't be taken over."""
+    """Print what was read off the user's trainer or script, and what can't be taken over.
+
+    The factory that stands for a script is printed, or written where `--factory` has a path.
+    """
     if workload is None:
         return
     for note in workload.notes:
         click.echo(textwrap.fill(note, 80, subsequent_indent="  "), err=err)
+    path = click.get_current_context().meta.get(FACTORY_KEY)
+    if workload.factory and path is not None:
+        Path(path).write_text(workload.factory, encoding="utf-8")
+        click.echo(f"wrote {path}: use it as --model {path}:build", err=err)
+    elif workload.factory:
+        text = textwrap.indent(workload.factory, "  ")
+        click.echo(f"the factory that was used, which --factory FILE writes:\n\n{text}", err=err)
     if workload.notes:
         click.echo(err=err)
 

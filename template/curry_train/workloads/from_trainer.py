@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.rerun import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 from .workload import (
     Workload,
@@ -32,6 +33,7 @@ from .workload import (
     call,
     map_tensors,
     mask_tails,
+    take,
     without_cache,
 )
 
@@ -59,7 +61,7 @@ class TakenTraining:
     notes: tuple[str, ...] = ()
 
 
-def workload_of(taken: TakenTraining, spec: str) -> Workload:
+def workload_of(taken: TakenTraining, spec: str, *, factory: str = "") -> Workload:
     """Return the workload of a training; each module that it builds is a copy of the user's."""
 
     def build() -> nn.Module:
@@ -84,6 +86,7 @@ def workload_of(taken: TakenTraining, spec: str) -> Workload:
         dtype=dtype_of(taken.module),
         accumulation=taken.accumulation,
         notes=taken.notes,
+        factory=factory,
     )
 
 
@@ -164,6 +167,30 @@ def _accepted_options(made: type, defaults: Mapping[str, Any]) -> dict[str, Any]
     return options
 
 
+SUM_TOLERANCE = 1e-3
+
+
+def is_sum_over_samples(module: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> bool:
+    """Return whether a loss is a sum over samples and no mean, by two parts of the batch."""
+    size = batch_size(batch)
+    if size < 2 or not batches_like(batch)[1]:
+        return False
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), seeded(0):
+            whole = float(loss(module, batch))
+            first = float(loss(module, take(batch, slice(0, size // 2))))
+            rest = float(loss(module, take(batch, slice(size // 2, size))))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        # Its rows belong together.
+        return False
+    finally:
+        module.train(was_training)
+    mean = (first * (size // 2) + rest * (size - size // 2)) / size
+    return abs(first + rest - whole) < min(SUM_TOLERANCE * abs(whole), abs(mean - whole))
+
+
 class Autocast:
     """Run a module's forward under autocast, as a trainer's wrapper around it does."""
 
@@ -223,14 +250,14 @@ def take_training(made: Any) -> TakenTraining:
 
 def _of_hugging_face(trainer: Any) -> TakenTraining:
     """Read a Trainer of Hugging Face before `train`; those of TRL are derived from it."""
-    module = trainer.model
+    module = bare_module(trainer.accelerator, trainer.model)
     arguments = trainer.args
     batch = trainer._prepare_inputs(_first(trainer.get_train_dataloader()))
     counts = "labels" in batch and (
         trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     )
     count = LabelCount(module) if counts else batch_size
-    autocast = _autocast_of(trainer.accelerator)
+    autocast = autocast_of(trainer.accelerator)
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         # The Trainer removes entries from what it is given.
@@ -394,11 +421,9 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
             f"the Accelerator has prepared no {' and no '.join(missing)}: return it after "
             "accelerator.prepare(model, optimizer, loader)"
         )
-    module = accelerator.unwrap_model(given["model"][0], keep_fp32_wrapper=False)
-    # The wrapper that was taken off leaves a bound method of the class behind.
-    vars(module).pop("forward", None)
+    module = bare_module(accelerator, given["model"][0])
     batch = _first(given["loader"][0])
-    autocast = _autocast_of(accelerator)
+    autocast = autocast_of(accelerator)
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         with autocast(model):
@@ -429,11 +454,34 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
     )
 
 
-def _autocast_of(accelerator: Any) -> Autocast:
+def bare_module(accelerator: Any, module: nn.Module) -> nn.Module:
+    """Take off what an Accelerator has wrapped a module in."""
+    inner = accelerator.unwrap_model(module)
+    is_wrapped = "_original_forward" in vars(inner)
+    accelerator.unwrap_model(module, keep_fp32_wrapper=False)
+    if is_wrapped:
+        # The wrapper leaves a bound method of the class behind.
+        vars(inner).pop("forward", None)
+    bare: nn.Module = inner
+    return bare
+
+
+def autocast_of(accelerator: Any) -> Autocast:
     """Return the precision of an Accelerator, which returns a model's outputs in float32."""
     # The library is there, because the Accelerator is.
     convert: Callable[[Any], Any] = sys.modules["accelerate.utils"].convert_to_fp32
     return Autocast(MIXED_DTYPES.get(str(accelerator.mixed_precision)), convert)
+
+
+def precision_around(module: nn.Module, variables: Sequence[Any]) -> Autocast | None:
+    """Return the precision of an Accelerator among these, whose wrapper is taken off a module."""
+    if "_original_forward" not in vars(module):
+        return None
+    known = [one for one in variables if type(one).__name__ == "Accelerator"]
+    if not known:
+        raise WorkloadError("the model is wrapped by an Accelerator that is in no variable")
+    bare_module(known[0], module)
+    return autocast_of(known[0])
 
 
 def _first(loader: Any) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import shlex
 import sys
 import sysconfig
 import traceback
@@ -427,28 +428,41 @@ def _tried(workload: Workload) -> Workload:
     return workload
 
 
-# Begins the text of a workload that is read off the user's trainer.
+# Begin the text of a workload that is read off the user's trainer, or script.
 TRAINER_PREFIX = "trainer="
+SCRIPT_PREFIX = "script="
 
 
 def is_taken(spec: str) -> bool:
     """Return whether a workload is read off objects of the user, which are made once a process."""
-    return spec.startswith(TRAINER_PREFIX)
+    return spec.startswith((TRAINER_PREFIX, SCRIPT_PREFIX))
 
 
 @functools.lru_cache(maxsize=4)
 def _taken_workload(spec: str, folder: Path) -> Workload:
-    """Read a workload off the user's trainer, in this folder."""
+    """Read a workload off the user's trainer or script, in this folder."""
     # Imported here because most workloads come from a factory.
-    from .from_trainer import take_training, workload_of
-
-    factory = spec.removeprefix(TRAINER_PREFIX)
+    text = spec.partition("=")[2]
     with seeded(0):
-        made = load_object(factory)
+        if spec.startswith(SCRIPT_PREFIX):
+            from .from_script import ScriptFailed, script_workload
+
+            text, *arguments = shlex.split(text)
+            try:
+                return _tried(script_workload((text, *arguments)))
+            except ScriptFailed as error:
+                why = describe_raised(error.__cause__ or error)
+                raise WorkloadError(f"{text}: it raised {why} {error}".rstrip()) from error
+            except ValueError as error:
+                raise WorkloadError(f"{text}: {error}") from error
+
+        from .from_trainer import take_training, workload_of
+
+        made = load_object(text)
         try:
             return _tried(workload_of(take_training(made), spec))
         except ValueError as error:
-            raise WorkloadError(f"{factory}: {error}") from error
+            raise WorkloadError(f"{text}: {error}") from error
 
 
 def load_object(spec: str) -> Any:

@@ -185,6 +185,9 @@ class Workload:
     # What was read off the user's trainer or script, a sentence each.
     notes: tuple[str, ...] = ()
 
+    # The source of the factory that stands for the user's script.
+    factory: str = ""
+
     def mean_loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self.loss(module, batch) / self.count(batch)
 

@@ -1,0 +1,795 @@
+"""Make a workload from the user's script, which runs until its first optimizer step.
+
+    curry-train memory --script train.py -- --batch-size 8
+
+The script runs for real, with its arguments. Torch's calls are recorded meanwhile: modules,
+functions between a module's output and the loss, `backward`, and the optimizer. At the first step
+the thread of the script waits for ever: it is not unwound, so none of its `except`, `finally` or
+`with` blocks runs on, nothing is trained, and what it would write or log after that step is not.
+What was recorded is written as the source of a loss, which is what the workload then computes.
+
+Why so long: the recording and the source that is written from it share the operations.
+
+Proof: `python -m pytest tests/workloads/test_from_script.py`.
+"""
+
+import atexit
+import contextlib
+import gc
+import inspect
+import runpy
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
+
+from .from_trainer import (
+    Autocast,
+    OptimizerLike,
+    TakenTraining,
+    is_sum_over_samples,
+    precision_around,
+    take_training,
+    workload_of,
+)
+from .workload import Workload, WorkloadError, batch_size
+
+# Record what happens between a module's call and the optimizer step.
+
+
+class ScriptFailed(WorkloadError):
+    """The script raised an error, which is the cause of this one."""
+
+
+@dataclass(frozen=True)
+class MadeTensor:
+    """A tensor that an operation has made, at a place inside of what it returned."""
+
+    operation: "Operation"
+    place: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Operation:
+    """A call of a module or of a function, whose output needs gradients."""
+
+    function: Any
+    args: Any
+    options: dict[str, Any]
+    autocast: torch.dtype | None
+
+
+@dataclass
+class BackwardCall:
+    """A line of the script that calls backward, with the loss of its first call."""
+
+    loss: Any
+    count: int = 0
+
+
+@dataclass
+class Recording:
+    """Calls that a script made until its first optimizer step, and objects that it has."""
+
+    # Tensors by id, which are kept so that no other one gets the same.
+    made: dict[int, tuple[Tensor, MadeTensor]] = field(default_factory=dict)
+    backward: dict[tuple[str, int], BackwardCall] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+    optimizer: torch.optim.Optimizer | None = None
+
+    # A Trainer that calls the model, with its module and data where it has them apart.
+    trainer: tuple[Any, ...] | None = None
+    place: str = ""
+
+    # Objects of the script's local and global variables.
+    variables: list[Any] = field(default_factory=list)
+
+    def add(self, function: Any, args: Any, options: dict[str, Any], output: Any) -> None:
+        """Add a call, unless its output needs no gradients."""
+        found = [(place, one) for place, one in _tensors(output) if one.requires_grad]
+        if not found or not torch.is_grad_enabled():
+            return
+        dtypes = [
+            torch.get_autocast_dtype(device)
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        ]
+        args = self.linked(args)
+        operation = Operation(function, args, self.linked(options), next(iter(dtypes), None))
+        for place, tensor in found:
+            self.made[id(tensor)] = tensor, MadeTensor(operation, place)
+
+    def linked(self, value: Any) -> Any:
+        """Replace tensors that operations have made by their `MadeTensor`."""
+        if isinstance(value, Tensor):
+            known = self.made.get(id(value))
+            return value if known is None or known[0] is not value else known[1]
+        if isinstance(value, dict):
+            return {key: self.linked(one) for key, one in value.items()}
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            return [self.linked(one) for one in value]
+        return value
+
+
+def _tensors(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yield the tensors of a nested output, with their places."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _tensors(one, (*place, ("[]", key)))
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from _tensors(one, (*place, ("[]", index)))
+    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
+        for name, one in vars(value).items():
+            if isinstance(one, Tensor):
+                yield (*place, (".", name)), one
+
+
+class FunctionsOnTape(TorchFunctionMode):
+    """Record the calls of torch's functions outside of modules."""
+
+    def __init__(self, script: "RunningScript") -> None:
+        super().__init__()
+        self.script = script
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if self.script.depth == 0:
+            self.script.recording.add(function, args, kwargs or {}, output)
+        return output
+
+
+# Run a script in a thread of its own, which stops for ever at its first optimizer step.
+
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WRAPPERS = (DataParallel, DistributedDataParallel)
+
+
+class RunningScript:
+    """A script with torch's calls replaced by those that record them."""
+
+    def __init__(self, path: Path, arguments: Sequence[str]) -> None:
+        self.path = path
+        self.arguments = list(arguments)
+        self.recording = Recording()
+        # Calls of modules that are running, one inside of the other.
+        self.depth = 0
+        self.error: BaseException | None = None
+        self._ended = threading.Event()
+        self._at_exit: list[Any] = []
+
+    def run(self) -> Recording:
+        """Run it until its first optimizer step; raises WorkloadError if there is none."""
+        thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
+        before = sys.modules["__main__"], sys.argv, sys.stdout
+        running = set(threading.enumerate())
+        sys.argv = [str(self.path), *self.arguments]
+        sys.path.insert(0, str(self.path.parent))
+        # What the script prints is no result of the command.
+        sys.stdout = sys.stderr
+        try:
+            with self._replaced():
+                thread.start()
+                # A wait with a limit lets Ctrl-C through.
+                while not self._ended.wait(0.2):
+                    pass
+        finally:
+            sys.modules["__main__"], sys.argv, sys.stdout = before
+        if self.error is not None:
+            raise self.error
+        more = [one.name for one in threading.enumerate() if one not in {*running, thread}]
+        if more:
+            self.recording.notes[f"threads that it has started run on: {', '.join(more)}"] = None
+        self._leave()
+        return self.recording
+
+    def _run(self) -> None:
+        """Run the script; only an error or its end come back from it."""
+        try:
+            with FunctionsOnTape(self):
+                runpy.run_path(str(self.path), run_name="__main__")
+            self.error = WorkloadError("it ended before an optimizer step")
+        except SystemExit as ended:
+            self.error = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
+        except WorkloadError as error:
+            self.error = error
+        except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
+            self.error = ScriptFailed(self._advice(error))
+            self.error.__cause__ = error
+        self._ended.set()
+
+    def _advice(self, error: BaseException) -> str:
+        missing = error.args[0] if isinstance(error, KeyError) else None
+        if missing not in LAUNCHERS and not any(name in str(error) for name in LAUNCHERS):
+            return ""
+        return (
+            "it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost "
+            "MASTER_PORT=29500 before curry-train"
+        )
+
+    def _leave(self) -> None:
+        """End what the waiting script has left running in this process."""
+        for function in self._at_exit:
+            atexit.unregister(function)
+        for one in gc.get_objects():
+            if type(one).__name__ == "_MultiProcessingDataLoaderIter":
+                one._shutdown_workers()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def stop(self, frame: Any) -> None:
+        """Hand the recording over, and wait for ever."""
+        while frame is not None and Path(frame.f_code.co_filename) != self.path:
+            self._look_at(frame)
+            frame = frame.f_back
+        if frame is not None:
+            self.recording.place = f"{self.path.name}:{frame.f_lineno}"
+        while frame is not None and Path(frame.f_code.co_filename) == self.path:
+            self._look_at(frame)
+            self.recording.variables += frame.f_globals.values()
+            frame = frame.f_back
+        self._ended.set()
+        threading.Event().wait()
+
+    def _look_at(self, frame: Any) -> None:
+        """Collect local variables, and the attributes of an object whose method runs."""
+        self.recording.variables += frame.f_locals.values()
+        this = frame.f_locals.get("self")
+        if this is not None and not isinstance(this, nn.Module) and hasattr(this, "__dict__"):
+            self.recording.variables += vars(this).values()
+
+    @contextlib.contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Replace torch's calls, and those that a thread must not make."""
+        scaler = torch.amp.GradScaler
+        replaced: list[tuple[Any, str, Any]] = [
+            (nn.Module, "__call__", self._module_call(nn.Module.__call__)),
+            (nn.Module, "compile", self._without("compile, which is left out", None)),
+            (torch, "compile", self._uncompiled),
+            (torch.autograd, "backward", self._backward(torch.autograd.backward)),
+            (torch.multiprocessing, "spawn", self._spawn),
+            (scaler, "scale", self._without("GradScaler, whose scale is left out", 1)),
+            (scaler, "unscale_", self._without("GradScaler, whose scale is left out", None)),
+            (scaler, "step", self._scaler_step()),
+            (atexit, "register", self._register(atexit.register)),
+            # A handler can be set in the main thread only.
+            (signal, "signal", lambda number, handler: signal.getsignal(number)),
+        ]
+        if torch.distributed.is_available():
+            start = torch.distributed.init_process_group
+            replaced.append((torch.distributed, "init_process_group", self._group(start)))
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        handle = register_optimizer_step_pre_hook(self._optimizer_step)
+        for owner, name, function in replaced:
+            setattr(owner, name, function)
+        try:
+            yield
+        finally:
+            handle.remove()
+            for owner, name, function in before:
+                setattr(owner, name, function)
+
+    def _module_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any, **options: Any) -> Any:
+            if self.depth == 0:
+                self._find_trainer(sys._getframe(1))
+            self.depth += 1
+            try:
+                output = call(module, *args, **options)
+            finally:
+                self.depth -= 1
+            if self.depth == 0:
+                self.recording.add(unwrapped(module), args, options, output)
+            return output
+
+        return run
+
+    def _find_trainer(self, frame: Any) -> None:
+        """Stop where a Trainer calls the model: it has everything, and has done nothing yet."""
+        caller = frame
+        while caller is not None:
+            one = caller.f_locals.get("self")
+            names = {base.__module__.partition(".")[0] for base in type(one).__mro__}
+            if "transformers" in names and hasattr(one, "get_train_dataloader"):
+                self.recording.trainer = (one,)
+            elif names & {"lightning", "pytorch_lightning"} and hasattr(one, "fit_loop"):
+                source = one.fit_loop._data_source.instance
+                module = one.lightning_module
+                self.recording.trainer = (one, module, None if source is module else source)
+            if self.recording.trainer is not None:
+                self.stop(frame)
+            caller = caller.f_back
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensors: Any, *args: Any, **options: Any) -> Any:
+            frame: Any = sys._getframe(1)
+            while frame.f_back is not None and Path(frame.f_code.co_filename) != self.path:
+                frame = frame.f_back
+            place = frame.f_code.co_filename, frame.f_lineno
+            given = tensors if isinstance(tensors, list | tuple) else [tensors]
+            linked = self.recording.linked(list(given))
+            call = self.recording.backward.setdefault(place, BackwardCall(linked))
+            call.count += 1
+            return backward(tensors, *args, **options)
+
+        return run
+
+    def _optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+        closures = [one for one in (*args[1:], *options.values()) if callable(one)]
+        if closures and not self.recording.backward:
+            closures[0]()
+        if not self.recording.backward:
+            return
+        self.recording.optimizer = optimizer
+        self.stop(sys._getframe(1))
+
+    def _scaler_step(self) -> Callable[..., Any]:
+        def run(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> None:
+            self._optimizer_step(getattr(optimizer, "optimizer", optimizer), (None, *args), options)
+
+        return run
+
+    def _without(self, what: str, returned: int | None) -> Callable[..., Any]:
+        """Return a method that does nothing; `returned` is the place of the argument it returns."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.recording.notes[f"it uses {what}"] = None
+            return None if returned is None else args[returned]
+
+        return run
+
+    def _uncompiled(self, model: Any = None, **options: Any) -> Any:
+        self.recording.notes["it uses compile, which is left out"] = None
+        return (lambda function: function) if model is None else model
+
+    def _spawn(self, function: Any, args: Any = (), nprocs: int = 1, **options: Any) -> Any:
+        if nprocs != 1:
+            raise WorkloadError(
+                f"it starts {nprocs} processes with spawn: let it start one, as a rank of its own"
+            )
+        return function(0, *args)
+
+    def _register(self, register: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Any, *args: Any, **options: Any) -> Any:
+            owner = str(getattr(function, "__module__", "")).partition(".")[0]
+            if owner == "__main__" or owner not in {*sys.stdlib_module_names, "torch"}:
+                self._at_exit.append(function)
+            return register(function, *args, **options)
+
+        return run
+
+    def _group(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def run(backend: Any = None, *args: Any, **options: Any) -> Any:
+            if backend is not None and "nccl" in str(backend) and not torch.cuda.is_available():
+                backend = "gloo"
+            self.recording.notes["it trains on ranks: this is one, without its wrapper"] = None
+            return start(backend, *args, **options)
+
+        return run
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of DDP or DataParallel."""
+    while isinstance(module, WRAPPERS):
+        module = module.module
+    return module
+
+
+# Write what was recorded as the source of a loss.
+
+SPACES: tuple[tuple[str, Any], ...] = (
+    ("F", F),
+    ("torch", torch),
+    ("torch.special", torch.special),
+    ("torch.linalg", torch.linalg),
+    ("torch.fft", torch.fft),
+)
+ADD_NAMES = dict.fromkeys(("add", "__add__", "__iadd__"), "+")
+SUB_NAMES = dict.fromkeys(("sub", "__sub__"), "-")
+MUL_NAMES = dict.fromkeys(("mul", "__mul__"), "*")
+DIV_NAMES = dict.fromkeys(("div", "true_divide", "__truediv__"), "/")
+MATMUL_NAMES = dict.fromkeys(("matmul", "__matmul__"), "@")
+SYMBOLS = ADD_NAMES | SUB_NAMES | MUL_NAMES | DIV_NAMES | MATMUL_NAMES
+PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, type(...))
+SHAPING_METHODS = ("view", "reshape")
+
+
+class LossSource:
+    """Lines of Python that compute the loss of a module and a batch, as the script did."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.names = {id(one): name for name, one in root.named_modules()}
+        self.tensors = {id(one): name for name, one in root.named_parameters()}
+        self.tensors |= {id(one): name for name, one in root.named_buffers()}
+        self.batch: dict[str, Any] = {}
+        # Objects of the script that can't be written.
+        self.others: list[Any] = []
+        self.lines: list[str] = []
+        self.unknown: list[str] = []
+        self._variables: dict[int, str] = {}
+        self._autocast: torch.dtype | None = None
+        self._is_precise = False
+
+    def losses(self, values: Sequence[Any], *, divided_by: int) -> str:
+        """Write all that the losses need, and return their sum as an expression."""
+        terms = []
+        for value in values:
+            value = _undivided(value, divided_by)
+            terms.append(self.expression(value, "loss"))
+        return " + ".join(terms)
+
+    def expression(self, value: Any, name: str) -> str:
+        """Return the expression of a value; operations that make it are written first."""
+        if isinstance(value, MadeTensor):
+            return self._variable(value.operation) + "".join(map(_access, value.place))
+        if isinstance(value, Tensor):
+            return self._given(value, name)
+        if isinstance(value, PLAIN_TYPES) and not isinstance(value, torch.device):
+            return "..." if value is ... else repr(value)
+        if isinstance(value, float):
+            return repr(value) if abs(value) < float("inf") else f'float("{value}")'
+        if isinstance(value, slice):
+            ends = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self.expression(one, name) for one in ends)})"
+        if isinstance(value, dict | list) and any(
+            isinstance(leaf, MadeTensor) for leaf in tree_iter(value)
+        ):
+            return self._container(value, name)
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_iter(value))
+        if has_tensors or callable(getattr(value, "to", None)):
+            return self._given(value, name)
+        if isinstance(value, dict | list):
+            return self._container(value, name)
+        return self._other(value)
+
+    def _container(self, value: Any, name: str) -> str:
+        if isinstance(value, dict):
+            items = [f"{key!r}: {self.expression(one, name)}" for key, one in value.items()]
+            return "{" + ", ".join(items) + "}"
+        return f"[{', '.join(self.expression(one, name) for one in value)}]"
+
+    def _given(self, value: Any, name: str) -> str:
+        """Return an entry of the batch, or a tensor of the module."""
+        if id(value) in self.tensors:
+            of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+            return f'module.get_{of}("{self.tensors[id(value)]}")'
+        if isinstance(value, Tensor) and value.requires_grad:
+            self.unknown.append(f"a tensor of shape {tuple(value.shape)}")
+        for known, other in self.batch.items():
+            if other is value:
+                return f'batch["{known}"]'
+        key = name
+        while key in self.batch:
+            key = f"{key}_2"
+        self.batch[key] = value
+        return f'batch["{key}"]'
+
+    def _other(self, value: Any) -> str:
+        self.others.append(value)
+        return f"taken.others[{len(self.others) - 1}]"
+
+    def _variable(self, operation: Operation) -> str:
+        """Return the variable of an operation's output, whose lines are written the first time."""
+        if id(operation) in self._variables:
+            return self._variables[id(operation)]
+        text = self._call(operation)
+        is_module = isinstance(operation.function, nn.Module)
+        name = f"{'output' if is_module else 'value'}_{len(self._variables)}"
+        self._variables[id(operation)] = name
+        indent = ""
+        if operation.autocast is not None:
+            if operation.autocast != self._autocast:
+                device = "next(module.parameters()).device.type"
+                self.lines.append(f"with torch.autocast({device}, dtype={operation.autocast}):")
+            indent = "    "
+        self._autocast = operation.autocast
+        self.lines.append(f"{indent}{name} = {text}")
+        return name
+
+    def _call(self, operation: Operation) -> str:
+        function = operation.function
+        if isinstance(function, nn.Module):
+            return (
+                f"{self._module(function)}({self._arguments(operation, _forward_names(operation))})"
+            )
+        name = getattr(function, "__name__", "")
+        args = list(operation.args)
+        if name == "__get__":
+            return f"{self.expression(args[0], 'value')}.{function.__self__.__name__}"
+        if name in SYMBOLS and len(args) == 2 and not operation.options:
+            left, right = (self.expression(one, "value") for one in args)
+            return f"({left} {SYMBOLS[name]} {right})"
+        if name == "__getitem__":
+            return f"{self.expression(args[0], 'value')}[{self._index(args[1])}]"
+        names = _parameter_names(function)
+        for space, owner in SPACES:
+            if getattr(owner, name, None) is function:
+                return f"{space}.{name}({self._arguments(operation, names)})"
+        if getattr(Tensor, name, None) is function:
+            if name in SHAPING_METHODS:
+                args = _with_free_rows(args)
+            rest = Operation(function, args[1:], operation.options, None)
+            return f"{self.expression(args[0], 'value')}.{name}({self._arguments(rest, names[1:])})"
+        return f"{self._other(function)}({self._arguments(operation, names)})"
+
+    def _index(self, value: Any) -> str:
+        if isinstance(value, list):
+            return ", ".join(self.expression(one, "index") for one in value)
+        return self.expression(value, "index")
+
+    def _module(self, module: nn.Module) -> str:
+        name = self.names.get(id(module))
+        if name is None:
+            return self._other(module)
+        return f'module.get_submodule("{name}")' if name else "module"
+
+    def _arguments(self, operation: Operation, names: Sequence[str]) -> str:
+        written = []
+        for place, value in enumerate(operation.args):
+            name = names[place] if place < len(names) else f"input_{place}"
+            written.append(self.expression(value, name))
+        defaults = _defaults(operation.function)
+        for name, value in operation.options.items():
+            if name not in defaults or defaults[name] is not value:
+                written.append(f"{name}={self.expression(value, name)}")
+        return ", ".join(written)
+
+
+def _access(step: tuple[str, Any]) -> str:
+    kind, key = step
+    return f".{key}" if kind == "." else f"[{key!r}]"
+
+
+def _forward_names(operation: Operation) -> list[str]:
+    return _parameter_names(type(operation.function).forward)[1:]
+
+
+def _parameter_names(function: Any) -> list[str]:
+    """Return the names of a function's positional parameters."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    """Return the defaults of a function's parameters, which need not be written."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def _with_free_rows(args: list[Any]) -> list[Any]:
+    """Let the first size of a view follow from the others, so that a batch may have any size."""
+    tensor, *sizes = args
+    if len(sizes) == 1 and isinstance(sizes[0], list):
+        sizes = sizes[0]
+    if sizes and all(isinstance(size, int) for size in sizes) and -1 not in sizes:
+        sizes = [-1, *sizes[1:]]
+    return [tensor, *sizes]
+
+
+def _undivided(value: Any, number: int) -> Any:
+    """Return a loss without its division by the number of batches of a step."""
+    if number > 1 and isinstance(value, MadeTensor):
+        operation = value.operation
+        args = operation.args
+        is_division = SYMBOLS.get(getattr(operation.function, "__name__", "")) == "/"
+        if is_division and len(args) == 2 and args[1] == number:
+            return args[0]
+    return value
+
+
+# Choose the module that is trained, and make the workload.
+
+
+@dataclass
+class ScriptTraining:
+    """A script that has run until its first optimizer step."""
+
+    words: tuple[str, ...]
+    taken: TakenTraining
+
+    # The lines of the loss, and objects of the script that they name.
+    lines: tuple[str, ...] = ()
+    others: tuple[Any, ...] = ()
+    precision: Autocast | None = None
+    place: str = ""
+
+    def workload(self, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Workload:
+        """Return the workload, with this loss of a module and a batch."""
+        taken = self.taken
+        spec = f"{SCRIPT_PREFIX}{shlex.join(self.words)}"
+        if loss is not None:
+            is_sum = is_sum_over_samples(taken.module, taken.batch, loss)
+            notes = (*taken.notes, SUM_NOTE) if is_sum else taken.notes
+            mean_loss = self._mean(loss, is_sum=is_sum)
+            taken = replace(taken, mean_loss=mean_loss, notes=notes)
+        return workload_of(taken, spec, factory=self.factory())
+
+    def _mean(
+        self, loss: Callable[[nn.Module, Any], Tensor], *, is_sum: bool
+    ) -> Callable[[nn.Module, Any], Tensor]:
+        """Return the loss in the script's precision, as a mean over samples."""
+
+        def mean_loss(module: nn.Module, batch: Any) -> Tensor:
+            precise = self.precision
+            with contextlib.nullcontext() if precise is None else precise(module):
+                found = loss(module, batch)
+            return found / batch_size(batch) if is_sum else found
+
+        return mean_loss
+
+    def loss_source(self) -> str:
+        body = "\n".join(f"    {line}" for line in self.lines)
+        return f"def loss(module, batch):\n{body}\n"
+
+    def factory(self) -> str:
+        """Return the source of a module with the factory that was used."""
+        words = ", ".join(repr(word) for word in self.words)
+        place = self.place or "its trainer"
+        text = (
+            f'"""The training of {shlex.join(self.words)}, read at {place}.\n\n'
+            "Replace what is taken from the script as you like; the loss is what it computed."
+            '\n"""\n\n'
+            "import torch\nfrom torch.nn import functional as F\n\n"
+            "from curry_train.workloads.from_script import read_script\n\n"
+            f"taken = read_script({words})\n\n\n"
+        )
+        if not self.lines:
+            return text + "def build():\n    return taken.workload()\n"
+        return text + f"{self.loss_source()}\n\ndef build():\n    return taken.workload(loss)\n"
+
+
+SUM_NOTE = "its loss is a sum over samples, which is divided by their number here"
+SCRIPT_PREFIX = "script="
+
+
+def script_workload(words: Sequence[str]) -> Workload:
+    """Run a script until its first optimizer step, and return its workload."""
+    training = read_script(*words)
+    if not training.lines:
+        return training.workload()
+    names: dict[str, Any] = {"taken": training, "torch": torch, "F": F}
+    # The source is the one that is printed, so that what is printed is what was used.
+    exec(training.loss_source(), names)  # noqa: S102
+    return training.workload(names["loss"])
+
+
+def read_script(file: str, *arguments: str) -> ScriptTraining:
+    """Run a script with its arguments until its first optimizer step, and read its training."""
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise WorkloadError(f"there is no file {file}")
+    recording = RunningScript(path, arguments).run()
+    words = (file, *arguments)
+    if recording.trainer is not None:
+        return ScriptTraining(words, take_training(recording.trainer))
+    return _training_of(recording, words)
+
+
+def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining:
+    optimizer = recording.optimizer
+    assert optimizer is not None
+    trained = _parameter_ids(optimizer)
+    calls = [call for call in recording.backward.values() if _reaches(call.loss, trained)]
+    if not calls:
+        raise WorkloadError(
+            f"no call of a module leads from the parameters of its {type(optimizer).__name__} to "
+            "a loss whose backward it calls: write a factory"
+        )
+    root, notes = _root_of(recording, calls, trained)
+    precision = precision_around(root, recording.variables)
+    count = max(call.count for call in calls)
+    source = LossSource(root)
+    losses = [loss for call in calls for loss in call.loss]
+    returned = source.losses(losses, divided_by=count)
+    if source.unknown:
+        raise WorkloadError(
+            f"the loss needs {source.unknown[0]} that no function of torch has made, as from an "
+            "autograd.Function outside of a module: write a factory"
+        )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    like = OptimizerLike(optimizer, root)
+    read = [
+        f"{words[0]}, at {recording.place or 'its first step'}: {type(root).__name__}, "
+        f"{batch_size(source.batch)} samples a batch",
+        like.summary(),
+    ]
+    if count > 1:
+        read.append(f"{count} batches a step")
+    taken = TakenTraining(
+        name=type(root).__name__,
+        module=root,
+        batch=source.batch,
+        mean_loss=lambda module, batch: module(batch),
+        optimizer=like,
+        accumulation=count,
+        notes=("; ".join(read), *notes, *recording.notes),
+    )
+    lines = (*source.lines, f"return {returned}")
+    place = recording.place
+    return ScriptTraining(words, taken, lines, tuple(source.others), precision, place)
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _reaches(value: Any, trained: set[int]) -> bool:
+    """Return whether a loss was computed by a module that has one of these parameters."""
+    left = [value]
+    seen: set[int] = set()
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+        elif isinstance(one, MadeTensor) and id(one.operation) not in seen:
+            seen.add(id(one.operation))
+            function = one.operation.function
+            if isinstance(function, nn.Module) and _holds(function, trained):
+                return True
+            left += [one.operation.args, one.operation.options]
+    return False
+
+
+def _holds(module: nn.Module, trained: set[int], *, every: bool = False) -> bool:
+    own = {id(parameter) for parameter in module.parameters()}
+    return trained <= own if every else bool(trained & own)
+
+
+def _root_of(
+    recording: Recording, calls: Sequence[BackwardCall], trained: set[int]
+) -> tuple[nn.Module, list[str]]:
+    """Return the smallest module of the script that has all parameters of the optimizer."""
+    called = [
+        made.operation.function
+        for _, made in recording.made.values()
+        if isinstance(made.operation.function, nn.Module)
+    ]
+    found = {id(one): one for one in called}
+    for one in recording.variables:
+        if isinstance(one, nn.Module):
+            found.setdefault(id(unwrapped(one)), unwrapped(one))
+    notes = []
+    variables = {id(one): one for one in recording.variables}
+    optimizers = [one for one in variables.values() if isinstance(one, torch.optim.Optimizer)]
+    others = [one for one in optimizers if trained.isdisjoint(_parameter_ids(one))]
+    if others:
+        names = ", ".join(type(one).__name__ for one in others)
+        notes.append(
+            f"it has {len(others) + 1} optimizers; this is the first that steps, and the others "
+            f"({names}) train other parameters"
+        )
+    whole = [one for one in found.values() if _holds(one, trained, every=True)]
+    if whole:
+        return min(whole, key=lambda one: sum(p.numel() for p in one.parameters())), notes
+    several = {type(one).__name__: one for one in called if _holds(one, trained)}
+    together = nn.ModuleDict(several)
+    if not _holds(together, trained, every=True):
+        notes.append("parameters of its optimizer that are of no module are left out")
+    return together, notes

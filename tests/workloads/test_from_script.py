@@ -1,0 +1,181 @@
+"""A workload read off a script trains as its first step, and the script goes no further.
+
+python -m pytest tests/workloads/test_from_script.py
+"""
+
+import atexit
+import importlib.util
+import runpy
+import socket
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+from user_scripts import DATA, SCRIPTS
+
+from curry_train.cli.main import main
+from curry_train.primitives import GradientAccumulation, train_window
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.workload import Case, WorkloadError
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a folder with the module that the scripts share, and go there."""
+    (tmp_path / "shared.py").write_text(DATA)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("shared", None)
+
+
+def launch(monkeypatch):
+    """Set the variables that torchrun gives to one process."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+    for name, value in (variables | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, str(value))
+
+
+def written(folder, name, monkeypatch):
+    """Write a script, and return the text from which its workload is loaded."""
+    if "torchrun" in name:
+        launch(monkeypatch)
+    text, arguments = SCRIPTS[name]
+    (folder / f"{name}.py").write_text(text)
+    return " ".join((f"script={name}.py", *arguments))
+
+
+def files(folder):
+    found = (one.name for one in folder.rglob("*") if one.is_file())
+    return {name for name in found if not name.endswith((".py", ".pyc"))}
+
+
+def step_of(workload):
+    """Take the optimizer step of a workload on its own batch, and return the module."""
+    case = Case(workload, dtype=workload.dtype, batch_size=workload.own_batch)
+    module = case.build()
+    batches = [case.batch() for _ in range(workload.accumulation)]
+    window = next(GradientAccumulation(len(batches)).windows(iter(batches), count=workload.count))
+    optimizer = workload.optimizer(module)
+    if isinstance(optimizer, torch.optim.LBFGS):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = workload.mean_loss(module, batches[0])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    else:
+        train_window(module, window, workload.loss, optimizer)
+    return module
+
+
+def run_to_the_end(folder, name, monkeypatch):
+    """Run a script as Python would, and return what it has trained."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *SCRIPTS[name][1]])
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
+    return torch.load(folder / "trained.pt")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatch, name):
+    """And nothing was written, in finally blocks and at the exit of Python too."""
+    at_exit = []
+    monkeypatch.setattr(atexit, "unregister", at_exit.append)
+    workload = load_workload(written(folder, name, monkeypatch))
+    assert files(folder) == set()
+    module = step_of(workload)
+    own = [one for one in at_exit if one.__name__ == "write"]
+    assert len(own) == (name == "class_with_logger")
+    trained = run_to_the_end(folder, name, monkeypatch)
+    mine = module.state_dict()
+    assert mine.keys() == trained.keys()
+    assert [key for key in mine if not torch.equal(mine[key], trained[key])] == []
+
+
+def test_the_factory_that_is_printed_makes_the_same_workload(folder):
+    (folder / "train.py").write_text(SCRIPTS["argparse_main"][0])
+    words = ["--script", "train.py", "--factory", "kept.py", "--", "--lr", "0.5"]
+    ended = CliRunner().invoke(main, ["memory", *words])
+    assert ended.exit_code == 0, ended.output
+    assert "wrote kept.py: use it as --model kept.py:build" in ended.output
+    assert "AdamW, lr 0.5" in ended.output
+    factory = load_workload("kept.py:build")
+    direct = load_workload("script=train.py --lr 0.5")
+    case = Case(direct, dtype=direct.dtype, batch_size=8)
+    module = case.build()
+    assert torch.equal(factory.loss(module, case.batch()), direct.loss(module, case.batch()))
+    # The view had the sizes of the script's batch.
+    assert direct.loss(module, case.batch(3)).isfinite()
+    kept = (folder / "kept.py").read_text()
+    assert "F.cross_entropy(value_1, batch[" in kept
+    assert importlib.util.find_spec("shared") is not None
+
+
+NOTES = {
+    "gan": "this is the first that steps, and the others (Adam) train other parameters",
+    "own_batches": "it uses compile, which is left out",
+    "amp_scaler": "it uses GradScaler, whose scale is left out",
+    "ddp_under_torchrun": "it trains on ranks: this is one, without its wrapper",
+    "accumulation": "2 batches a step",
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_is_left_out_is_said(folder, monkeypatch, name):
+    assert NOTES[name] in "; ".join(load_workload(written(folder, name, monkeypatch)).notes)
+
+
+REFUSED = {
+    "print('done')": "it ended before an optimizer step",
+    "import sys; sys.exit(3)": "it ended with 3 before an optimizer step",
+    "\nraise KeyError('LOCAL_RANK')": r"it raised KeyError: 'LOCAL_RANK' \(train.py:2\).*launcher",
+    "import torch\ntorch.multiprocessing.spawn(print, nprocs=4)": "it starts 4 processes",
+    """
+import torch
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, gradient): return gradient * 2
+layer = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+(Double.apply(layer(torch.ones(3, 2))).mean() + layer(torch.ones(3, 2)).mean()).backward()
+optimizer.step()
+""": r"the loss needs a tensor of shape \(3, 1\) that no function of torch has made",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_can_not_be_taken_over_is_said(folder, text):
+    (folder / "train.py").write_text(text)
+    with pytest.raises(WorkloadError, match=f"(?s)train.py: {REFUSED[text]}"):
+        load_workload("script=train.py")
+
+
+def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
+    text = SCRIPTS["two_modules"][0].replace(".mean()", ".sum()")
+    (folder / "train.py").write_text(text)
+    workload = load_workload("script=train.py")
+    assert "its loss is a sum over samples" in workload.notes[-1]
+    case = Case(workload, dtype=workload.dtype, batch_size=8)
+    module = case.build()
+    batch = case.batch()
+    parts = sum(workload.loss(module, part) for part in case.split(batch, [3, 5]))
+    assert torch.allclose(parts, workload.loss(module, batch), rtol=1e-6)
+
+
+def test_arguments_without_a_script_are_refused(folder):
+    ended = CliRunner().invoke(main, ["memory", "--model", "mlp", "--", "--lr", "1"])
+    assert ended.exit_code == 2
+    assert "'--lr' is for no script: give --script FILE" in ended.stderr
+    ended = CliRunner().invoke(main, ["memory", "--model", "mlp", "--factory", "kept.py"])
+    assert "--factory writes what --script has read" in ended.stderr
