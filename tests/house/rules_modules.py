@@ -25,11 +25,7 @@ from tree import (
     skills,
 )
 
-<<<<<<< HEAD
-MOST_MODULES = 117
-=======
-MOST_MODULES = 115
->>>>>>> 63632bc (slice2)
+MOST_MODULES = 118
 MOST_CORE_MODULES = 10
 LINES_THAT_NEED_A_REASON = 600
 MOST_LINES = 800

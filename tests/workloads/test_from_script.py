@@ -81,6 +81,7 @@ def run_to_the_end(folder, name, monkeypatch):
     """Run a script as Python would, and return what it has trained."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *SCRIPTS[name][1]])
     monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(atexit, "register", lambda function, *arguments: function)
     runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
     return torch.load(folder / "trained.pt")
 
@@ -89,7 +90,8 @@ def run_to_the_end(folder, name, monkeypatch):
 def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatch, name):
     """And nothing was written, in finally blocks and at the exit of Python too."""
     at_exit = []
-    monkeypatch.setattr(atexit, "unregister", at_exit.append)
+    unregister = atexit.unregister
+    monkeypatch.setattr(atexit, "unregister", lambda one: (at_exit.append(one), unregister(one)))
     workload = load_workload(written(folder, name, monkeypatch))
     assert files(folder) == set()
     module = step_of(workload)
