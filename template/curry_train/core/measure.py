@@ -327,12 +327,21 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def _storages(tensor: Tensor) -> list[Any]:
-    """Return the storage of a tensor, or those of a DTensor or a sparse COO tensor."""
+    """Return the storage of a tensor, or those of a DTensor or a sparse tensor."""
     if is_traceable_wrapper_subclass_type(type(tensor)):
         return [local.untyped_storage() for local in local_tensors(tensor)]
+    return [part.untyped_storage() for part in dense_parts(tensor)]
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """Return the indices and values of a sparse tensor, or the tensor itself."""
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
-    return [tensor.untyped_storage()]
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 class FlopCount(TorchDispatchMode):
