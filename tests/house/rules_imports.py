@@ -60,6 +60,7 @@ DISTRIBUTIONS = {
 DISTRIBUTIONS_IN_FUNCTIONS = {
     "primitives": {"cut_cross_entropy", "liger_kernel"},
     "runs": {"fsspec", "safetensors", "xxhash"},
+    "workloads": {"transformers"},
     "bench": {"pynvml"},
 }
 

@@ -3,6 +3,7 @@
 python -m pytest tests/workloads/test_workload.py
 """
 
+import json
 import random
 import sys
 import textwrap
@@ -10,7 +11,9 @@ import textwrap
 import numpy
 import pytest
 import torch
+from click.testing import CliRunner
 
+from curry_train.cli.main import main
 from curry_train.core.rerun import seeded
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import (
@@ -350,3 +353,28 @@ def test_a_file_is_not_confused_with_a_module_of_the_same_name(tmp_path, monkeyp
 def test_a_batch_size_below_one_is_refused():
     with pytest.raises(WorkloadError, match="batch size must be at least 1, got 0"):
         Case(load_workload("mlp"), batch_size=0)
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+CONFIGURATIONS = {
+    "LlamaForCausalLM": SMALL,
+    "BertForSequenceClassification": SMALL | {"id2label": {"0": "a", "1": "b", "2": "c"}},
+    "ViTForImageClassification": SMALL | {"image_size": 16, "patch_size": 8, "vocab_size": None},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", CONFIGURATIONS)
+def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architecture):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIGURATIONS[architecture] | {"architectures": [architecture]}))
+    words = ["memory", "--model", "org/name", "--config", str(path), "--json", "-"]
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["workload"] == "org/name"
+    assert architecture in ended.stderr
+    path.write_text(json.dumps({"architectures": ["NoSuchModel"]}))
+    with pytest.raises(WorkloadError, match=r"NoSuchModel.* are no model of the installed"):
+        load_workload(f"config={path}:name")

@@ -18,7 +18,7 @@ import torch
 from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, SCRIPT_PREFIX, TRAINER_PREFIX
+from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -74,12 +74,17 @@ def training_options(
             *args: Any,
             trainer: str | None,
             script: str | None,
+            config: str | None,
             arguments: tuple[str, ...],
             factory_path: str | None,
             **settings: Any,
         ) -> Any:
             given = settings[name] if multiple else [settings[name]]
             specs = [one for one in given if one is not None]
+            if config is not None:
+                # The name is for people; the architecture is in the file.
+                model = specs[-1] if specs else Path(config).stem
+                specs = [*specs[:-1], f"{CONFIG_PREFIX}{config}:{model}"]
             if trainer is not None:
                 specs.append(f"{TRAINER_PREFIX}{trainer}")
             if script is not None:
@@ -99,6 +104,7 @@ def training_options(
             click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
             output_option("Write the factory.", "--factory", "factory_path", hidden=True),
             click.option("--script", metavar="FILE", hidden=True),
+            click.option("--config", metavar="FILE", hidden=True),
             click.option("--trainer", metavar="FACTORY", hidden=True),
             model_option(name, more=text, multiple=multiple),
         )

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import json
 import shlex
 import sys
 import sysconfig
@@ -394,7 +395,8 @@ def load_workload(spec: str) -> Workload:
             f"no workload is called {spec!r}; "
             f"{did_you_mean(spec, BUILTIN_WORKLOADS, otherwise=others)}"
         )
-    factory = import_callable(spec)
+    is_config = spec.startswith(CONFIG_PREFIX)
+    factory = _factory_of_config(spec) if is_config else import_callable(spec)
 
     # The factory may draw an example batch, which must be the same in every process.
     with seeded(0):
@@ -431,6 +433,8 @@ def _tried(workload: Workload) -> Workload:
 # Begin the text of a workload that is read off the user's trainer, or script.
 TRAINER_PREFIX = "trainer="
 SCRIPT_PREFIX = "script="
+# Begins the text of a model by its configuration: `config=FILE:NAME`.
+CONFIG_PREFIX = "config="
 
 
 def is_taken(spec: str) -> bool:
@@ -463,6 +467,30 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             return _tried(workload_of(take_training(made), spec))
         except ValueError as error:
             raise WorkloadError(f"{text}: {error}") from error
+
+
+def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
+    """Return the factory of a model of Hugging Face, of its configuration in a file."""
+    path = spec.removeprefix(CONFIG_PREFIX).rpartition(":")[0]
+    try:
+        # The library of the user, whose models these are.
+        library = importlib.import_module("transformers")
+        names = json.loads(Path(path).read_text(encoding="utf-8")).get("architectures") or [""]
+        architecture = getattr(library, names[0], None)
+        if architecture is None:
+            raise WorkloadError(
+                f"{path}: its architectures, {names}, are no model of the installed transformers"
+            )
+        config = architecture.config_class.from_json_file(path)
+    except ModuleNotFoundError as error:
+        raise WorkloadError(
+            "a configuration needs the library: pip install transformers"
+        ) from error
+    except (OSError, ValueError, AttributeError) as error:
+        if isinstance(error, WorkloadError):
+            raise
+        raise WorkloadError(f"{path} is no configuration of a model: {error}") from error
+    return lambda: architecture(config)
 
 
 def load_object(spec: str) -> Any:

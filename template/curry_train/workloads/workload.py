@@ -293,6 +293,7 @@ class Case:
 # Batches and losses for modules, `(module, batch)` pairs and Hugging Face models.
 
 SEQUENCE_LENGTH = 64
+IMAGE_SIZE = 32
 # 2**32 over the golden ratio, as an odd number in int32.
 GOLDEN_RATIO_INT32 = 0x9E3779B1 - 2**32
 
@@ -567,10 +568,18 @@ def mask_tails(targets: Tensor) -> Tensor:
 
 def _example_batch(module: nn.Module) -> Any:
     """Make token ids for a Hugging Face model, else an input for the module's first layer."""
-    vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
+    config: Any = getattr(module, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
     if vocabulary:
         tokens = torch.randint(vocabulary, (8, SEQUENCE_LENGTH))
-        return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        is_class = type(module).__name__.endswith("ForSequenceClassification")
+        labels = torch.randint(config.num_labels, (8,)) if is_class else tokens
+        return {"input_ids": tokens, "labels": labels, "use_cache": False}
+    if type(module).__name__.endswith("ForImageClassification"):
+        size = getattr(config, "image_size", None) or IMAGE_SIZE
+        shape = (size, size) if isinstance(size, int) else tuple(size)
+        pixels = torch.randn(8, getattr(config, "num_channels", 3), *shape)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (8,))}
 
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
