@@ -200,3 +200,28 @@ def test_batch_norm_uses_statistics_of_the_microbatch_under_accumulation(batch):
     whole_gradient, parts_gradient = whole[0].weight.grad, parts[0].weight.grad
     assert (parts_gradient - whole_gradient).norm() > 1e-2 * whole_gradient.norm()
     assert (whole[1].num_batches_tracked, parts[1].num_batches_tracked) == (1, 4)
+
+
+class Router(nn.Module):
+    """Send each row to one of four experts, and count the rows of each for load balancing."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.expert = nn.Linear(16, 4), nn.Linear(16, 16)
+        self.register_buffer("counts", torch.zeros(4))
+
+    def forward(self, x):
+        shares = self.gate(x).softmax(-1)
+        self.counts += shares.argmax(-1).bincount(minlength=4)
+        return self.expert(x * shares.amax(-1, keepdim=True))
+
+
+def test_token_counts_of_a_router_are_updated_once(batch):
+    plain = Router()
+    torchs, ours = copy.deepcopy(plain), copy.deepcopy(plain)
+    rows = batch.requires_grad_()
+    plain(rows).sum().backward()
+    checkpoint(torchs, rows, use_reentrant=False).sum().backward()
+    Recompute(ours)(rows).sum().backward()
+    assert torch.equal(torchs.counts, 2 * plain.counts)
+    assert torch.equal(ours.counts, plain.counts)

@@ -78,6 +78,7 @@ WORDS = {  # names from elsewhere
     "neuron": "stands for the user's",
     "norm": "stands for the user's",
     "numpy.random": "numpy's",
+    "UnpicklingError": "of the module pickle",
     "accelerator.load_state": "of Accelerate, on an instance",
     "trainer.fit": "of Lightning, on an instance",
 }

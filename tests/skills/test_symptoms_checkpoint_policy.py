@@ -3,14 +3,16 @@
 python -m pytest tests/skills/test_symptoms_checkpoint_policy.py
 """
 
+import math
 import os
+import pickle
 
 import pytest
 import torch
 from store_models import WIDTH, network, new_state, train
 from symptoms import rows_of, rows_with_a_test, symptom
 
-from curry_train.runs import LockedRun, StateMismatch, Store
+from curry_train.runs import LockedRun, StateMismatch, Store, saving
 
 
 def test_every_row_has_a_test():
@@ -83,3 +85,82 @@ def test_a_value_that_no_load_could_restore_is_named_at_the_first_save(tmp_path)
         stats.x = None
         store.load(store.latest(), state)
     assert stats.x == [1.5, "text"]
+
+
+@symptom("the learning rate starts from the top after a resume")
+def test_a_schedule_that_is_not_loaded_starts_from_the_top(tmp_path):
+    def rate(state):
+        return state.optimizers[0].param_groups[0]["lr"]
+
+    state, bare, whole = new_state(), new_state(), new_state()
+    train(state, 5)
+    with Store(tmp_path) as store:
+        store.load(store.save("recovery", 5, state), whole)
+    bare.model.load_state_dict(state.model.state_dict())
+    assert rate(bare) == 0.01
+    assert rate(whole) == rate(state) < 0.01
+    bare.optimizers[0].param_groups[0]["lr"] = rate(state)  # the wrong fix
+    train(bare, 1)
+    train(whole, 1)
+    assert rate(bare) != rate(whole)
+
+
+@symptom("a checkpoint loads without an error, and the model is at chance")
+def test_names_with_wrappers_load_nothing_unless_all_are_stripped():
+    wrapped = {f"module._orig_mod.{name}": one for name, one in network().state_dict().items()}
+    model = network()
+    before = model[0].weight.detach().clone()
+    one_prefix = {name.removeprefix("module."): tensor for name, tensor in wrapped.items()}
+    for weights in (wrapped, one_prefix):  # the second is the wrong fix
+        model.load_state_dict(weights, strict=False)
+        assert torch.equal(model[0].weight, before)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict(weights)
+    bare = {name.removeprefix("_orig_mod."): tensor for name, tensor in one_prefix.items()}
+    model.load_state_dict(bare)
+    assert not torch.equal(model[0].weight, before)
+
+
+class Settings:
+    """Class that a trainer puts into its files."""
+
+
+class Call:
+    """Object whose unpickling calls a function."""
+
+    def __reduce__(self):
+        return os.mkdir, ("was-run",)
+
+
+@symptom("`UnpicklingError`: Weights only load failed, and the file is whole")
+def test_a_class_is_allowed_by_name_and_code_of_a_file_never_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"weight": torch.ones(2), "settings": Settings()}, "known.pt")
+    torch.save({"weight": torch.ones(2), "call": Call()}, "hostile.pt")
+    for name in ("known.pt", "hostile.pt"):
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(name)
+    with torch.serialization.safe_globals([Settings]):
+        assert torch.equal(torch.load("known.pt")["weight"], torch.ones(2))
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load("hostile.pt")
+    assert not (tmp_path / "was-run").exists()
+    torch.load("hostile.pt", weights_only=False)  # the wrong fix
+    assert (tmp_path / "was-run").exists()
+
+
+@symptom("the best checkpoint stays that of a NaN")
+def test_a_nan_is_never_the_best_and_does_not_stay(tmp_path):
+    losses, best = [math.nan, 1.0, 2.0], None
+    for loss in losses:
+        best = loss if best is None or loss < best else best
+    assert math.isnan(best)
+    assert min(0.0 if math.isnan(loss) else loss for loss in losses) == 0  # the wrong fix
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with saving(model, optimizer, runs=tmp_path, rollback_every=100, best_k=1) as run:
+        for loss in losses:
+            run.step(loss=1.0)
+            run.measured(dev_loss=loss)
+    (saved,) = tmp_path.glob("**/best-k/*")
+    assert saved.name.startswith("dev_loss-1-step-00000002")

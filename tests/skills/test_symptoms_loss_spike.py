@@ -3,12 +3,15 @@
 python -m pytest tests/skills/test_symptoms_loss_spike.py
 """
 
+import math
+
 import pytest
+import torch
 from symptoms import rows_of, rows_with_a_test, symptom
 from test_spike_watch import BAD, events_of, trained
 
 import spike_runs
-from curry_train.runs import SpikeNotRecovered
+from curry_train.runs import SpikeNotRecovered, saving
 
 FOREVER = (BAD[0], 400)
 KEPT = "checkpoint.retention.rollback_keep=12"
@@ -56,3 +59,29 @@ def test_one_high_loss_of_small_batches_is_no_spike_with_patience(tmp_path):
     assert (
         events_of(trained(tmp_path, "spike.action=none").folder, "spike") == []
     )  # action none finds no spike at all
+
+
+@symptom("the run ended with status 0, and the weights that it saved are NaN")
+def test_nan_is_never_saved_and_a_watched_run_ends_with_status_75(tmp_path):
+    def run_night(folder, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with saving(model, optimizer, runs=folder, rollback_every=1, **options) as run:
+            for number, inputs in enumerate(run.batches(torch.randn(6, 8, 4))):
+                loss = model(inputs).square().mean() * (math.nan if number == 3 else 1.0)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.step(loss=loss)
+        return model
+
+    unwatched = run_night(tmp_path / "unwatched")  # ends without an error
+    assert unwatched.weight.isnan().any()
+    assert torch.nan_to_num(unwatched.weight).eq(0).all()  # the wrong fix hides it
+    with pytest.raises(SystemExit) as ended:
+        run_night(tmp_path / "watched", spike={"action": "rollback"})
+    assert ended.value.code == 75
+    for folder in ("unwatched", "watched"):
+        saved = sorted(path.name for path in tmp_path.glob(f"{folder}/**/rollback/step-*"))
+        assert saved[-1] == "step-00000003.dcp"
