@@ -1,4 +1,4 @@
-"""Claude Code loads every eval case, copies its fixture and grades it; a broken case is noticed.
+"""Claude Code loads each eval case, copies its fixture and grades it; a broken one is named.
 
 Nobody is logged in, so the first run ends unanswered and its graders judge the untouched fixture.
 Without the client's package the tests skip; `make clients` installs it.
