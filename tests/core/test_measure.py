@@ -84,6 +84,17 @@ def test_a_module_that_runs_twice_is_counted_twice():
     assert twice - once == 4 * 8 * 4
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("to_sparse", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_tensor_counts_with_its_indices_and_values(to_sparse):
+    with LiveStorages() as storages:
+        made = getattr(torch.eye(16), to_sparse)()
+        lives = storages.lives_of(made)
+    assert len(lives) == (2 if made.layout is torch.sparse_coo else 3)
+    assert sum(life.nbytes for life in lives) >= 2 * 16 * 4  # values and one row of indices
+    assert storages.bytes_alive == sum(life.nbytes for life in lives)
+
+
 @pytest.mark.parametrize("measure", [measure_memory, count_flops])
 def test_measuring_leaves_no_gradient_or_hook_behind(measure):
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))

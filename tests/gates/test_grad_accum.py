@@ -23,7 +23,7 @@ from curry_train.primitives.grad_accum import (
     train_window,
 )
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
-from curry_train.workloads.workload import Case
+from curry_train.workloads.workload import Case, Workload
 
 IN_PROCESS = [gate.check for gate in grad_accum.GATES if gate.check is not grad_accum.two_ranks]
 
@@ -365,3 +365,26 @@ def test_the_dtype_that_is_asked_for_changes_the_figures():
     assert grad_accum.equal_windows(small).measured != (
         grad_accum.equal_windows(replace(small, dtype=torch.bfloat16)).measured
     )
+
+
+class Steep(nn.Module):
+    """A product of layers, whose gradients are thousands of times as large as its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return 100 * self.layer(x) ** 3
+
+
+def test_a_model_with_large_gradients_trains_through_several_windows():
+    workload = Workload(
+        "steep",
+        Steep,
+        lambda size: torch.randn(size, 8),
+        lambda module, x: module(x).square().sum(),
+    )
+    for check in (grad_accum.short_window, grad_accum.once_per_window):
+        verdict = check(Case(workload))
+        assert verdict.passed, verdict

@@ -347,3 +347,28 @@ def test_the_profiler_holds_for_a_model_that_keeps_a_mask_of_its_first_step():
     case = Case(workload)
     verdict = recompute.profiler(case)
     assert verdict.passed, verdict
+
+
+class SavedOutside(nn.Module):
+    """Layers whose inputs are saved by the activations between them too."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_judged():
+    workload = Workload(
+        "saved outside",
+        SavedOutside,
+        lambda size: torch.randn(40, 32),
+        lambda module, batch: module(batch).square().sum(),
+    )
+    verdict = recompute.offload_parity(Case(workload, blocks="layers.*"))
+    assert verdict.passed is None
+    assert "saved outside of them too" in verdict.hint

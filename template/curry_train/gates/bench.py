@@ -522,6 +522,9 @@ def _chain() -> Workload:
 def _peak_alone(case: Case, change: Callable[[nn.Module], object] | None) -> int:
     module = case.build()
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
+    # As in a timed step: sizes may depend on the weights, as where a graph is pooled.
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
     if change is not None:
         change(module)
     lives = record_step_storages(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)

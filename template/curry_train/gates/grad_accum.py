@@ -59,6 +59,7 @@ ROUNDING_FACTOR = 4
 COUPLED_DIFFERENCE = 1e-3
 # Errors by which DDP and FSDP2 refuse a model.
 ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
+MOST_LEARNING_RATE = 0.1
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
 # Of the gradient's own norm, so that every model is clipped.
 CLIPPED_SHARE = 0.5
@@ -155,7 +156,7 @@ def scaled_window(
 
     module = case.build().eval()
     before = copy.deepcopy(module.state_dict())
-    optimizer, scheduler = _optimizer(module)
+    optimizer, scheduler = _optimizer(module, MOST_LEARNING_RATE)
     microbatches = case.split(case.batch(sum(sizes)), sizes)
     (window,) = windows(microbatches, len(sizes), case.workload.count)
     scaler = torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE)
@@ -427,9 +428,11 @@ def _parity(
     _same_twice(case, candidate)
     starts = range(0, len(sizes), steps)
     by_hand = [microbatches[start : start + steps] for start in starts]
-    clip = None if clip_share is None else clip_share * _gradient_norm(case, by_hand[0])
-    reference, tolerance = _reference(case, by_hand, batch, clip=clip)
-    optimizer, scheduler = _optimizer(candidate)
+    norm = _gradient_norm(case, by_hand[0])
+    clip = None if clip_share is None else clip_share * norm
+    rate = _rate(candidate, clip or norm)
+    reference, tolerance = _reference(case, by_hand, batch, clip=clip, rate=rate)
+    optimizer, scheduler = _optimizer(candidate, rate)
     options: dict[str, Any] = {"clip_norm": clip, "scheduler": scheduler}
     if scale is not None:
         options["scaler"] = torch.amp.GradScaler(case.device.type, init_scale=scale)
@@ -444,18 +447,31 @@ def _parity(
     return compare(reference, record(candidate, last), tolerance=tolerance), tolerance
 
 
+def _rate(module: nn.Module, gradient_norm: float) -> float:
+    """Return a learning rate at which the first step changes the weights by a tenth at most."""
+    weights = math.hypot(*(one.detach().norm().item() for one in module.parameters()))
+    share = weights / gradient_norm if gradient_norm > 0 else 1.0
+    return MOST_LEARNING_RATE * min(1.0, share or 1.0)
+
+
 def _reference(
-    case: Case, windows: Sequence[Sequence[Any]], batch: Any, *, clip: float | None = None
+    case: Case,
+    windows: Sequence[Sequence[Any]],
+    batch: Any,
+    *,
+    clip: float | None = None,
+    rate: float = 0.0,
 ) -> tuple[StepRecord, float]:
     """Train the batch by hand, a window at a time; return the last record and the tolerance.
 
     The tolerance is that of the dtype, or more for a model whose gradients differ by more than that
     when a loop by hand sums each window over its microbatches.
     """
-    whole, difference = _divided_difference(case, windows, batch, clip=clip)
+    settings = {"clip": clip, "rate": rate}
+    whole, difference = _divided_difference(case, windows, batch, **settings)
     check_comparable(whole)
     tolerance = GRADIENT_TOLERANCES[case.dtype]
-    if difference > tolerance and not _is_rounding(case, windows, batch, difference, clip=clip):
+    if difference > tolerance and not _is_rounding(case, windows, batch, difference, **settings):
         why = (
             f"a batch's loss or gradient differs by {difference:.1e} from the sum over its parts, "
             "and not by rounding: the loss couples samples, or is not a sum, which a Workload has "
@@ -466,15 +482,18 @@ def _reference(
 
 
 def _divided_difference(
-    case: Case, windows: Sequence[Sequence[Any]], batch: Any, *, clip: float | None
+    case: Case,
+    windows: Sequence[Sequence[Any]],
+    batch: Any,
+    **settings: Any,
 ) -> tuple[StepRecord, float]:
     """Train by hand on whole windows and on microbatches.
 
     Returns the record of the whole windows, and the difference.
     """
     sizes = [sum(map(batch_size, window)) for window in windows]
-    whole = _by_hand(case, [[window] for window in case.split(batch, sizes)], clip=clip)
-    return whole, compare(whole, _by_hand(case, windows, clip=clip)).worst
+    whole = _by_hand(case, [[window] for window in case.split(batch, sizes)], **settings)
+    return whole, compare(whole, _by_hand(case, windows, **settings)).worst
 
 
 def _is_rounding(
@@ -482,14 +501,13 @@ def _is_rounding(
     windows: Sequence[Sequence[Any]],
     batch: Any,
     difference: float,
-    *,
-    clip: float | None,
+    **settings: Any,
 ) -> bool:
     """Return whether a difference is much smaller in float64."""
     precise = replace(case, dtype=torch.float64)
     placed = [list(map(precise.place, window)) for window in windows]
     try:
-        _, remaining = _divided_difference(precise, placed, precise.place(batch), clip=clip)
+        _, remaining = _divided_difference(precise, placed, precise.place(batch), **settings)
     except (RuntimeError, TypeError):
         # The model or the device computes in other dtypes alone.
         scale = GRADIENT_TOLERANCES[case.dtype] / GRADIENT_TOLERANCES[torch.float32]
@@ -497,10 +515,12 @@ def _is_rounding(
     return ROUNDING_FACTOR * remaining < difference
 
 
-def _by_hand(case: Case, windows: Sequence[Sequence[Any]], *, clip: float | None) -> StepRecord:
+def _by_hand(
+    case: Case, windows: Sequence[Sequence[Any]], *, clip: float | None = None, rate: float = 0.0
+) -> StepRecord:
     """Train the windows in a plain loop that sums each over its microbatches."""
     module = case.build().eval()
-    optimizer, scheduler = _optimizer(module)
+    optimizer, scheduler = _optimizer(module, rate)
     for window in windows:
         optimizer.zero_grad()
         count = sum(map(case.workload.count, window))
@@ -517,14 +537,14 @@ def _by_hand(case: Case, windows: Sequence[Sequence[Any]], *, clip: float | None
 
 
 def _gradient_norm(case: Case, window: Sequence[Any]) -> float:
-    gradients = _by_hand(case, [window], clip=None).gradients.values()
+    gradients = _by_hand(case, [window]).gradients.values()
     return math.hypot(*(one.norm().item() for one in gradients if one is not None))
 
 
 def _optimizer(
-    module: nn.Module,
+    module: nn.Module, rate: float
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 

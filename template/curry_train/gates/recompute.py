@@ -46,7 +46,14 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
-from .same_training import calls_counted, in_place, same_training, sample_of
+from .same_training import (
+    calls_counted,
+    in_place,
+    same_training,
+    sample_of,
+    why_torch_moves_nothing,
+    why_torch_reruns_nothing,
+)
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, as_ours, not_applicable
 
 # Gates of recompute: less memory, the predicted FLOPs, and the same training.
@@ -121,7 +128,7 @@ def recompute_parity(case: Case, *, strategy: str, apply: Apply | None = None) -
         apply or STRATEGIES[strategy].apply,
         alone=APPLY_FULL,
         # The segments of `sequential` also free the tensors between blocks.
-        by_block=strategy != "sequential",
+        by_torch=None if strategy == "sequential" else why_torch_reruns_nothing,
         every_block=True,
     )
 
@@ -509,7 +516,8 @@ def offload_parity(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
     """Compare loss, gradients, buffers and generators of one step with and without offload."""
     gate = "recompute/offload-parity"
     try:
-        return same_training(gate, case, apply, alone=offload_one)
+        by_torch = partial(why_torch_moves_nothing, least_bytes=LEAST_BYTES)
+        return same_training(gate, case, apply, alone=offload_one, by_torch=by_torch)
     except NothingToMove as nothing:
         return not_applicable(gate, required="bit-equal", why=str(nothing))
 

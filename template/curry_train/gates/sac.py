@@ -38,7 +38,7 @@ from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
-from .same_training import in_place, same_training, sample_of
+from .same_training import in_place, same_training, sample_of, why_torch_reruns_nothing
 from .verdict import (
     Gate,
     Implementation,
@@ -64,7 +64,13 @@ def sac_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verd
     with _where_outputs_can_be_kept(case, lambda module: ours(module, sample_of(case))):
         # Regions run parts of a block again, which `sac/regions` judges.
         every_block = strategy != "regions"
-        return same_training(gate, case, apply or ours, by_block=True, every_block=every_block)
+        return same_training(
+            gate,
+            case,
+            apply or ours,
+            by_torch=why_torch_reruns_nothing,
+            every_block=every_block,
+        )
 
 
 def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -57,13 +59,18 @@ def sample_of(case: Case) -> Sample:
     return Sample(case.batch(), case.workload.mean_loss, case.blocks)
 
 
+# Tells why torch's own way has no effect on the plain training; empty if it has one. It gets the
+# names of the modules that the technique changed.
+ByTorch = Callable[[Case, "Activity", "TrainingCourse", Sequence[str]], str]
+
+
 def same_training(
     gate: str,
     case: Case,
     apply: Apply,
     *,
     alone: Apply | None = None,
-    by_block: bool = False,
+    by_torch: ByTorch | None = None,
     every_block: bool = False,
     can_leave_out: bool = True,
     num_steps: int = NUM_STEPS,
@@ -73,10 +80,9 @@ def same_training(
     They must be equal bit for bit in every step if the plain training repeats bit for bit; else
     the weights stay as they are, so that each step is within the bound of one step. To find the
     blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
-    a single block. `by_block`: the technique recomputes each block by itself, so it may do nothing
-    where torch's own checkpoint would do nothing. `every_block`: each block that it names has to
-    run again. `can_leave_out`: `--blocks` can leave out a block that breaks parity, which the hint
-    then says.
+    a single block. `by_torch`: torch's own way to the same end; where that has no effect
+    either, the technique is not judged. `every_block`: each block that it names has to run again.
+    `can_leave_out`: `--blocks` can leave out a block that breaks parity, which the hint then says.
     """
     otherwise = "; or leave it out with --blocks" if can_leave_out else ""
     course, reference, plain = _plain(case, num_steps)
@@ -103,11 +109,7 @@ def same_training(
         hint = _where(case, alone or apply, _cause(found), num_steps=step + 1) + otherwise
         return Verdict(gate, False, measured, required, hint)
     if not ours.differs_from(plain):
-        if by_block and not _torch_reruns(case, plain, course):
-            why = (
-                "torch's own checkpoint of each block frees nothing and runs nothing again, "
-                "as with lone layers: name larger blocks"
-            )
+        if by_torch is not None and (why := by_torch(case, plain, course, names)):
             return not_applicable(gate, required=required, why=why)
         hint = (
             f"nothing ran twice or was freed, though {len(names)} modules changed: "
@@ -367,8 +369,10 @@ def _torch_checkpoint(running: set[str]) -> Apply:
     return around
 
 
-def _torch_reruns(case: Case, plain: Activity, course: TrainingCourse) -> bool:
-    """Check whether torch's own checkpoint of each block has an effect, or cannot be tested.
+def why_torch_reruns_nothing(
+    case: Case, plain: Activity, course: TrainingCourse, changed: Sequence[str]
+) -> str:
+    """Return why torch's own checkpoint of each block has no effect; empty if it may have one.
 
     It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
     """
@@ -376,8 +380,52 @@ def _torch_reruns(case: Case, plain: Activity, course: TrainingCourse) -> bool:
     try:
         _, theirs, names = _train(case, _torch_checkpoint(running), course)
     except (NoBlocks, CheckpointError):
-        return True
-    return theirs.differs_from(plain) or running != set(names)
+        return ""
+    if theirs.differs_from(plain) or running != set(names):
+        return ""
+    return (
+        "torch's own checkpoint of each block frees nothing and runs nothing again, as with lone "
+        "layers: name larger blocks"
+    )
+
+
+def why_torch_moves_nothing(
+    case: Case,
+    plain: Activity,
+    course: TrainingCourse,
+    changed: Sequence[str],
+    *,
+    least_bytes: int = 0,
+) -> str:
+    """Return why moving what autograd saves in these blocks frees nothing; empty if it does.
+
+    Storages of less than `least_bytes` stay where they are.
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().nbytes() < least_bytes:
+            return tensor
+        with _disable_current_modes():  # not counted, as a copy in the host's memory
+            return tensor.detach().clone()
+
+    def around(module: nn.Module, sample: Sample) -> list[str]:
+        for name in changed:
+            block = module.get_submodule(name)
+
+            def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
+                with saved_tensors_hooks(moved, lambda tensor: tensor):
+                    return own(*args, **kwargs)
+
+            block.forward = forward
+        return list(changed)
+
+    _, theirs, _ = _train(case, around, course)
+    if theirs.differs_from(plain):
+        return ""
+    return (
+        "moving all that autograd saves in these blocks frees nothing: what is large enough is "
+        "saved outside of them too"
+    )
 
 
 def _idle_blocks(
