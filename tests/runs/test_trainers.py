@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_trainers.py
 """
 
+import json
 import logging
 import shutil
 import warnings
@@ -13,7 +14,13 @@ import torch
 from torch import nn
 
 from curry_train.cli.runs_inspect import inspect_checkpoint
-from curry_train.runs import DamagedCheckpoint, commit_checkpoints, newest_whole
+from curry_train.runs import (
+    DamagedCheckpoint,
+    SpikeConfig,
+    commit_checkpoints,
+    newest_whole,
+    record_training,
+)
 from curry_train.runs.trainers import commit_file, commit_folder
 
 
@@ -125,12 +132,11 @@ def hugging_face(folder, **options):
         data = [{"inputs": torch.randn(2), "labels": torch.randn(1)} for _ in range(8)]
         arguments = TrainingArguments(
             str(folder),
-            **({"max_steps": 6, "save_steps": 2} | options),
+            **({"max_steps": 6, "save_steps": 2, "logging_strategy": "no"} | options),
             report_to=[],
             use_cpu=True,
             per_device_train_batch_size=2,
             disable_tqdm=True,
-            logging_strategy="no",
         )
         return Trainer(Regression(), arguments, train_dataset=data)
 
@@ -332,3 +338,54 @@ def test_lightning_files_are_committed_found_and_verified(tmp_path):
     trainer, module = lightning(tmp_path / "again")
     with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt is not what was saved"):
         fit(trainer, module, ckpt_path=newest)
+
+
+# The journal.
+
+
+def events_of(folder):
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+def steps_of(folder):
+    return [(one["step"], one["loss"]) for one in events_of(folder) if one["kind"] == "step"]
+
+
+def test_the_journal_of_hugging_face_has_its_losses_and_changes_nothing(tmp_path):
+    plain = hugging_face(tmp_path / "plain", save_strategy="no")
+    train(plain)
+    options = {"save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
+    recorded = record_training(hugging_face(tmp_path / "out", **options), tmp_path / "run")
+    train(recorded)
+    assert torch.equal(weights(recorded), weights(plain))
+    logged = [(one["step"], one["loss"]) for one in recorded.state.log_history if "loss" in one]
+    assert len(logged) == 6
+    assert [(step, float(loss)) for step, loss in logged] == steps_of(tmp_path / "run")
+
+
+def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back(tmp_path):
+    options = {"save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
+    trainer = hugging_face(tmp_path / "out", **options, logging_nan_inf_filter=False)
+    trainer.train_dataset[0]["labels"].fill_(float("nan"))
+    train(record_training(trainer, tmp_path / "run", watch=SpikeConfig(action="rollback")))
+    assert trainer.state.global_step < 6
+    kinds = [event["kind"] for event in events_of(tmp_path / "run")]
+    assert kinds[-2:] == ["spike", "stop"]
+
+
+def test_the_journal_of_lightning_has_the_loss_of_each_step_and_changes_nothing(tmp_path):
+    plain, module = lightning(tmp_path / "plain", accumulate_grad_batches=2)
+    fit(plain, module)
+    trainer, recorded = lightning(tmp_path / "recorded", accumulate_grad_batches=2)
+    fit(record_training(trainer, tmp_path / "run"), recorded)
+    assert torch.equal(recorded.layer.weight, module.layer.weight)
+    steps = steps_of(tmp_path / "run")
+    assert [step for step, _ in steps] == [1, 2, 3, 4]
+    torch.manual_seed(0)
+    first = nn.Linear(2, 1)(torch.ones(4, 2)).square().mean()
+    assert steps[0][1] == pytest.approx(first.item(), rel=1e-6)
+
+
+def test_the_journal_of_another_object_is_refused():
+    with pytest.raises(TypeError, match=r"call saving\(\.\.\., journal=True\) in the loop"):
+        record_training(nn.Linear(1, 1), "run")

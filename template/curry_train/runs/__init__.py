@@ -59,6 +59,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "SavedRun",
             "Store",
         ),
-        "trainers": ("commit_checkpoints", "newest_whole"),
+        "trainers": ("commit_checkpoints", "newest_whole", "record_training"),
     },
 )

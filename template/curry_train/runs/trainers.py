@@ -7,7 +7,7 @@
 checkpoint is then hashed, synced and gets a manifest that is renamed into place; old ones are
 deleted after that. Where the library allows it, the checkpoint itself is written under another name
 and renamed. `newest_whole` reads every byte, and returns the newest checkpoint that is what was
-saved.
+saved. `record_training` writes the journal of such a training.
 
 Proof: `python -m pytest tests/runs/test_trainers.py`.
 """
@@ -20,12 +20,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .files import LocalFiles
+from .journal import Journal
 from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
@@ -34,7 +35,9 @@ from .layout import (
     hash_stream,
     parse_manifest,
 )
+from .policy_config import SpikeConfig
 from .ranks import DamagedCheckpoint, Ranks
+from .spike import Spike, SpikeWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -443,3 +446,139 @@ class _LightningCommits:
 
     def teardown(self) -> None:
         self._base.teardown()
+
+
+# Record the journal of other trainers, and stop at a loss spike.
+
+
+def record_training(
+    trainer: Any, folder: str | os.PathLike[str], *, watch: SpikeConfig | None = None
+) -> Any:
+    """Write the journal of a Trainer of Hugging Face or Lightning, and stop at a loss spike.
+
+    The journal has the loss of each step, and of Hugging Face's Trainer the losses that it logs: of
+    each step with `logging_steps=1`. `watch` turns the detection of spikes on: a spike is a
+    warning, and with the action `rollback` it ends the training, so that the next start may resume
+    from an older checkpoint. Hugging Face logs a NaN only with `logging_nan_inf_filter=False`.
+    Returns what it was given.
+    """
+    libraries = {one.__module__.partition(".")[0] for one in type(trainer).__mro__}
+    record = _Record(Path(folder), watch)
+    if "transformers" in libraries:
+        interface = _interface(trainer.callback_handler.callbacks[0], "TrainerCallback")
+        trainer.add_callback(
+            _with_methods("JournalCallback", interface, _HuggingFaceJournal)(record)
+        )
+    elif libraries & {"lightning", "pytorch_lightning"}:
+        interface = _interface(trainer.callbacks[0], "Callback")
+        trainer.callbacks.append(
+            _with_methods("JournalCallback", interface, _LightningJournal)(record)
+        )
+    else:
+        raise TypeError(
+            f"a {type(trainer).__name__} is no Trainer of transformers or Lightning: call "
+            "saving(..., journal=True) in the loop"
+        )
+    return trainer
+
+
+class _Record:
+    """The journal of a training, and the watchdog over its losses."""
+
+    def __init__(self, folder: Path, watch: SpikeConfig | None) -> None:
+        self.folder = folder
+        is_off = watch is None or watch.action == "none"
+        self._watchdog = None if is_off else SpikeWatchdog(watch)
+        self._journal: Journal | None = None
+
+    def begin(self, step: int, *, rank: int, config: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(self.folder, rank=rank)
+        facts = {"config": config}
+        if self._journal.empty:
+            self._journal.start(facts=facts)
+        else:
+            self._journal.resume(step, facts=facts)
+
+    def step(self, step: int, loss: float, rate: float, norm: float | None) -> Spike | None:
+        """Record a step; return the spike if its loss completes one that ends the training."""
+        assert self._journal is not None
+        self._journal.step(step, loss=loss, learning_rate=rate, grad_norm=norm)
+        spike = None if self._watchdog is None else self._watchdog.observe(step, loss)
+        if spike is not None:
+            self._journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
+            logger.warning("%s", spike.words)
+        ends = self._watchdog is not None and self._watchdog.config.action == "rollback"
+        return spike if ends else None
+
+    def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record what an evaluation has measured."""
+        assert self._journal is not None
+        for name, value in metrics.items():
+            self._journal.write("eval", step=step, metric=name, value=float(value))
+
+    def end(self, step: int, reason: str) -> None:
+        if self._journal is not None:
+            self._journal.write("stop", step=step, reason=reason)
+            self._journal.close()
+        self._journal = None
+
+
+class _HuggingFaceJournal:
+    """Records what a Trainer of Hugging Face logs."""
+
+    def __init__(self, record: _Record) -> None:
+        self._record = record
+        self._reason = "steps"
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        rank = 0 if state.is_world_process_zero else 1
+        self._record.begin(state.global_step, rank=rank, config=args.to_sanitized_dict())
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        step = state.global_step
+        if "loss" in logs:
+            loss, rate = float(logs["loss"]), float(logs.get("learning_rate", 0.0))
+            norm = logs.get("grad_norm")
+            spike = self._record.step(step, loss, rate, None if norm is None else float(norm))
+            if spike is not None:
+                self._reason = spike.words
+                control.should_training_stop = True
+        evaluated = {name: value for name, value in logs.items() if name == "eval_loss"}
+        if evaluated:
+            self._record.measured(step, evaluated)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._record.end(state.global_step, self._reason)
+
+
+class _LightningJournal:
+    """Records the loss of each optimizer step of Lightning's Trainer."""
+
+    def __init__(self, record: _Record) -> None:
+        self._record = record
+        self._reason = "steps"
+        self._seen = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._seen = trainer.global_step
+        config = {"max_steps": trainer.max_steps, "precision": trainer.precision}
+        self._record.begin(trainer.global_step, rank=trainer.global_rank, config=config)
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if step == self._seen or loss is None:
+            return
+        self._seen = step
+        # Lightning has divided the loss by the number of batches of the step.
+        value = float(loss) * trainer.accumulate_grad_batches
+        spike = self._record.step(step, value, trainer.optimizers[0].param_groups[0]["lr"], None)
+        if spike is not None:
+            self._reason = spike.words
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._record.end(trainer.global_step, self._reason)
