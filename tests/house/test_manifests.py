@@ -18,6 +18,8 @@ PLACES = {
     "plugin.json": (IN_JSON, 1),
     ".claude-plugin/plugin.json": (IN_JSON, 1),
     ".claude-plugin/marketplace.json": (IN_JSON, 2),
+    ".codex-plugin/plugin.json": (IN_JSON, 1),
+    ".cursor-plugin/plugin.json": (IN_JSON, 1),
     "gemini-extension.json": (IN_JSON, 1),
     "pyproject.toml": (r'^version = "(.+)"', 1),
     "template/curry_train/__init__.py": (r'^__version__ = "(.+)"', 1),
@@ -54,7 +56,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 def test_one_version_stands_everywhere():
     found = versions(ROOT)
-    assert len(found) == 8
+    assert len(found) == 10
     assert len(set(found.values())) == 1, found
 
 
@@ -88,6 +90,30 @@ def test_claude_code_codex_and_copilot_read_the_same_facts_as_the_open_manifest(
         "$schema": open_manifest["$schema"],
         **manifest(".claude-plugin/plugin.json"),
     } == open_manifest
+
+
+@pytest.mark.parametrize("client", ["codex", "cursor"])
+def test_the_manifests_of_codex_and_cursor_repeat_the_open_manifest(client):
+    open_manifest, found = manifest("plugin.json"), manifest(f".{client}-plugin/plugin.json")
+    (ROOT / found.pop("skills")).resolve(strict=True)
+    facts = {key: open_manifest[key] for key in OPEN_KEYS - {"$schema"}}
+    if client == "codex":
+        shown = found.pop("interface")
+        assert shown["shortDescription"] == facts["description"]
+        assert shown["developerName"] == facts["author"]["name"]
+        assert shown["websiteURL"] == facts["homepage"]
+    else:
+        facts["author"] = {"name": facts["author"]["name"]}  # its schema has no address of authors
+        assert found.pop("displayName") == facts["name"]
+    assert found == facts
+
+
+def test_the_marketplace_of_agents_offers_the_same_plugin():
+    marketplace = manifest(".agents/plugins/marketplace.json")
+    (plugin,) = marketplace["plugins"]
+    assert marketplace["name"] == plugin["name"] == manifest("plugin.json")["name"]
+    assert plugin["source"] == {"source": "local", "path": "./"}
+    assert plugin["policy"] == {"installation": "AVAILABLE", "authentication": "ON_INSTALL"}
 
 
 def test_the_marketplace_offers_this_folder_as_the_plugin():

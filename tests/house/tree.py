@@ -24,7 +24,15 @@ PYTHON_FOLDERS = ("template", "scripts", "benchmarks", "tests")
 ROOMS = ("core", "primitives", "runs", "workloads", "plan", "bench", "gates", "cli")
 TRAINER = "trainer"  # the modules at the top of the package
 
-HIDDEN_BUT_OURS = {".ci", ".claude-plugin", ".github", ".gitignore"}
+HIDDEN_BUT_OURS = {
+    ".agents",
+    ".ci",
+    ".claude-plugin",
+    ".codex-plugin",
+    ".cursor-plugin",
+    ".github",
+    ".gitignore",
+}
 GENERATED = {"__pycache__", "build", "dist", "node_modules"}
 
 # When an import runs: with its module, when a function is called, or never (`if TYPE_CHECKING:`).

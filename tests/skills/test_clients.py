@@ -87,7 +87,8 @@ def test_a_skill_that_a_client_drops_is_noticed(name, bundle):
 
 @pytest.mark.parametrize("name", short_of(["Claude Code", "Codex", "Copilot CLI"]))
 def test_a_marketplace_that_leads_nowhere_is_noticed(name, bundle):
-    path = bundle / ".claude-plugin/marketplace.json"
+    place = ".agents/plugins" if name == "Codex" else ".claude-plugin"
+    path = bundle / place / "marketplace.json"
     marketplace = json.loads(path.read_text())
     marketplace["plugins"][0]["source"] = "./plugins/curry-train"
     path.write_text(json.dumps(marketplace))
