@@ -13,8 +13,9 @@ from transformers.optimization import Adafactor
 from curry_train.core import measure
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import copy_optimizer, make_optimizer
-from curry_train.plan.timeline import measure_timeline
+from curry_train.plan.timeline import measure_timeline, record_step_storages, timeline_of
 from curry_train.primitives import recompute_blocks
+from curry_train.primitives.grad_accum import StepInBackward
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import Case, default_workload
 
@@ -258,3 +259,45 @@ def test_a_quantised_base_counts_its_bytes_and_its_scales():
     assert step.timeline.owners[STATE][0] == 3 * (2 * 4 * adapters + 2 * 4)
     assert step.gradients == 3 * 4 * adapters
     assert whole.timeline.owners["activations"] != step.timeline.owners["activations"]
+
+
+# Optimizers that step in backward.
+
+
+def in_backward(module):
+    return StepInBackward(list(module.parameters()), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_step_in_backward_holds_fewer_gradients_as_predicted(accumulated):
+    """Of several microbatches, the gradients of the earlier ones stay until the last backward."""
+    with Sketch(WORKLOAD, optimizer=in_backward) as sketch:
+        step = sketch.step(4, accumulated=accumulated)
+    case = Case(WORKLOAD)
+    module = case.build()
+    lives = record_step_storages(
+        module,
+        case.batch(4),
+        WORKLOAD.mean_loss,
+        optimizer=in_backward(module),
+        accumulated=accumulated,
+    )
+    real = timeline_of(lives, "real")
+    assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
+    _, plain = predicted("adamw")
+    after = step.timeline.after["backward"]
+    assert plain.timeline.after["backward"] - after == plain.gradients
+    assert real.after["backward"] == real.after["step"]
+
+
+def test_the_name_is_an_optimizer_and_the_original_steps_on():
+    module = nn.Linear(4, 4)
+    optimizer = make_optimizer("adamw-in-backward", module)
+    before = module.weight.detach().clone()
+    measure_timeline(module, torch.ones(2, 4), lambda one, x: one(x).sum(), optimizer=optimizer)
+    assert torch.equal(module.weight, before)
+    assert not optimizer.state
+
+    module(torch.ones(2, 4)).sum().backward()
+    assert not torch.equal(module.weight, before)
+    assert module.weight.grad is None

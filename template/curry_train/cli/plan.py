@@ -303,7 +303,7 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter, or package.module:function.",
+    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter, or pkg.module:function.",
 )
 @click.option(
     "--context",

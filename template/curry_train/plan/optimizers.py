@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/plan/test_optimizers.py`.
 
 import contextlib
 import copy
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..core.rerun import function_modes, function_modes_as
 from ..core.wording import did_you_mean
+from ..primitives.grad_accum import StepInBackward
 from ..workloads.models import import_callable
 
 # Copies of an optimizer, with what its class keeps beside its state.
@@ -50,6 +53,33 @@ def copy_optimizer(
         is_owned = isinstance(value, OWNED_TYPES)
         vars(copied)[name] = copy.deepcopy(value, memo) if is_owned else value
     return copied
+
+
+@contextlib.contextmanager
+def copy_steps(original: torch.optim.Optimizer, copied: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the copy of an optimizer that steps in backward do so, and not the original."""
+    if not isinstance(original, StepInBackward) or not isinstance(copied, StepInBackward):
+        yield
+        return
+    modes = function_modes()
+    for part in copied.parts.values():
+        part.step = _in_modes(part.step, modes)  # type: ignore[method-assign]
+    copied.attach()
+    try:
+        with original.paused():
+            yield
+    finally:
+        copied.detach()
+
+
+def _in_modes(step: Callable[..., Any], modes: list[Any]) -> Callable[..., Any]:
+    """Return a step in these function modes, which torch leaves while it runs backward."""
+
+    def run(*args: Any) -> Any:
+        with function_modes_as(modes):
+            return step(*args)
+
+    return run
 
 
 def take_eagerly(optimizer: torch.optim.Optimizer) -> None:
@@ -169,6 +199,7 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS = {
     "adamw": "AdamW with two moments in the parameters' dtype",
     "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
+    "adamw-in-backward": "AdamW that steps in backward: no gradients, and no clip by their norm",
     "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
     "sgd": "SGD without state",
     "sgd-momentum": "SGD with momentum in the parameters' dtype",
@@ -189,6 +220,8 @@ def make_optimizer(
         return _of_factory(name, module, foreach=foreach)
     if name == "adamw":
         return torch.optim.AdamW(trained, foreach=foreach)
+    if name == "adamw-in-backward":
+        return StepInBackward(trained, functools.partial(torch.optim.AdamW, foreach=foreach))
     if name in ("sgd", "sgd-momentum"):
         return torch.optim.SGD(
             trained, lr=1e-3, momentum=0.9 if name == "sgd-momentum" else 0.0, foreach=foreach

@@ -28,7 +28,8 @@ from ..core.measure import (
     tensors_in,
 )
 from ..core.rerun import seeded
-from .optimizers import copy_optimizer, take_eagerly
+from ..primitives.grad_accum import StepInBackward
+from .optimizers import copy_optimizer, copy_steps, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,
     ALLOCATOR_GROUP,
@@ -92,25 +93,26 @@ def record_step_storages(
     restored = {}
     if not give_state:
         restored = {id(p): p for p in trained} | stepped
-    with as_trained(module), _kept(restored), seeded(0), torch.enable_grad():
+    with (
+        as_trained(module),
+        _kept(restored),
+        seeded(0),
+        torch.enable_grad(),
+        contextlib.ExitStack() as stack,
+    ):
         gc.collect()
         before = 0
         if device.type == "cuda":
             own = _bytes_of([*module.parameters(), *module.buffers(), *_tensors(batch)], device)
             before = torch.cuda.memory_allocated(device) - own
 
-        optimizer = copy_optimizer(optimizer, stepped)
+        original, optimizer = optimizer, copy_optimizer(optimizer, stepped)
+        stack.enter_context(copy_steps(original, optimizer))
         if give_state is None:
             run_recorded_step(module, batch, loss, optimizer)
         else:
             give_state(optimizer)
-        if not accumulated:
-            optimizer.zero_grad(set_to_none=True)
-        if give_state is not None:
-            # Of earlier microbatches, or of parameters that this optimizer never clears.
-            for parameter in trained:
-                if accumulated or id(parameter) not in stepped:
-                    parameter.grad = torch.empty_like(parameter)
+        _set_gradients(trained, optimizer, accumulated=accumulated, real=give_state is None)
 
         gc.collect()
         lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
@@ -119,6 +121,25 @@ def record_step_storages(
         with lives.running, lives, holding_output(module, held if keeps_output else None):
             run_recorded_step(module, batch, loss, optimizer, lives)
         return lives
+
+
+def _set_gradients(
+    trained: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    accumulated: bool,
+    real: bool,
+) -> None:
+    """Let the gradients exist that a step finds: of earlier microbatches, or never cleared."""
+    if not accumulated:
+        optimizer.zero_grad(set_to_none=True)
+    stepped = _stepped_parameters(optimizer)
+    for parameter in trained:
+        if not real and (accumulated or id(parameter) not in stepped):
+            parameter.grad = torch.empty_like(parameter)
+        elif real and accumulated and isinstance(optimizer, StepInBackward):
+            # The first step has freed them.
+            parameter.grad = torch.zeros_like(parameter)
 
 
 @contextlib.contextmanager
@@ -335,7 +356,7 @@ def run_recorded_step(
     del start
 
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if not gradients:
+    if not gradients and not isinstance(optimizer, StepInBackward):
         raise ValueError(
             f"backward left no gradient in {type(module).__name__}: let the loss use the module "
             "that it gets as its argument"

@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "grad_accum": (
             "GradientAccumulation",
             "NonFiniteWindow",
+            "StepInBackward",
             "Window",
             "WindowResult",
             "train_window",

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
 
 import contextlib
+import copy
 import itertools
 import math
 import operator
@@ -173,6 +174,87 @@ class WindowResult:
     stepped: bool
 
 
+class StepInBackward(torch.optim.Optimizer):
+    """An optimizer of which each parameter steps in backward, and frees its gradient at once.
+
+        optimizer = StepInBackward(model.parameters(), lambda one: torch.optim.AdamW(one, lr=1e-3))
+
+    `make` returns an optimizer of the parameters that it gets, which is one here. So no more than
+    a few gradients exist at a time. The training is the same where a step depends on the gradient
+    of its own parameter alone: a clip by the norm of all gradients, and a scaler, need all of them
+    before the first step, so `train_window` refuses both. What has no gradient is not stepped, and
+    a gradient that is not finite is applied.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer]
+    ) -> None:
+        self.make = make
+        self.parts = {one: make([one]) for one in parameters if one.requires_grad}
+        self._num_pauses = 0
+        self._hooks: list[Any] = []
+        super().__init__([*self.parts], {})
+        self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
+        self._link()
+        self.attach()
+
+    def _link(self) -> None:
+        """Let the optimizers of single parameters use the groups and the state of this one."""
+        for part, group in zip(self.parts.values(), self.param_groups, strict=True):
+            part.param_groups = [group]
+            part.state = self.state
+
+    def attach(self) -> None:
+        """Step in backward; an optimizer that is copied does not until this is called."""
+        self.detach()
+        self._hooks = [
+            one.register_post_accumulate_grad_hook(self._step_in_backward) for one in self.parts
+        ]
+
+    def detach(self) -> None:
+        """Step in `step` alone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let gradients add up inside, as in every microbatch of a window but the last."""
+        self._num_pauses += 1
+        try:
+            yield
+        finally:
+            self._num_pauses -= 1
+
+    def _step_in_backward(self, parameter: Tensor) -> None:
+        if not self._num_pauses:
+            self._step_one(parameter)
+
+    def _step_one(self, parameter: Tensor) -> None:
+        self.parts[parameter].step()
+        parameter.grad = None
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step the parameters that still have a gradient, as after a backward in `paused`."""
+        loss = None if closure is None else closure()
+        for parameter in self.parts:
+            if parameter.grad is not None:
+                self._step_one(parameter)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._link()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepInBackward":
+        copied = StepInBackward([memo.get(id(one), one) for one in self.parts], self.make)
+        copied.detach()
+        copied.param_groups = copy.deepcopy(self.param_groups, memo)
+        copied.state.update(copy.deepcopy(dict(self.state), memo))
+        copied._link()
+        return copied
+
+
 def train_window(
     model: nn.Module,
     window: Window[Microbatch],
@@ -193,14 +275,17 @@ def train_window(
     With `joint_loss` all forwards run before one backward: `loss` returns the outputs of a
     microbatch, and `joint_loss` the summed loss of the list of them, as contrastive losses need.
     The activations of the whole window are then held at once.
+
+    A `StepInBackward` steps in the last backward, if its loss is finite; the norm is then NaN.
     """
     if not (clip_norm is None or clip_norm > 0):
         raise ValueError(f"clip_norm must be above 0, got {clip_norm!r}; None is no clipping")
+    in_backward = _steps_in_backward(optimizer, clip_norm, scaler, joint_loss)
 
     sync = _sync_context(model)
     optimizer.zero_grad(set_to_none=True)
     if joint_loss is None:
-        losses = _accumulate(model, window, loss, sync=sync, scaler=scaler)
+        losses = _accumulate(model, window, loss, sync=sync, scaler=scaler, in_backward=in_backward)
     else:
         losses = _join(model, window, loss, joint_loss, sync=sync, scaler=scaler)
     if scaler is not None:
@@ -211,7 +296,9 @@ def train_window(
         [parameter.grad for parameter in parameters if parameter.grad is not None]
     )
     total, grad_norm = _reduce_metrics(losses, norm)
-    if not (math.isfinite(total) and (scaler is not None or math.isfinite(grad_norm))):
+    if in_backward is not None:
+        grad_norm = math.nan
+    elif not (math.isfinite(total) and (scaler is not None or math.isfinite(grad_norm))):
         optimizer.zero_grad(set_to_none=True)
         raise NonFiniteWindow(_describe(window, losses, total, grad_norm))
 
@@ -237,15 +324,50 @@ def _accumulate(
     *,
     sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
     scaler: torch.amp.GradScaler | None,
+    in_backward: StepInBackward | None,
 ) -> list[Tensor]:
     """Run forward and backward of every microbatch and return the divided, detached losses."""
-    losses = []
+    losses: list[Tensor] = []
     last = len(window) - 1
     for index, microbatch in enumerate(window.microbatches):
-        with sync(window.sync_each_batch or index == last):
+        is_early = in_backward is not None and index < last
+        with (
+            sync(window.sync_each_batch or index == last),
+            in_backward.paused() if in_backward and is_early else contextlib.nullcontext(),
+        ):
             value = loss(model, microbatch)
+            if in_backward is not None and not is_early:
+                _require_finite([*losses, value.detach() / window.loss_divisor], window)
             losses.append(_backward(value, window, scaler))
     return losses
+
+
+def _steps_in_backward(
+    optimizer: torch.optim.Optimizer, clip_norm: Any, scaler: Any, joint_loss: Any
+) -> StepInBackward | None:
+    """Return the optimizer if it steps in backward; refuse what needs all gradients before."""
+    if not isinstance(optimizer, StepInBackward):
+        return None
+    given = {"clip_norm": clip_norm, "scaler": scaler, "joint_loss": joint_loss}
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ValueError(
+            f"{named[0]} needs all gradients before the first step, and StepInBackward has stepped "
+            "by then: leave it out, or give the optimizer itself"
+        )
+    if _num_ranks(None) > 1:
+        raise ValueError(
+            "StepInBackward steps before the ranks have agreed on a gradient: give the optimizer "
+            "itself"
+        )
+    return optimizer
+
+
+def _require_finite(losses: list[Tensor], window: Window[Any]) -> None:
+    """Raise `NonFiniteWindow` before the last backward, in which the weights change."""
+    total = float(torch.stack(losses).sum())
+    if not math.isfinite(total):
+        raise NonFiniteWindow(_describe(window, losses, total, math.nan))
 
 
 def _join(

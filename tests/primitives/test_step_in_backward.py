@@ -1,0 +1,111 @@
+"""A step in backward trains as a step after it, where that is possible.
+
+python -m pytest tests/primitives/test_step_in_backward.py
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from curry_train.primitives.grad_accum import (
+    GradientAccumulation,
+    NonFiniteWindow,
+    StepInBackward,
+    train_window,
+)
+
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+    layers[2].weight = layers[0].weight  # tied: its gradient is complete after both
+    return nn.Sequential(*layers)
+
+
+def microbatches(count=6):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 4, generator=generator) for _ in range(count)]
+
+
+def loss(module, batch):
+    return module(batch).square().sum()
+
+
+def train(module, optimizer, steps=2, scheduler=None):
+    return [
+        train_window(module, window, loss, optimizer, scheduler=scheduler)
+        for window in GradientAccumulation(steps).windows(microbatches(), count=len)
+    ]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_windows_train_the_same(steps):
+    after, during = model(), model()
+    plain = ADAM(after.parameters())
+    optimizer = StepInBackward(during.parameters(), ADAM)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.1) for one in (plain, optimizer)]
+    expected = train(after, plain, steps, schedules[0])
+    found = train(during, optimizer, steps, schedules[1])
+    assert [one.loss for one in found] == [one.loss for one in expected]
+    assert all(map(torch.equal, during.parameters(), after.parameters()))
+    assert all(parameter.grad is None for parameter in during.parameters())
+
+
+def test_a_state_dict_goes_on():
+    module = model()
+    optimizer = StepInBackward(module.parameters(), ADAM)
+    train(module, optimizer)
+    copied = copy.deepcopy(module)
+    other = StepInBackward(copied.parameters(), ADAM)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(module, optimizer)
+    train(copied, other)
+    assert all(map(torch.equal, module.parameters(), copied.parameters()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 1.0},
+        {"scaler": torch.amp.GradScaler("cpu")},
+        {"joint_loss": sum},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_needs_all_gradients_first_is_refused(options):
+    """With a global clip each parameter would step before the norm is known."""
+    module = model()
+    before = copy.deepcopy(module)
+    optimizer = StepInBackward(module.parameters(), ADAM)
+    (window,) = GradientAccumulation(6).windows(microbatches())
+    with pytest.raises(ValueError, match=f"{next(iter(options))} needs all gradients"):
+        train_window(module, window, loss, optimizer, **options)
+    assert all(map(torch.equal, module.parameters(), before.parameters()))
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight():
+    module = model()
+    before = copy.deepcopy(module)
+    optimizer = StepInBackward(module.parameters(), ADAM)
+    bad = [*microbatches(1), torch.full((3, 4), torch.nan)]
+    (window,) = GradientAccumulation(2).windows(bad)
+    with pytest.raises(NonFiniteWindow, match="microbatch 1"):
+        train_window(module, window, loss, optimizer)
+    assert all(map(torch.equal, module.parameters(), before.parameters()))
+
+
+def test_a_closure_and_a_frozen_parameter():
+    module = model()
+    module[0].bias.requires_grad_(False)
+    optimizer = StepInBackward(module.parameters(), ADAM)
+    with optimizer.paused():
+        loss(module, microbatches(1)[0]).backward()
+    assert module[0].weight.grad is not None
+    assert optimizer.step(lambda: 3.0) == 3.0
+    assert module[0].weight.grad is None
+    assert module[0].bias not in optimizer.state
