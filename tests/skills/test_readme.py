@@ -80,8 +80,9 @@ def copy(tmp_path_factory):
         ".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
     )
     shutil.copytree(ROOT, root, ignore=ignored)
-    for name, source in python_files_of(PAGES[0]).items():
-        (root / name).write_text(source)
+    for page in PAGES:
+        for name, source in python_files_of(page).items():
+            (root / name).write_text(source)
     (root / "my_package").mkdir()
     (root / "my_package" / "__init__.py").touch()
     (root / "bin").mkdir()
