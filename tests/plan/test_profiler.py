@@ -189,6 +189,22 @@ def test_a_module_shared_by_blocks_counts_where_it_is_called():
     }
 
 
+def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+            self.blocks = nn.ModuleList(nn.Sequential(self.shared, nn.Sigmoid()) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.shared(x)
+
+    held = {layer.name: layer.bytes for layer in profile(Shares(), torch.randn(4, 8)).layers}
+    assert held == {"blocks.0": 256, "blocks.1": 256, "shared": 128, REST_LAYER: 4}
+
+
 @dataclass
 class Output:
     first: torch.Tensor

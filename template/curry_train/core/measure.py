@@ -453,7 +453,8 @@ class RunningLayers:
 
     `calls` counts the calls of whole layers. If a module inside a layer is called while no layer
     runs, its layer is the current one. So a `Sequential` whose members are called one by one, or a
-    block that is recomputed in backward, is still attributed to its layer.
+    block that is recomputed in backward, is still attributed to its layer. A layer that is shared
+    belongs to the layer that holds it too, while that one runs.
     """
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
@@ -463,10 +464,12 @@ class RunningLayers:
         self._model = model
         self._own: dict[int, str] = {}
         self._inside: dict[int, str] = {}
+        self._members: dict[str, set[int]] = {}
         for name, layer in layers.items():
             self._own.setdefault(id(layer), name)
-            for module in layer.modules():
-                self._inside.setdefault(id(module), name)
+            self._members[name] = {id(module) for module in layer.modules()}
+            for member in self._members[name]:
+                self._inside.setdefault(member, name)
         self._callers: list[tuple[nn.Module, str]] = []
         self._handles: list[Any] = []
 
@@ -493,6 +496,8 @@ class RunningLayers:
         caller = self.current
         self._callers.append((module, caller))
         own_layer = self._own.get(id(module))
+        if own_layer != caller and id(module) in self._members.get(caller, ()):
+            own_layer = None
         if own_layer:
             self.current = own_layer
         elif caller == REST_LAYER:
