@@ -148,7 +148,7 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     process = subprocess.Popen(
         words,
         cwd=place / "work",
-        env=os.environ | {"HOME": str(place / "home"), "XDG_CONFIG_HOME": str(place / "home")},
+        env=_environment(place / "home"),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -167,8 +167,21 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     return status, round(time.monotonic() - started, 3), transcript
 
 
+def _environment(home: Path) -> dict[str, str]:
+    """Return the environment of an agent: a home of its own, and no path to this package."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return kept | {"HOME": str(home), "XDG_CONFIG_HOME": str(home)}
+
+
 def _fill(word: str, values: dict[str, str]) -> str:
     return re.sub(r"\{(?:prompt|plugin|case)\}", lambda found: values[found[0]], word)
+
+
+def has_the_package() -> bool:
+    """Return whether the python that agents find has curry-train without any plugin."""
+    words = ["python3", "-c", "import curry_train"]
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(words, env=clean, cwd="/", capture_output=True).returncode == 0
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
@@ -345,6 +358,13 @@ def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
         return print_grades(grade(found[0].folder, options.folder))
     if options.dry_run:
         runs = dry_run(found, short=options.short)
+    elif options.agent and has_the_package():
+        print(
+            "python3 on PATH has curry-train, so no arm would be without it: put an environment "
+            "with torch, and without curry-train, first on PATH",
+            file=sys.stderr,
+        )
+        return 2
     elif options.agent:
         runs = real_runs(found, options.agent, options.arm or ARMS, options.runs)
     else:

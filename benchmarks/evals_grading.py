@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -174,24 +174,30 @@ class Work:
 # Graders
 
 
-def checks(case: Path) -> dict[str, Check]:
-    """Return the marked functions of a case's grader by the names of their points."""
+def checks(case: Path, *, ready: bool = False) -> dict[str, Check]:
+    """Return the marked functions of a case's grader by the names of their points.
+
+    With `ready` everything is imported that the forks need, and what the grader's `IMPORTS` names.
+    """
     spec = importlib.util.spec_from_file_location(f"grade_{case.name}", case / "graders/grade.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if ready:
+        for name in (*READY, *getattr(module, "IMPORTS", ())):
+            importlib.import_module(name)
+        gc.freeze()
     found = {name: one for name, one in vars(module).items() if hasattr(one, "weight")}
     return {name.replace("_", "-"): check for name, check in found.items()}
 
 
 def grade(case: Path, folder: Path) -> list[Grade]:
     """Judge the agent's folder by every point of the case."""
-    _get_ready()
     grades = []
     with contextlib.ExitStack() as opened:
         work = Work(folder.resolve(), (case / "fixture").resolve(), opened)
-        for name, check in checks(case).items():
+        for name, check in checks(case, ready=True).items():
             try:
                 check(work)
                 reason = ""
@@ -200,13 +206,6 @@ def grade(case: Path, folder: Path) -> list[Grade]:
             says = (check.__doc__ or "").strip().splitlines()[0]
             grades.append(Grade(name, says, passed=not reason, reason=reason, **vars(check)))
     return grades
-
-
-@cache
-def _get_ready() -> None:
-    for name in READY:
-        importlib.import_module(name)
-    gc.freeze()
 
 
 def score(grades: Sequence[Grade]) -> float:

@@ -182,6 +182,16 @@ def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp
     assert seconds < 10
 
 
+def test_agents_do_not_run_where_python_has_the_package(tmp_path, monkeypatch, capsys):
+    for status, expected in ((0, 2), (1, 0)):
+        (tmp_path / "python3").write_text(f"#!/bin/sh\nexit {status}\n")
+        (tmp_path / "python3").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setattr(evals, "real_runs", lambda *_: iter(()))
+        assert evals.main(["--agent", "true {prompt}"]) == expected
+    assert "without curry-train" in capsys.readouterr().err
+
+
 def test_tool_calls_and_tokens_are_read_from_json_lines():
     lines = [
         {"type": "assistant", "message": {"content": [{"type": "tool_use", "name": "Bash"}]}},
