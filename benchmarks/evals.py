@@ -5,10 +5,14 @@
     make evals ARGS='--grade grad-accum-uneven-lengths --folder DIR'
 
 A case is a folder `skills/<technique>/evals/<case>/`: `case.yaml` in the format of `claude plugin
-eval`, the `fixture/` that the agent works on, and `graders/grade.py`. Arms: `none` has no plugin,
-`gutted` the same folders and scripts with the text of every skill cut out, `whole` the plugin as it
-is. `{prompt}`, `{plugin}` and `{case}` are replaced in the command of an agent, which runs in a
-copy of the fixture with a home of its own. Proof: `python -m pytest tests/evals/test_evals.py`.
+eval`, the `fixture/` that the agent works on, and `graders/grade.py`. That command takes the cases
+too (`claude plugin eval skills/<technique> --scaffold`), but its own graders run no programs.
+
+Arms: `none` has no plugin, `gutted` the same folders and scripts with the text of every skill cut
+out, `whole` the plugin as it is. `{prompt}`, `{plugin}` and `{case}` are replaced in the command of
+an agent, which runs in a copy of the fixture with a home of its own, for the time that the case
+allows. The python that comes first on PATH is the agent's: it needs torch, and no curry-train.
+Proof: `python -m pytest tests/evals/test_evals.py`.
 """
 
 import argparse
