@@ -21,6 +21,7 @@ from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.profiler import SelectiveCheckpointer
+from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import (
     CheckpointConfig,
     apply_chunked_loss,
@@ -64,6 +65,24 @@ def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recomput
     assert plain.timeline.peak.phase == "step"
     assert peak_with("adamw", change=recompute_blocks).peak_bytes == plain.peak_bytes
     assert peak_with("adamw-8bit").peak_bytes < 0.8 * plain.peak_bytes
+
+
+@symptom("the plan is off with Lion, Adafactor, Muon or an 8-bit optimizer")
+def test_the_users_own_optimizer_is_predicted_and_its_bytes_for_each_parameter_are_not():
+    def adafactor(module):
+        return torch.optim.Adafactor(module.parameters())
+
+    case = Case(mlp())
+    module = case.build()
+    measured = measure_timeline(
+        module, case.batch(4), case.workload.mean_loss, optimizer=adafactor(module)
+    )
+    assert peak_with(adafactor).peak_bytes == measured.peak.bytes_alive
+    assert peak_with("adamw").peak_bytes > measured.peak.bytes_alive
+    state = measured.owners["optimizer state"][0]
+    trained = sum(parameter.numel() for parameter in module.parameters())
+    by_figure = peak_with(state / trained)  # the wrong fix
+    assert by_figure.peak_bytes != measured.peak.bytes_alive
 
 
 @symptom("`PlanMismatch`: block ... is ..., and the plan is for")

@@ -21,6 +21,7 @@ from curry_train.bench.steps import python_calls
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives.regions import apply_regions, report_regions
+from curry_train.primitives.routing import keep_routing
 from curry_train.primitives.sac import PolicyError, apply_sac
 from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.models import transformer
@@ -305,3 +306,50 @@ def test_a_users_own_activation_must_be_a_module_for_regions():
     apply_regions(model, also=["*.wave", "*.dropout"])
     with pytest.raises(ValueError, match="draws random numbers"):
         model(batch)
+
+
+class RoutedExperts(nn.Module):
+    """Two experts of equal shapes, chosen by a bias that training code updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = linear()
+        self.experts = nn.ModuleList([linear(), linear()])
+        self.register_buffer("balance", torch.zeros(2))
+
+    def forward(self, x):
+        scores = self.score(x)[:, :2].sigmoid()
+        chosen = torch.topk(scores.detach() + self.balance, 1, dim=-1).indices
+        both = torch.stack([expert(x) for expert in self.experts], 1).tanh()
+        taken = both.gather(1, chosen[..., None].expand(-1, 1, x.shape[-1]))[:, 0]
+        return x + scores.gather(1, chosen) * taken
+
+
+@symptom("with experts training goes worse under recompute, and no error")
+def test_a_bias_that_is_updated_before_backward_parts_the_experts_and_kept_routing_does_not():
+    plain = nn.Sequential(*(seeded(RoutedExperts) for _ in range(3)))
+
+    def gradients(model, *, seed=None):
+        loss = mean_square(model, rows())
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name.endswith("balance"):
+                    buffer.copy_(torch.tensor([0.0, 5.0]))
+        if seed is not None:
+            torch.manual_seed(seed)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def equal(found):
+        return all(map(torch.equal, found, expected))
+
+    expected = gradients(copy.deepcopy(plain))
+    by_torch = copy.deepcopy(plain)
+    for block in by_torch:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    assert not equal(gradients(by_torch, seed=0))  # the wrong fix, and no error
+
+    kept = copy.deepcopy(plain)
+    apply_sac(kept, "save_matmuls", blocks=["0", "1", "2"])
+    assert keep_routing(kept) == ["0", "1", "2"]
+    assert equal(gradients(kept))
