@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long mutants torture spikes zoo evals evidence-cuda check static lint types rules skills clients clean
+.PHONY: help validate test long mutants torture spikes zoo finetune evals evidence-cuda check static lint types rules skills clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -50,11 +50,19 @@ spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watch
 zoo: .venv/zoo/.installed  ## models of 40 libraries through all gates and a plan; ARGS='--only bert' or '--json evidence/zoo.json'
 	@PYTHONPATH=template OMP_NUM_THREADS=1 $(PYTHON) benchmarks/zoo.py $(ARGS)
 
+finetune: .venv/finetune/.installed  ## predict and measure steps of other libraries' optimizers and adapters; ARGS='--only lora' or '--json evidence/finetune.json'
+	@PYTHONPATH=template OMP_NUM_THREADS=1 .venv/finetune/bin/python benchmarks/finetune.py $(ARGS)
+
 evals: $(dev_ready)  ## run an agent on the cases of the skills, with and without them; ARGS='--agent "COMMAND {prompt}"' or '--dry-run'
 	@PYTHONPATH=template:benchmarks:tests/house OMP_NUM_THREADS=1 $(PYTHON) benchmarks/evals.py $(ARGS)
 
 evidence-cuda: $(run_ready)  ## record the figures of a CUDA device, going on where it stopped; ARGS='--dry-run --folder DIR'
 	@$(PYTHON) benchmarks/evidence_cuda.py $(ARGS)
+
+.venv/finetune/.installed: benchmarks/finetune_requirements.txt $(dev_ready)
+	@echo "installing the libraries of the fine-tunings into .venv/finetune"
+	@PYTHONPATH=template $(PYTHON) benchmarks/finetune.py --install
+	@touch $@
 
 .venv/zoo/.installed: benchmarks/zoo_requirements.txt $(dev_ready)
 	@echo "installing the libraries of the zoo into .venv/zoo"

@@ -1,0 +1,256 @@
+"""Small fine-tunings of other libraries: optimizers, adapters on frozen bases, experts.
+
+Each optimizer is a function of the module, each model a factory that `curry-train plan --model
+benchmarks/finetune_models.py:lora` takes too. Libraries are imported where they are used.
+
+Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 128
+VOCABULARY = 256
+LENGTH = 32
+SAMPLES = 4
+RANK = 4
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer gets."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def of_torch(name: str, **options: Any) -> MakeOptimizer:
+    """Return a factory of one of torch's optimizers."""
+    return lambda module: getattr(torch.optim, name)(trained(module), **options)
+
+
+def of_library(library: str, name: str, **options: Any) -> MakeOptimizer:
+    """Return a factory of another library's optimizer."""
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = __import__(library, fromlist=[name])
+        optimizer: torch.optim.Optimizer = getattr(found, name)(trained(module), **options)
+        return optimizer
+
+    return make
+
+
+def matrices(module: nn.Module) -> torch.optim.Optimizer:
+    """Return Muon over the matrices."""
+    return torch.optim.Muon([one for one in trained(module) if one.dim() == 2])
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    **{name: of_torch(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
+    **{name: of_torch(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
+    "Adafactor": of_torch("Adafactor"),
+    "Muon": matrices,
+    "AdamW, foreach": of_torch("AdamW", foreach=True),
+    "AdamW, fused": of_torch("AdamW", fused=True),
+    "AdamW, amsgrad": of_torch("AdamW", amsgrad=True),
+    "AdamW, a tensor as rate": of_torch("AdamW", lr=torch.tensor(1e-3)),
+    "Adafactor, foreach": of_torch("Adafactor", foreach=True),
+    "Hugging Face Adafactor": of_library("transformers.optimization", "Adafactor"),
+    "Hugging Face Adafactor, first moment": of_library(
+        "transformers.optimization",
+        "Adafactor",
+        lr=1e-3,
+        relative_step=False,
+        scale_parameter=False,
+        beta1=0.9,
+    ),
+    "Lion": of_library("lion_pytorch", "Lion", lr=1e-4),
+    "torchao AdamW8bit": of_library("torchao.optim", "AdamW8bit"),
+    "torchao AdamW4bit": of_library("torchao.optim", "AdamW4bit"),
+    "torchao AdamWFp8": of_library("torchao.optim", "AdamWFp8"),
+    "bitsandbytes AdamW8bit": of_library("bitsandbytes.optim", "AdamW8bit"),
+    "bitsandbytes PagedAdamW8bit": of_library("bitsandbytes.optim", "PagedAdamW8bit"),
+    "bitsandbytes Lion8bit": of_library("bitsandbytes.optim", "Lion8bit"),
+}
+
+
+def llama(width: int = 64) -> nn.Module:
+    """Return a small Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2 * LENGTH,
+    )
+    return LlamaForCausalLM(config)
+
+
+def words() -> dict[str, torch.Tensor]:
+    """Return a batch of tokens with labels."""
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+Made = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def adapted(base: nn.Module, **options: Any) -> Made:
+    """Return a base with adapters of low rank, and a batch."""
+    from peft import LoraConfig, get_peft_model
+
+    given = {"r": RANK, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    return get_peft_model(base, LoraConfig(**(given | options))), words()
+
+
+def lora() -> Made:
+    return adapted(llama())
+
+
+def lora_with_input_gradients() -> Made:
+    """The embeddings' output requires grad, as reentrant checkpointing needs it."""
+    base: Any = llama()
+    base.enable_input_require_grads()
+    return adapted(base)
+
+
+def lora_on_all_layers() -> Made:
+    return adapted(llama(), target_modules="all-linear")
+
+
+def lora_with_dropout() -> Made:
+    return adapted(llama(), use_rslora=True, lora_dropout=0.1)
+
+
+def lora_on_embeddings() -> Made:
+    return adapted(llama(), target_modules=["embed_tokens", "q_proj"])
+
+
+def lora_with_a_whole_head() -> Made:
+    return adapted(llama(), modules_to_save=["lm_head"])
+
+
+def dora() -> Made:
+    return adapted(llama(), use_dora=True)
+
+
+def merged_and_adapted_again() -> Made:
+    merged: Any = adapted(llama())[0]
+    return adapted(merged.merge_and_unload())
+
+
+def two_adapters() -> Made:
+    """One of two adapters is trained; the other is frozen."""
+    from peft import LoraConfig
+
+    model: Any = adapted(llama())[0]
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    return model, words()
+
+
+def ia3() -> Made:
+    from peft import IA3Config, get_peft_model
+
+    config = IA3Config(
+        task_type="CAUSAL_LM",
+        target_modules=["k_proj", "v_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+    )
+    return get_peft_model(llama(), config), words()
+
+
+def prompt_tuning() -> Made:
+    from peft import PromptTuningConfig, get_peft_model
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    return get_peft_model(llama(), config), words()
+
+
+def lora_on_torchao_int8() -> Made:
+    """A base of which each linear layer but the head is torchao's int8 tensor."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    base = llama()
+    quantize_(
+        base,
+        Int8WeightOnlyConfig(),
+        filter_fn=lambda one, name: isinstance(one, nn.Linear) and "lm_head" not in name,
+    )
+    return adapted(base)
+
+
+def on_bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Made:
+    """A base whose adapted layers and up projections are those of bitsandbytes."""
+    base: Any = llama(WIDTH)
+    for layer in base.model.layers:
+        for owner, name in (
+            (layer.self_attn, "q_proj"),
+            (layer.self_attn, "v_proj"),
+            (layer.mlp, "up_proj"),
+        ):
+            plain = getattr(owner, name)
+            made = make(plain)
+            made.load_state_dict(plain.state_dict())
+            setattr(owner, name, made.to("cpu"))
+    return adapted(base)
+
+
+def lora_on_bitsandbytes_int8() -> Made:
+    import bitsandbytes
+
+    return on_bitsandbytes(
+        lambda one: bitsandbytes.nn.Linear8bitLt(
+            one.in_features, one.out_features, bias=False, has_fp16_weights=False
+        )
+    )
+
+
+def lora_on_bitsandbytes_nf4() -> Made:
+    import bitsandbytes
+
+    return on_bitsandbytes(
+        lambda one: bitsandbytes.nn.Linear4bit(
+            one.in_features,
+            one.out_features,
+            bias=False,
+            compute_dtype=torch.float32,
+            quant_type="nf4",
+        )
+    )
+
+
+def mixtral() -> Made:
+    """Experts whose router has a loss of its own."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=2 * LENGTH,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+    )
+    return MixtralForCausalLM(config), words()
+
+
+ADAPTERS = (
+    *("lora", "lora_with_input_gradients", "lora_on_all_layers", "lora_with_dropout"),
+    *("lora_on_embeddings", "lora_with_a_whole_head", "dora", "merged_and_adapted_again"),
+    *("two_adapters", "ia3", "prompt_tuning", "lora_on_torchao_int8"),
+    *("lora_on_bitsandbytes_int8", "lora_on_bitsandbytes_nf4"),
+)
+EXPERTS = ("mixtral",)

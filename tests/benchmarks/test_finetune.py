@@ -1,0 +1,42 @@
+"""Fine-tuning steps are predicted and measured as the record of them says.
+
+python -m pytest tests/benchmarks/test_finetune.py
+"""
+
+import json
+
+import finetune
+from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS
+
+RECORD = json.loads((finetune.ROOT / "evidence" / "finetune.json").read_text())
+
+
+def test_a_row_compares_peak_parameters_and_state():
+    row = finetune.compare(finetune.mlp(depth=2, width=32), optimizer=OPTIMIZERS["Adafactor"])
+    assert row["equal"]
+    assert row["predicted"]["peak_bytes"] > row["predicted"]["parameter_bytes"] > 0
+    wrong = {**row, "predicted": {**row["predicted"], "peak_bytes": 1}, "equal": False}
+    named = {"kind": "optimizer", "name": "Adafactor", "technique": "plain"}
+    assert "DIFFERENT" in finetune.line_of(named | wrong)
+    assert finetune.summary_of([row, wrong, row | {"why_real": "a reason"}]) == {
+        "rows": 3,
+        "predicted_from_shapes": 2,
+        "equal": 1,
+        "measured_instead": 1,
+    }
+
+
+def test_a_perturbed_router_changes_torchs_gradients_and_none_of_ours():
+    found = finetune.perturbed_runs(5)
+    assert found["equal"] == 5
+    assert found["torch_checkpoint_differs"] + found["torch_checkpoint_raises"] >= 3
+
+
+def test_the_record_has_every_row_and_at_least_thirty_are_predicted_and_equal():
+    names = {row["name"] for row in RECORD["rows"]}
+    assert names == {*OPTIMIZERS, *ADAPTERS, *EXPERTS}
+    assert RECORD["summary"] == finetune.summary_of(RECORD["rows"])
+    assert RECORD["summary"]["equal"] == RECORD["summary"]["predicted_from_shapes"] >= 30
+    assert all(plan["equal"] for plan in RECORD["plans"])
+    assert RECORD["routing"]["equal"] == RECORD["routing"]["runs"] == finetune.NUM_PERTURBED
+    assert set(RECORD["versions"]) == {*finetune.LIBRARIES}
