@@ -175,6 +175,19 @@ def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
     assert torch.allclose(parts, workload.loss(module, batch), rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["accumulation", "ddp_under_torchrun"])
+def test_a_process_group_that_was_there_stays(folder, monkeypatch, name):
+    """Gates on several ranks read the script in each rank, inside their own group."""
+    launch(monkeypatch)
+    store = f"file://{folder}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        load_workload(written(folder, name, monkeypatch))
+        assert torch.distributed.is_initialized()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_arguments_without_a_script_are_refused(folder):
     ended = CliRunner().invoke(main, ["memory", "--model", "mlp", "--", "--lr", "1"])
     assert ended.exit_code == 2

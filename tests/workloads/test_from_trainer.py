@@ -17,7 +17,7 @@ from curry_train.cli.main import main
 from curry_train.plan import plan
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
-from curry_train.workloads.from_trainer import OptimizerLike
+from curry_train.workloads.from_trainer import Autocast, OptimizerLike
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case, WorkloadError
 
@@ -277,6 +277,16 @@ def test_what_can_not_be_read_is_said(tmp_path, monkeypatch, source):
     (tmp_path / f"{name}.py").write_text(source)
     with pytest.raises(WorkloadError, match=REFUSED[source]):
         load_workload(f"trainer={name}:make")
+
+
+def test_autocast_runs_the_forward_that_a_trainer_has_put_into_the_module():
+    module = nn.Linear(2, 2)
+    own = module.forward
+    module.forward = lambda inputs: {"doubled": own(inputs) * 2}
+    replaced = module.forward
+    with Autocast(torch.bfloat16, lambda output: output)(module):
+        assert module(torch.ones(1, 2))["doubled"].dtype is torch.bfloat16
+    assert module.forward is replaced
 
 
 class NeedsMore(torch.optim.SGD):

@@ -173,6 +173,7 @@ class RunningScript:
         self.error: BaseException | None = None
         self._ended = threading.Event()
         self._at_exit: list[Any] = []
+        self._has_made_group = False
 
     def run(self) -> Recording:
         """Run it until its first optimizer step; raises WorkloadError if there is none."""
@@ -230,7 +231,7 @@ class RunningScript:
         for one in gc.get_objects():
             if type(one).__name__ == "_MultiProcessingDataLoaderIter":
                 one._shutdown_workers()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if self._has_made_group:
             torch.distributed.destroy_process_group()
 
     def stop(self, frame: Any) -> None:
@@ -379,7 +380,10 @@ class RunningScript:
             if backend is not None and "nccl" in str(backend) and not torch.cuda.is_available():
                 backend = "gloo"
             self.recording.notes["it trains on ranks: this is one, without its wrapper"] = None
-            return start(backend, *args, **options)
+            # The group of a gate that runs on several ranks stays.
+            if not torch.distributed.is_initialized():
+                start(backend, *args, **options)
+                self._has_made_group = True
 
         return run
 

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/workloads/test_from_trainer.py`.
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -199,12 +200,17 @@ class Autocast:
 
         # One function for all modules, so that compiled code is not compiled again.
         def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
-            device = next(module.parameters()).device.type
-            with torch.autocast(device, dtype=dtype):
-                output = type(module).forward(module, *args, **options)
-            return convert(output)
+            return self._run(MethodType(type(module).forward, module), module, *args, **options)
 
+        self._convert = convert
         self._forward = forward
+
+    def _run(
+        self, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **options: Any
+    ) -> Any:
+        with torch.autocast(next(module.parameters()).device.type, dtype=self.dtype):
+            output = forward(*args, **options)
+        return self._convert(output)
 
     @contextlib.contextmanager
     def __call__(self, module: nn.Module) -> Iterator[None]:
@@ -212,7 +218,11 @@ class Autocast:
             yield
             return
         before = vars(module).get("forward")
-        module.forward = MethodType(self._forward, module)
+        if before is None:
+            module.forward = MethodType(self._forward, module)
+        else:
+            # Trainers replace the forward of a module too, as TRL's do for a chunked loss.
+            module.forward = functools.partial(self._run, before, module)
         try:
             yield
         finally:
