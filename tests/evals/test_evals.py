@@ -91,12 +91,14 @@ def missed(row):
     return {one["name"]: one["reason"] for one in row["points"] if not one["passed"]}
 
 
+@pytest.mark.timeout(900)  # the first of them waits for the gradings of nine cases
 @pytest.mark.parametrize("name", SHORT)
 def test_graders_of_one_case_of_each_skill_pass_and_fail(name, short_record):
     assert_graders_judge(name, short_record[2])
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # the first of them waits for all gradings
 @pytest.mark.parametrize("name", LONG)
 def test_graders_of_all_cases_pass_and_fail(name, record):
     assert_graders_judge(name, record[2])
