@@ -1,6 +1,8 @@
 """Command `plan`: find the fastest way that fits a budget, print it and draw it.
 
-The rows of the plan's table are marked.
+The rows of the plan's table are marked. `--fits` prints and draws the fewest GPUs instead.
+
+Why so long: one command with one set of options, its two tables and two pictures.
 
 Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
@@ -16,10 +18,12 @@ from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
+from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
@@ -252,7 +256,7 @@ def sharding_options(command: Any) -> Any:
         click.option(
             "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
         ),
-        click.option("--mesh", callback=_mesh, metavar="SIZES", help="Instead, as dp=8,tp=8."),
+        click.option("--mesh", callback=_mesh, metavar="SIZES", help="Ranks, as dp=8,tp=8."),
         click.option(
             "--rank", default=0, type=click.IntRange(0), show_default=True, help="The rank to plan."
         ),
@@ -279,10 +283,14 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--budget",
     "budget_bytes",
-    required=True,
     callback=_bytes,
     metavar="SIZE",
     help="Memory per rank, such as 24GiB; of a GPU, all of the card.",
+)
+@click.option(
+    "--fits",
+    metavar="GPU",
+    help="Instead of a budget: the fewest such GPUs, as h100.",
 )
 @click.option(
     "--global-batch",
@@ -345,7 +353,7 @@ def sharding_options(command: Any) -> Any:
 @json_option()
 def plan_command(
     spec: str,
-    budget_bytes: int,
+    budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
     target: str | None,
@@ -373,22 +381,24 @@ def plan_command(
     files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
+        settings = _settings(precision, optimizer, blocks, seed)
+        if (fits := shared.pop("fits")) is not None:
+            found = _find_fewest(spec, fits, shared, size, settings)
+            _print_fewest(console, found, json_path, files.plot_path)
+            return
         planner = functools.partial(
             Planner,
             spec,
             device=find_profile(target) if target else profile_of(place),
-            dtype=precision,
-            optimizer=optimizer,
             sharding=_sharding(verify=verify, **shared),
-            blocks=blocks,
             chunked_loss=chunked_loss,
             without=without,
             also=also,
-            seed=seed,
             context_bytes=context_bytes,
             lengths=lengths,
+            **settings,
         )
-        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, files)
+        plan, plain = _find_plan(planner, _given(budget_bytes), size, microbatch, files)
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         console.print(str(error), markup=False)
@@ -396,12 +406,24 @@ def plan_command(
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(_wrapped_error(error)) from error
 
-    text = _text(plan, plain, explain=explain)
     echo_notes(own, err=json_path == "-")
+    text = _text(plan, plain, explain=explain)
     _print_plan(console, plan, text, place=place, measured=measured, out=out)
     if json_path:
-        results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-        write_json(json_path, provenance(place) | results | _plan_json(plan))
+        write_json(json_path, provenance(place) | _results(plan, plain, measured, text))
+
+
+def _results(plan: Plan, plain: Timeline, measured: int | None, text: str) -> dict[str, Any]:
+    """Return what `--json` writes of a plan."""
+    results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+    return results | _plan_json(plan)
+
+
+def _settings(
+    dtype: torch.dtype, optimizer: str | None, blocks: str | None, seed: int
+) -> dict[str, Any]:
+    """Return the settings that a plan and the search for GPUs share."""
+    return {"dtype": dtype, "optimizer": optimizer, "blocks": blocks, "seed": seed}
 
 
 def _own_settings(
@@ -416,6 +438,77 @@ def _own_settings(
     own = load_workload(spec)
     size = (own.own_batch or 1) * own.accumulation
     return own, dtype_to_use(dtype, own), global_batch or size
+
+
+def _given(budget_bytes: int | None) -> int:
+    if budget_bytes is None:
+        raise ValueError("a plan needs a --budget, such as 24GiB, or --fits with the name of a GPU")
+    return budget_bytes
+
+
+# Options that `--fits` takes; the others belong to the plan for a budget.
+OPTIONS_OF_FITS = (
+    *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "mesh"),
+    *("rank", "reshard_after_forward", "precision", "json_path", "plot_path"),
+)
+
+
+def _find_fewest(
+    spec: str, gpu: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
+) -> FewestGpus:
+    """Find the fewest GPUs, after a check that no other option was given."""
+    context = click.get_current_context()
+    others = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in OPTIONS_OF_FITS
+        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+    if others:
+        raise ValueError(f"--fits tries settings by itself: leave out {', '.join(others)}")
+    with messages_on_screen() as show_message:
+        return fewest_gpus(
+            spec,
+            find_profile(gpu),
+            global_batch=global_batch,
+            sharding=Sharding(shared.pop("parallel") or "fsdp2", **shared),
+            tell=show_message,
+            **settings,
+        )
+
+
+def _print_fewest(
+    console: Console, found: FewestGpus, json_path: str | None, plot_path: str | None
+) -> None:
+    """Print the table of GPUs, write and draw it, and exit with 1 where nothing fits."""
+    console.print(found.table(), markup=False)
+    if plot_path:
+        require_matplotlib()
+        plot_fewest(found, plot_path)
+    if json_path:
+        write_json(json_path, provenance(torch.device("cpu")) | found.to_json())
+    if found.best is None:
+        sys.exit(1)
+
+
+def plot_fewest(found: FewestGpus, path: str) -> None:
+    """Draw the peak of one GPU over their number, and the memory that a GPU has."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    axes = figure.add_subplot()
+    names = [str(one.num_gpus) for one in found.attempts]
+    peaks = [one.peak_bytes / BYTES_PER_GIB for one in found.attempts]
+    colours = ["#4C72B0" if one.fits else "#BBBBBB" for one in found.attempts]
+    bars = axes.bar(names, peaks, color=colours)
+    axes.bar_label(bars, [one.change.name for one in found.attempts], fontsize=7)
+    axes.axhline(found.attempts[0].limit_bytes / BYTES_PER_GIB, color="black", linestyle=":")
+    axes.set_xlabel("number of GPUs")
+    axes.set_ylabel("predicted reserved memory of a GPU, GiB")
+    title = f"{found.workload} on {found.device}, {found.global_batch} samples a step"
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png", dpi=120)
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:

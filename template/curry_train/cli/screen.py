@@ -29,7 +29,8 @@ LONGEST_OPTION_COLUMN = 20
 # Options that mean the same in every command share the last lines of a page; README explains them.
 BRIEF_OPTIONS = (
     *("context_bytes", "device", "dtype", "batch_size", "ranks", "lengths", "seed"),
-    *("page_path", "snapshot_out", "json_path"),
+    *("page_path", "snapshot_out", "json_path", "rank", "reshard_after_forward", "precision"),
+    *("mesh", "also", "microbatch", "without"),
 )
 BRIEF_LABEL = "Also: "
 

@@ -114,11 +114,10 @@ def trace_of(
     fused: bool = False,
     streams: Mapping[int, int] = MappingProxyType({}),
 ) -> StepTrace:
-    """Build the trace of a recorded step.
+    """Build the trace of a recorded step; `streams` is by `id` of a life.
 
-    `first_step` has the events of the optimizer's first one. Unless the optimizer is `fused`, its
-    numbers are left out, because they are in host memory. `streams` has the stream of storages by
-    the `id` of their records.
+    `first_step` has the events of the optimizer's first one. Unless it is `fused`, its numbers are
+    left out, because they are in host memory.
     """
     numbers: dict[int, int] = {}
     numbered: list[Life] = []
@@ -137,7 +136,7 @@ def trace_of(
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     given = [number(life) for life in dict.fromkeys([*in_order, *others])]
-    state_numbers = [number(life) for life in state if counts(life)]
+    state_numbers = [*map(number, filter(counts, state))]
     events: list[int] = []
     ends: dict[str, int] = {}
     products = []
@@ -148,18 +147,16 @@ def trace_of(
         life, made = record.events[index]
         if counts(life):
             events.append(number(life) if made else ~number(life))
-    first = [
-        (life, made) for life, made in first_step if fused or life.nbytes > LARGEST_NUMBER_BYTES
-    ]
+    first = [one for one in first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
     first_numbers = {id(life): place for place, (life, _) in enumerate(first)}
-    kept_gradients = [number(life) for life in record.gradients if life not in record.given]
+    gradients = [number(life) for life in record.gradients if life not in record.given]
     return StepTrace(
         sizes=tuple(life.nbytes for life in numbered),
         given=tuple(given),
         state=tuple(state_numbers),
         events=tuple(events),
         step_start=ends.get("backward", len(events)),
-        gradients=tuple(kept_gradients),
+        gradients=tuple(gradients),
         products=tuple(products),
         first_sizes=tuple(life.nbytes for life, _ in first),
         first_events=tuple(

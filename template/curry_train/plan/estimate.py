@@ -533,14 +533,13 @@ class Sketch:
             self.case = replace(self.case, blocks=chosen.blocks)
 
     def on_ranks(self, sharding: Sharding) -> "Sketch":
-        """Return a sketch of the same workload and blocks, shared in another way."""
-        options = self._options | {"blocks": self.case.blocks}
+        """Return a sketch of the same workload, shared in another way."""
         return Sketch(
             self._workload,
             kernels=self.kernels,
             optimizer=self._optimizer,
             sharding=sharding,
-            **options,
+            **self._options,
         )
 
     def _load(self) -> Workload:
@@ -565,6 +564,15 @@ class Sketch:
             return find_blocks(module, self.case.blocks)
         except NoBlocks:
             return {}
+
+    def _units(self, module: nn.Module) -> list[str]:
+        """Name the blocks that FSDP2 shards as units, as the trainer of a project does.
+
+        They are those that the model repeats, whichever of them a plan works on.
+        """
+        with contextlib.suppress(NoBlocks):
+            return [*find_blocks(module, self._options["blocks"])]
+        return [*self.blocks(module)]
 
     def step(
         self,
@@ -640,6 +648,7 @@ class Sketch:
             batch = self.batch(batch_size)
             module = self.build()
             blocks.update(self.blocks(module))
+            units = self._units(module)
             if change is not None:
                 change(module)
                 # What a change has put in the place of a block.
@@ -647,7 +656,7 @@ class Sketch:
             own = self.case.workload.parallelize
             with record:
                 called = self.sharding.parallelize(
-                    module, self._mesh, blocks=blocks.values(), own=own
+                    module, self._mesh, blocks=map(module.get_submodule, units), own=own
                 )
             optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
             return RankProgram(module, called, batch, optimizer)

@@ -46,7 +46,7 @@ from .profiler import (
     TEMPORARIES_GROUP,
 )
 from .shapes import KernelsAsTheyRun, fake_mode, run_with_values
-from .timeline import StepLives, holding_output, run_recorded_step
+from .timeline import holding_output, run_recorded_step
 
 # Storages of one rank, fake or real.
 

@@ -1,0 +1,292 @@
+"""Find the fewest GPUs on which a training fits, and what has to change for each number.
+
+    found = fewest_gpus("transformer", find_profile("h100"), global_batch=64)
+    print(found.table())
+
+Each number of GPUs is a rank of the wrapped program, estimated on shapes with what the allocator of
+CUDA reserves. Changes are tried in the order of their cost in time, and the first that fits counts.
+
+Proof: `python -m pytest tests/plan/test_fewest.py`.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from .. import primitives
+from ..core.wording import format_bytes, require_whole
+from ..primitives.chunked_loss import UnsuitableHead
+from ..workloads.workload import Workload
+from .cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
+from .device import DeviceProfile
+from .estimate import Sketch
+from .parallel import Sharding
+from .rank_step import MOST_RANKS
+
+TABLE_WIDTH = 80
+# Rows of the table above the fewest GPUs: what more of them make unnecessary.
+MORE_ROWS = 2
+
+
+@dataclass(frozen=True)
+class FittingChange:
+    """A change of the training; those that cost more time come later."""
+
+    name: str
+    smallest_microbatch: bool = False
+    recompute: bool = False
+    chunked_loss: bool = False
+
+    # Gradients of every microbatch are synced, so that none stays whole.
+    syncs_each: bool = False
+
+
+CHANGES = (
+    FittingChange("nothing"),
+    FittingChange("chunked loss", chunked_loss=True),
+    FittingChange("microbatches of 1", smallest_microbatch=True),
+    FittingChange("full recompute", recompute=True),
+    FittingChange("full recompute, chunked loss", recompute=True, chunked_loss=True),
+    FittingChange("full recompute, microbatches of 1", recompute=True, smallest_microbatch=True),
+    FittingChange(
+        "full recompute, chunked loss, microbatches of 1",
+        recompute=True,
+        chunked_loss=True,
+        smallest_microbatch=True,
+    ),
+    FittingChange(
+        "the same, with a gradient sync for each microbatch",
+        recompute=True,
+        chunked_loss=True,
+        smallest_microbatch=True,
+        syncs_each=True,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class GpuCount:
+    """A number of GPUs, with the cheapest change that fits, or the one with the least peak."""
+
+    sharding: Sharding
+    change: FittingChange
+    microbatch: int
+    steps: int
+    peak_bytes: int
+    limit_bytes: int
+
+    @property
+    def num_gpus(self) -> int:
+        return self.sharding.ranks
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Bytes that are left; negative where some are missing."""
+        return self.limit_bytes - self.peak_bytes
+
+
+@dataclass(frozen=True)
+class FewestGpus:
+    """All numbers of GPUs that were tried; `best` is None if none fits."""
+
+    workload: str
+    device: str
+    global_batch: int
+    attempts: tuple[GpuCount, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> GpuCount | None:
+        return next((one for one in self.attempts if one.fits), None)
+
+    def table(self) -> str:
+        """Format the attempts at 80 columns, and name the fewest GPUs and what fewer lack."""
+        lines = textwrap.wrap(self._verdict(), TABLE_WIDTH)
+        lines += ["", f"{'GPUs':>5}  {'mesh':<18} {'peak':>9} {'margin':>10}  what has to change"]
+        for one in self.attempts:
+            sign = "-" if one.margin_bytes < 0 else ""
+            margin = sign + format_bytes(abs(one.margin_bytes))
+            row = (
+                f"{one.num_gpus:>5}  {one.sharding.mesh_text:<18} "
+                f"{format_bytes(one.peak_bytes):>9} {margin:>10}  "
+            )
+            change = one.change.name if one.fits else f"too large with {one.change.name}"
+            more = textwrap.wrap(change, TABLE_WIDTH - len(row))
+            lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
+        lines += ["", *textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        best = self.best
+        start = f"{self.workload}, {self.global_batch} samples a step, on {self.device}: "
+        if best is None:
+            least = min(self.attempts, key=lambda one: one.peak_bytes)
+            return start + (
+                f"nothing fits. {least.num_gpus} GPUs lack {format_bytes(-least.margin_bytes)}"
+            )
+        text = (
+            f"{best.num_gpus} GPU{'s' if best.num_gpus > 1 else ''}, {best.steps} x "
+            f"{best.microbatch} samples on each, with {format_bytes(best.margin_bytes)} left."
+        )
+        fewer = [one for one in self.attempts if one.num_gpus < best.num_gpus]
+        if fewer:
+            lacks = format_bytes(-fewer[-1].margin_bytes)
+            text += f" With {fewer[-1].num_gpus}, {lacks} are missing."
+        return start + text
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the attempts for a file."""
+        rows = [
+            {
+                "gpus": one.num_gpus,
+                "mesh": dict(one.sharding.mesh),
+                "fits": one.fits,
+                "change": one.change.name,
+                "microbatch": one.microbatch,
+                "steps": one.steps,
+                "peak_bytes": one.peak_bytes,
+                "limit_bytes": one.limit_bytes,
+            }
+            for one in self.attempts
+        ]
+        best = self.best
+        return {
+            "fewest_gpus": None if best is None else best.num_gpus,
+            "global_batch": self.global_batch,
+            "attempts": rows,
+        }
+
+
+# Buffers of NCCL are no tensors. The size of one is NCCL's documented default of NCCL_BUFFSIZE.
+OUTSIDE_NOTE = (
+    "Not in these figures: the buffers of NCCL, by its documentation 4 MiB (NCCL_BUFFSIZE) for "
+    "each connection of each channel of each communicator. Step times are not predicted here."
+)
+
+
+def fewest_gpus(
+    workload: Workload | str,
+    device: DeviceProfile,
+    *,
+    global_batch: int,
+    sharding: Sharding | None = None,
+    most: int = MOST_RANKS,
+    tell: Callable[[str], None] = lambda message: None,
+    **options: Any,
+) -> FewestGpus:
+    """Find the fewest GPUs of a kind on which a training fits.
+
+    The first dimension of the mesh grows by powers of two, as far as the global batch can be
+    shared. `sharding` is FSDP2 unless it is given. `options` are those of `Sketch`.
+    """
+    require_whole("global_batch", global_batch, least=1)
+    limit = device.usable_bytes
+    if limit is None:
+        raise ValueError(f"the memory of {device.name} is not known: name a GPU, as h100")
+    candidates = [*_shardings(sharding or Sharding("fsdp2"), global_batch, most=most)]
+    if not candidates:
+        raise ValueError(
+            f"a global batch of {global_batch} can't be shared by the ranks of this mesh: use a "
+            "multiple of them"
+        )
+    search = _Search(workload, device, limit, global_batch, tell, options)
+    low, high = 0, len(candidates)
+    while low < high:
+        middle = (low + high) // 2
+        if search.attempt(candidates[middle]).fits:
+            high = middle
+        else:
+            low = middle + 1
+    for one in candidates[high : high + MORE_ROWS + 1]:
+        search.attempt(one)
+    attempts = sorted(search.attempts.values(), key=lambda one: one.num_gpus)
+    return FewestGpus(search.name, device.name, global_batch, tuple(attempts), options)
+
+
+def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[Sharding]:
+    """Yield shardings whose first dimension grows, each with samples for every data rank."""
+    first, *_ = template.mesh
+    size = 1
+    while True:
+        grown = replace(template, ranks=1, mesh={**template.mesh, first: size})
+        if grown.ranks > most or grown.data_ranks > global_batch:
+            return
+        if global_batch % grown.data_ranks == 0:
+            yield grown
+        size *= 2
+
+
+class _Search:
+    """Attempts by number of GPUs, each made once."""
+
+    def __init__(
+        self,
+        workload: Workload | str,
+        device: DeviceProfile,
+        limit_bytes: int,
+        global_batch: int,
+        tell: Callable[[str], None],
+        options: Mapping[str, Any],
+    ) -> None:
+        self.workload = workload
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.global_batch = global_batch
+        self.tell = tell
+        self.options = options
+        self.attempts: dict[int, GpuCount] = {}
+        self.name = workload if isinstance(workload, str) else workload.name
+        # Changes that the model does not take, such as chunks of a loss without an output layer.
+        self.not_for_it: set[str] = set()
+
+    def attempt(self, sharding: Sharding) -> GpuCount:
+        """Return the cheapest change that fits on so many GPUs, or the least peak."""
+        if sharding.ranks not in self.attempts:
+            found: list[GpuCount] = []
+            for change in CHANGES:
+                found += self._with(sharding, change)
+                if found and found[-1].fits:
+                    break
+            least = min(found, key=lambda one: one.peak_bytes)
+            self.attempts[sharding.ranks] = found[-1] if found[-1].fits else least
+        return self.attempts[sharding.ranks]
+
+    def _with(self, sharding: Sharding, change: FittingChange) -> Sequence[GpuCount]:
+        """Return the attempt with a change; none if the change does nothing here."""
+        own = self.global_batch // sharding.data_ranks
+        microbatch = 1 if change.smallest_microbatch else own
+        steps = own // microbatch
+        is_idle = change.smallest_microbatch and own == 1
+        if is_idle or (change.syncs_each and not sharding.is_shared):
+            return ()
+        if change.chunked_loss and "chunked loss" in self.not_for_it:
+            return ()
+        self.tell(f"{sharding.ranks} GPUs, {change.name}")
+        shared = replace(sharding, ranks=1, sync_each_microbatch=change.syncs_each)
+
+        def apply(module: nn.Module) -> None:
+            if change.recompute:
+                primitives.recompute_blocks(module, blocks=[*sketch.blocks(module)])
+            if change.chunked_loss:
+                primitives.apply_chunked_loss(module)
+
+        with Sketch(self.workload, kernels="cuda", sharding=shared, **self.options) as sketch:
+            self.name = sketch.case.workload.name
+            try:
+                step = sketch.step(microbatch, accumulated=steps > 1, change=apply)
+            except UnsuitableHead:
+                self.not_for_it.add("chunked loss")
+                return ()
+        peak = step.peak_bytes
+        if step.trace is not None:
+            workspace = workspace_of(self.device.name)
+            memory = cuda_memory(step.trace, workspace_bytes=workspace)
+            peak = max(peak, memory.reserved_bytes) + CONTEXT_BYTES
+        return (GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes),)
