@@ -348,7 +348,7 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help=f"{', '.join(OPTIMIZERS)}, or bytes per parameter. [default: own, or adamw]",
+    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter; default: own or adamw.",
 )
 @click.option(
     "--peak",
