@@ -4,6 +4,7 @@ python -m pytest tests/gates/test_recompute.py
 """
 
 import functools
+import itertools
 import random
 
 import numpy
@@ -372,3 +373,34 @@ def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_judged():
     verdict = recompute.offload_parity(Case(workload, blocks="layers.*"))
     assert verdict.passed is None
     assert "saved outside of them too" in verdict.hint
+
+
+class UnevenUnderAutocast(nn.Module):
+    """Blocks whose results under autocast differ each time, as of a kernel that reads too far."""
+
+    calls = itertools.count()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            x = x + next(self.calls)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
+    workload = Workload(
+        "uneven",
+        UnevenUnderAutocast,
+        lambda size: torch.randn(size, 16),
+        lambda module, batch: module(batch).square().sum(),
+    )
+    verdict = CHECKS["recompute/parity-full"](Case(workload))
+    assert verdict.passed, verdict
+    assert "without autocast: the plain model does not repeat itself" in verdict.measured
