@@ -43,6 +43,8 @@ GROUP_COLOURS = {
     "gradients": "#44BB99",
     "activations": "#EE8866",
     "temporaries": "#EEDD88",
+    "gathered parameters": "#CCBB99",
+    "collective buffers": "#88CCEE",
     "allocator": "#FFAABB",
 }
 OWNER_COLOURS = {
