@@ -20,6 +20,7 @@ from curry_train.workloads.workload import (
     IndivisibleBatch,
     WorkloadError,
     batch_size,
+    default_workload,
     map_tensors,
     take,
 )
@@ -275,3 +276,20 @@ def test_complex_parameters_stay_complex(dtype):
     module = Case(workload, dtype=dtype).build()
     assert module.weight.dtype is torch.complex64
     assert module.scale.dtype is dtype
+
+
+def test_positions_that_all_samples_share_stay_whole_in_batches_of_their_length():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, positions):
+            return self.layer(x) + positions.sin()
+
+    batch = {"x": torch.randn(2, 8, 4), "positions": torch.zeros(8, 1)}
+    case = Case(default_workload("adds", Adds, (Adds(), batch)), batch_size=8)
+    parts = case.split(case.batch(), [2, 6])
+    assert [(len(part["x"]), len(part["positions"])) for part in parts] == [(2, 8), (6, 8)]
+    last = case.take(case.batch(), [7, 0])
+    assert (len(last["x"]), len(last["positions"])) == (2, 8)

@@ -34,7 +34,7 @@ from ..core.parity import (
 )
 from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
-from ..workloads.workload import Case, IndivisibleBatch, batch_size, take
+from ..workloads.workload import Case, IndivisibleBatch, batch_size
 from .verdict import Implementation, Verdict, as_ours, not_applicable
 
 NUM_STEPS = 3
@@ -295,7 +295,7 @@ def microbatch(case: Case, index: int) -> Any:
     if index % 2 == 0 or not case.workload.is_divisible:
         return batch
     try:
-        return take(batch, list(range(batch_size(batch)))[::-1])
+        return case.take(batch, list(range(batch_size(batch)))[::-1])
     except IndivisibleBatch:
         return batch
 

@@ -3,10 +3,13 @@
 A `Case` is one workload on a device, with the seed that makes it repeatable. `load_workload` finds
 the built-in workloads, and makes one from a user's own model.
 
+Why so long: what a factory may return, and the batches and losses that follow, rest on each other.
+
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
 import copy
+import functools
 import inspect
 import math
 import random
@@ -63,6 +66,10 @@ def map_tensors(
     return batch
 
 
+# Samples of two batches that are compared to find tensors that all samples share.
+SIZES_TO_COMPARE = (2, 3)
+
+
 def batch_size(batch: Any) -> int:
     """Return the number of samples: the leading dimension of the first tensor that has one.
 
@@ -89,13 +96,18 @@ def batch_size(batch: Any) -> int:
     return sizes[0] if sizes else 1
 
 
-def take(batch: Any, rows: slice | list[int]) -> Any:
-    """Select samples from a batch; tensors with another leading dimension are shared."""
+def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) -> Any:
+    """Select samples from a batch; tensors with another leading dimension are shared.
+
+    `shared` says for each tensor whether it is shared in a batch of any size: its leading dimension
+    may be the number of samples by chance.
+    """
     size = batch_size(batch)
     chosen = list(range(size))[rows] if isinstance(rows, slice) else rows
+    known = iter(shared)
 
     def select(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.size(0) != size:
+        if next(known, False) or not tensor.dim() or tensor.size(0) != size:
             return tensor
         if tensor.is_nested:
             return _nested([tensor.unbind()[row] for row in chosen], tensor.layout)
@@ -285,9 +297,40 @@ class Case:
             )
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [
-            take(batch, slice(start, start + size))
+            self.take(batch, slice(start, start + size))
             for start, size in zip(starts, sizes, strict=True)
         ]
+
+    def take(self, batch: Batch, rows: slice | list[int]) -> Batch:
+        """Select samples from a batch of this workload."""
+        return take(batch, rows, shared=shared_tensors(self.workload.batch))
+
+
+@functools.lru_cache(maxsize=64)
+def shared_tensors(make: Callable[[int], Batch]) -> tuple[bool, ...]:
+    """Return for each tensor of a batch whether it is as long in a batch of another size.
+
+    Positions of tokens are, which all samples share. Empty where batches have one size.
+    """
+    try:
+        with seeded(0):
+            lengths = [_lengths(make(size)) for size in SIZES_TO_COMPARE]
+    except (RuntimeError, TypeError, ValueError, IndexError):
+        return ()
+    if len({len(found) for found in lengths}) > 1:
+        return ()
+    return tuple(first == second for first, second in zip(*lengths, strict=True))
+
+
+def _lengths(batch: Batch) -> list[int]:
+    """Return the leading dimension of each tensor, 0 for a scalar."""
+    found: list[int] = []
+
+    def note(tensor: Tensor) -> None:
+        found.append(tensor.size(0) if tensor.dim() else 0)
+
+    map_tensors(batch, note)
+    return found
 
 
 # Batches and losses for modules, `(module, batch)` pairs and Hugging Face models.
