@@ -341,3 +341,26 @@ def test_regions_are_judged_alone_where_torchs_sac_fails_an_assertion():
     verdict = sac.regions(Case(workload, batch_size=8))
     assert verdict.passed, verdict
     assert "torch's SAC raises AssertionError here" in verdict.measured
+
+
+class UsesALayerOfABlock(nn.Module):
+    """Blocks, of which the model calls a layer of the first once more, as for a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x + self.blocks[0][2](self.blocks[0][0](x))
+
+
+def test_products_of_a_blocks_layer_outside_of_the_block_are_not_recomputed():
+    case = Case(
+        default_workload("uses", UsesALayerOfABlock, (UsesALayerOfABlock(), torch.randn(4, 16)))
+    )
+    verdict = CHECKS["sac/products"](case)
+    assert verdict.passed, verdict

@@ -486,6 +486,12 @@ class RunningLayers:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def called(self) -> str:
+        """The current layer if it was called itself, and not only a module inside of it."""
+        own = any(self._own.get(id(module)) == self.current for module, _ in self._callers)
+        return self.current if own else REST_LAYER
+
     def entered(self, layer: str, inputs: Any) -> None:
         """Called when a layer starts to run."""
 

@@ -362,7 +362,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with FlopCount() as counted:
             out = func(*args, **(kwargs or {}))
-        block = self.running.current
+        block = self.running.called
         if func in sac.MATMULS and block != REST_LAYER:
             self.flops[block, self.running.calls[block]].append(counted.flops)
         elif func not in sac.ATTENTION_OPERATIONS and block != REST_LAYER:
