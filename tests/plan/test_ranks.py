@@ -15,6 +15,7 @@ from curry_train.gates.fixtures import run_on_ranks
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
+from curry_train.plan.planner import Infeasible, plan
 from curry_train.plan.profiler import (
     COLLECTIVES_GROUP,
     GATHERED_GROUP,
@@ -22,6 +23,7 @@ from curry_train.plan.profiler import (
     PARAMETERS_GROUP,
 )
 from curry_train.plan.rank_step import one_rank
+from curry_train.workloads.workload import default_workload
 from ranks import predict, small
 
 # One of each way at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
@@ -129,3 +131,30 @@ def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
     apart = cuda_memory(trace)
     assert together.rounded_bytes == apart.rounded_bytes
     assert together.reserved_bytes < apart.reserved_bytes
+
+
+class Shared(nn.Module):
+    """Blocks that share a layer, which FSDP2 refuses to divide twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), self.shared)
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_fsdp2_refuses_is_one_line_and_no_way_out_of_a_plan_that_does_not_fit():
+    workload = default_workload("shared", Shared, (Shared(), torch.randn(4, 16)))
+    refused_by_torch = pytest.raises(ValueError, match=r"fsdp2 refuses Shared: .*share none")
+    with refused_by_torch, Sketch(workload, sharding=Sharding("fsdp2", 2)) as sketch:
+        sketch.step(2)
+    with pytest.raises(Infeasible, match="nothing fits") as refused:
+        plan(workload, 1000, device="cpu")
+    assert "FSDP2" not in str(refused.value)

@@ -193,6 +193,16 @@ class Sharding:
         self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Any
     ) -> nn.Module:
         """Apply FSDP2 to each block and then to the whole module."""
+        try:
+            return self._with_fsdp(module, blocks, mesh)
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(
+                f"{self.kind} refuses {type(module).__name__}: {lines[0]}; where blocks share a "
+                "module, name blocks that share none"
+            ) from error
+
+    def _with_fsdp(self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Any) -> nn.Module:
         # Imported here because a plan of one rank needs no sharding.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
