@@ -11,6 +11,7 @@ to run once more. Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,7 @@ def main() -> None:
         cores.put(number)
     with ThreadPoolExecutor(options.workers, initializer=_use_one_core, initargs=(cores,)) as pool:
         for row in pool.map(run_model, [ZOO[name] for name in wanted]):
-            recorded[row["model"]] = row
+            recorded[row["model"]] = without_folders(row)
             print(line_of(row), flush=True)
             if options.json:
                 rows = [recorded[name] for name in ZOO if name in recorded]
@@ -72,6 +73,13 @@ def main() -> None:
                 facts = provenance(torch.device("cpu"))
                 write_json(options.json, facts | {"summary": summary, "models": rows})
     print(text_of(summary_of(recorded.values())))
+
+
+def without_folders(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row whose files are named from the library's or the project's folder on."""
+    text = re.sub(r"/[^\s\"]*/site-packages/", "", json.dumps(row)).replace(f"{ROOT}/", "")
+    named: dict[str, Any] = json.loads(text)
+    return named
 
 
 def _use_one_core(numbers: "SimpleQueue[int]") -> None:

@@ -61,6 +61,18 @@ def test_no_gate_fails_on_a_model_of_another_library(name):
     assert any(verdict.passed for verdict in verdicts.values())
 
 
+def test_a_record_names_files_without_the_folders_of_a_machine():
+    cause = "in the forward of Net, /opt/site-packages/net/net.py:5 needs values"
+    own = f"in the forward of Own, {zoo.ROOT}/benchmarks/zoo_science.py:7 needs values"
+    found = zoo.without_folders({"not_applicable": {cause: 1, own: 2}})
+    assert found == {
+        "not_applicable": {
+            "in the forward of Net, net/net.py:5 needs values": 1,
+            "in the forward of Own, benchmarks/zoo_science.py:7 needs values": 2,
+        }
+    }
+
+
 def row(**changed):
     plan = {
         "plain_bytes": 2048,
