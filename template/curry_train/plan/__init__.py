@@ -12,6 +12,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "profile_of",
         ),
         "estimate": ("Sketch",),
+        # Writes the snapshots whose owners the module names.
+        "owners": ("memory_record",),
         "parallel": ("Sharding",),
         "planner": (
             "Infeasible",
@@ -26,7 +28,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "ProfileReport",
             "SelectiveCheckpointer",
             "Timeline",
-            "memory_record",
         ),
         "saved": (
             "Plan",

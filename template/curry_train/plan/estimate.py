@@ -469,14 +469,15 @@ class Sketch:
     def __enter__(self) -> "Sketch":
         try:
             with self._stack as stack:
-                self.case = PretendedCase(self._load(), **self._options)
                 mode = None
                 if self.sharding.is_shared:
-                    self.sharding.check_way(self.case.workload.parallelize)
                     mesh = one_rank(self.sharding.mesh, rank=self.sharding.rank)
                     self._mesh = stack.enter_context(mesh)
                     mode = RankKernels(kernels=self.kernels)
                 stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=self._values))
+                self.case = PretendedCase(self._load(), **self._options)
+                if self.sharding.is_shared:
+                    self.sharding.check_way(self.case.workload.parallelize)
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
                     self._optimizer_steps = OptimizerSteps(self._values)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from ..core.memory_recorder import memory_record as memory_record
 from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
 from .cuda_step import (
     BACKWARD_TEMPORARIES,

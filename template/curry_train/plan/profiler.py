@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, tensors_in
-from ..core.memory_recorder import memory_record as memory_record
 from ..core.wording import require_whole
 from ..primitives.strategies import CheckpointConfig, apply_config, choose_largest
 from ..workloads.workload import call, map_tensors

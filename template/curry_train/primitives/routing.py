@@ -29,7 +29,15 @@ from . import checkpointed, recompute, sac
 
 # Functions that choose: their outputs are indices, alone or beside the values at them.
 CHOOSING_NAMES = (
-    *("topk", "argmax", "argmin", "sort", "argsort", "max", "min", "kthvalue", "multinomial"),
+    "topk",
+    "argmax",
+    "argmin",
+    "sort",
+    "argsort",
+    "max",
+    "min",
+    "kthvalue",
+    "multinomial",
     "bucketize",
 )
 CHOOSING_FUNCTIONS = frozenset(

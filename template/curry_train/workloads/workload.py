@@ -67,7 +67,7 @@ def map_tensors(
 
 
 # Samples of two batches that are compared to find tensors that all samples share.
-SIZES_TO_COMPARE = (2, 3)
+SIZES_TO_COMPARE = (2, 4)
 
 
 def batch_size(batch: Any) -> int:
@@ -319,7 +319,8 @@ def shared_tensors(make: Callable[[int], Batch]) -> tuple[bool, ...]:
         return ()
     if len({len(found) for found in lengths}) > 1:
         return ()
-    return tuple(first == second for first, second in zip(*lengths, strict=True))
+    shared = tuple(first == second for first, second in zip(*lengths, strict=True))
+    return () if all(shared) else shared
 
 
 def _lengths(batch: Batch) -> list[int]:
