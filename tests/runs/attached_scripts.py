@@ -11,6 +11,7 @@ import os
 import runpy
 import signal
 import sys
+import warnings
 from collections.abc import Iterable
 
 PLAIN = """
@@ -122,6 +123,8 @@ def kill_at(step: int) -> None:
 
 
 if __name__ == "__main__":
+    # The tests keep each worker to one core, and torch warns of more loaders than cores.
+    warnings.filterwarnings("ignore", "This DataLoader will create")
     kill_at(int(sys.argv[1]))
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")

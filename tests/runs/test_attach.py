@@ -37,8 +37,6 @@ def start(folder, script, *words, at=0, python=sys.executable):
         *map(str, words),
     ]
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    # The tests keep to one core, of which torch warns.
-    environment["PYTHONWARNINGS"] = "ignore:This DataLoader will create"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
 
