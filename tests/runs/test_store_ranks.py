@@ -290,7 +290,10 @@ def dying_rank(folder, number):
 def test_a_dying_rank_leaves_committed_checkpoints(tmp_path):
     with pytest.raises(RuntimeError, match="2 ranks failed"):
         run_on_ranks(f"{__file__}:dying_rank", folder=str(tmp_path), number=3, timeout=60)
-    with Store(tmp_path) as store:
+    store = Store(tmp_path)
+    # The rank that was killed with the other one may take a moment to end.
+    store.open(wait_seconds=30)
+    with store:
         assert [saved.step for saved in store.committed("rollback")] == [1]
         store.verify("latest")
         assert list((tmp_path / "rollback").glob(".*")) == []
