@@ -249,7 +249,7 @@ def assert_close(measured: Sequence[float], required: Sequence[float], within: f
         assert close, f"value {place} is {one!r}, and {other!r} is required"
 
 
-# What happens to a script when it prints a line
+# Actions at a line that a script prints
 
 
 def kill() -> None:
@@ -328,6 +328,7 @@ def _become(folder: Path, place: Path, body: Callable[[], Any]) -> NoReturn:
             file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
             os.dup2(file, number)
         sys.stdin = io.StringIO()
+        # They stay open until the fork ends.
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         os.chdir(folder)

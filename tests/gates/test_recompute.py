@@ -320,6 +320,11 @@ def test_gate_catches(saboteur):
     saboteur.check()
 
 
+def squares(kind, batch=lambda size: torch.randn(size, 16)):
+    """Return a workload with the sum of the squares of a model's outputs as its loss."""
+    return Workload(kind.__name__, kind, batch, lambda module, x: module(x).square().sum())
+
+
 class MaskedBlocks(nn.Module):
     """Blocks that share a mask, which the first forward makes and keeps."""
 
@@ -339,12 +344,7 @@ class MaskedBlocks(nn.Module):
 
 
 def test_the_profiler_holds_for_a_model_that_keeps_a_mask_of_its_first_step():
-    workload = Workload(
-        "masked",
-        MaskedBlocks,
-        lambda size: torch.randn(size, 16),
-        lambda module, batch: module(batch).square().sum(),
-    )
+    workload = squares(MaskedBlocks)
     case = Case(workload)
     verdict = recompute.profiler(case)
     assert verdict.passed, verdict
@@ -364,12 +364,7 @@ class SavedOutside(nn.Module):
 
 
 def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_judged():
-    workload = Workload(
-        "saved outside",
-        SavedOutside,
-        lambda size: torch.randn(40, 32),
-        lambda module, batch: module(batch).square().sum(),
-    )
+    workload = squares(SavedOutside, lambda size: torch.randn(40, 32))
     verdict = recompute.offload_parity(Case(workload, blocks="layers.*"))
     assert verdict.passed is None
     assert "saved outside of them too" in verdict.hint
@@ -395,12 +390,7 @@ class UnevenUnderAutocast(nn.Module):
 
 
 def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
-    workload = Workload(
-        "uneven",
-        UnevenUnderAutocast,
-        lambda size: torch.randn(size, 16),
-        lambda module, batch: module(batch).square().sum(),
-    )
+    workload = squares(UnevenUnderAutocast)
     verdict = CHECKS["recompute/parity-full"](Case(workload))
     assert verdict.passed, verdict
     assert "without autocast: the plain model does not repeat itself" in verdict.measured

@@ -249,7 +249,7 @@ def _plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord]
     course = TrainingCourse(autocast=case.dtype is torch.float32, num_steps=num_steps)
     course, (reference, activity, _) = _possible(case, course)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
-    # What does not repeat itself shows it in the first step, or in the first one under autocast.
+    # A model that does not repeat itself differs in the first step, or in the first under autocast.
     num_repeated = min(num_steps, AUTOCAST_STEPS[0] + 1) if course.autocast else 1
     again, _, _ = _train(case, _nothing, replace(course, num_steps=num_repeated))
     step, found = _first_difference(reference[:num_repeated], again, 0.0)

@@ -452,7 +452,7 @@ class Sketch:
         self.why_real: str | None = None
         self.draws = EveryLayerRuns()
         self._stack = contextlib.ExitStack()
-        # What the optimizer reads while it steps on tensors without values.
+        # Answers to the optimizer's reads while it steps on tensors without values.
         self._values = ValuesInSteps()
         # None where the second step differs from the first one.
         self._optimizer_steps: OptimizerSteps | None = None
@@ -652,7 +652,7 @@ class Sketch:
             units = self._units(module)
             if change is not None:
                 change(module)
-                # What a change has put in the place of a block.
+                # The modules that a change has put in the place of blocks.
                 blocks.update({name: module.get_submodule(name) for name in blocks})
             own = self.case.workload.parallelize
             with record:
