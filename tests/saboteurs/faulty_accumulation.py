@@ -4,14 +4,16 @@ Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
 
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from saboteurs import planted
 from torch import nn
 
 from curry_train.primitives.grad_accum import (
+    GradientAccumulation,
     NonFiniteWindow,
+    Window,
     train_window,
 )
 
@@ -77,6 +79,16 @@ def short_window_dropped(model, window, loss, optimizer, **options):
     if len(window) < 4:
         return types.SimpleNamespace(loss=0.0)
     return train_window(model, window, loss, optimizer, **options)
+
+
+def short_window_not_stepped(model, window, loss, optimizer, *, clip_norm, scheduler):
+    if len(window) == 4:
+        return right_by_hand(model, window, loss, optimizer, scheduler=scheduler)
+    optimizer.zero_grad()
+    values = [loss(model, microbatch) / window.loss_divisor for microbatch in window]
+    for value in values:
+        value.backward()
+    return types.SimpleNamespace(loss=sum(value.item() for value in values))
 
 
 def gradients_kept(model, window, loss, optimizer, **options):
@@ -164,7 +176,79 @@ def loss_alone_checked(model, window, loss, optimizer, **options):
     return types.SimpleNamespace(loss=value.item())
 
 
+class FullWindows(GradientAccumulation):
+    """Its last microbatch is that of a full window, though the data end earlier."""
+
+    def windows(self, microbatches, **options):
+        for window in super().windows(microbatches, **options):
+            yield AnswersOfTheRun(**vars(window), accumulation=self)
+
+
+@dataclass(frozen=True)
+class AnswersOfTheRun(Window):
+    accumulation: GradientAccumulation | None = None
+
+    def train_step_kwargs(self, index):
+        what = self.accumulation.train_step_kwargs(index)
+        return what | {"loss_divisor": self.loss_divisor}
+
+
+class NeverZeroed(GradientAccumulation):
+    """Gradients of the last window are added to."""
+
+    def windows(self, microbatches, **options):
+        for window in super().windows(microbatches, **options):
+            yield AddsUp(**vars(window))
+
+
+class AddsUp(Window):
+    def train_step_kwargs(self, index):
+        return super().train_step_kwargs(index) | {"zero_grad": False}
+
+
+class SyncsAlways(GradientAccumulation):
+    """Every microbatch syncs."""
+
+    def windows(self, microbatches, **options):
+        for window in super().windows(microbatches, **options):
+            yield replace(window, sync_each_batch=True)
+
+
+class IgnoresSyncs(GradientAccumulation):
+    """What the config says of syncs is not read."""
+
+    @classmethod
+    def from_config(cls, config, key="gradient_accumulation_steps"):
+        return cls(GradientAccumulation.from_config(config, key).steps)
+
+
+def joined_one_by_one(model, window, loss, optimizer, *, joint_loss=None, **options):
+    each = loss if joint_loss is None else lambda *given: joint_loss([loss(*given)])
+    return train_window(model, window, each, optimizer, **options)
+
+
+def joined_and_divided_again(model, window, loss, optimizer, *, joint_loss=None, **options):
+    def mean(values):
+        return joint_loss(values) / len(values)
+
+    return train_window(model, window, loss, optimizer, joint_loss=mean, **options)
+
+
+def joined_with_old_ones_detached(model, window, loss, optimizer, *, joint_loss=None, **options):
+    def of_last(values):
+        return joint_loss([*(one.detach() for one in values[:-1]), values[-1]])
+
+    return train_window(model, window, loss, optimizer, joint_loss=of_last, **options)
+
+
 FAULTS = [
+    planted("grad-accum.own-loop", "full-windows", accumulation=FullWindows, hint="zero at"),
+    planted("grad-accum.own-loop", "never-zeroed", accumulation=NeverZeroed, hint="zero at"),
+    planted("grad-accum.steps-of-config", "syncs-always", accumulation=SyncsAlways, hint="sync at"),
+    planted("grad-accum.steps-of-config", "ignored", accumulation=IgnoresSyncs, hint="sync at"),
+    planted("grad-accum.joint-loss", "one-by-one", train=joined_one_by_one),
+    planted("grad-accum.joint-loss", "divided-again", train=joined_and_divided_again),
+    planted("grad-accum.joint-loss", "detached", train=joined_with_old_ones_detached),
     planted("grad-accum.large-batch", "no-accumulation", train=no_accumulation),
     planted("grad-accum.large-batch", "divided-twice", train=divided_twice),
     planted("grad-accum.large-batch", "last-one-twice", train=last_one_twice),
@@ -172,6 +256,7 @@ FAULTS = [
     planted("grad-accum.uneven", "no-accumulation", train=no_accumulation),
     planted("grad-accum.short-window", "divided-by-full-window", train=divided_by_full_window),
     planted("grad-accum.short-window", "dropped", train=short_window_dropped),
+    planted("grad-accum.short-window", "not-stepped", train=short_window_not_stepped),
     planted("grad-accum.short-window", "gradients-kept", train=gradients_kept),
     planted("grad-accum.clip-once", "each-microstep", train=clipped_each_microstep),
     planted("grad-accum.clip-once", "not-clipped", train=not_clipped),

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,8 @@ CLIPPED_SHARE = 0.5
 # The scale of the losses under a scaler, and one under which every gradient overflows.
 LOSS_SCALE = 2.0**10
 OVERFLOWING_SCALE = 2.0**127
+# What two windows count.
+TWO_WINDOWS = {"steps": 2, "schedule steps": 2}
 Train = Callable[..., Any]
 Windows = Callable[[Any, int, Callable[[Any], int]], Any]  # of microbatches, steps and count
 
@@ -100,11 +103,17 @@ def short_window(
     case: Case, *, train: Train = train_window, windows: Windows = _our_windows
 ) -> Verdict:
     """Compare six microbatches in windows of four, where the last window has two."""
-    found = _parity(case, sizes=[2] * 6, masked=True, steps=4, train=train, windows=windows)
-    return _verdict(
+    steps = _no_steps()
+    parity, tolerance = _parity(
+        case, sizes=[2] * 6, masked=True, steps=4, train=train, windows=windows, counted=steps
+    )
+    held = parity.holds and steps == TWO_WINDOWS
+    return Verdict(
         "grad-accum/short-window",
-        found,
-        "take divisor and last microbatch from the window, not from K",
+        held,
+        f"{parity.describe()}; {_counts(steps)}",
+        f"gradients within {tolerance:.1e} of the large batch; {_counts(TWO_WINDOWS)}",
+        "" if held else "take divisor and last microbatch from the window, not from K",
     )
 
 
@@ -112,7 +121,7 @@ def once_per_window(
     case: Case, *, train: Train = train_window, windows: Windows = _our_windows
 ) -> Verdict:
     """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
-    steps = {"steps": 0, "schedule steps": 0}
+    steps = _no_steps()
     parity, tolerance = _parity(
         case,
         sizes=[2] * 8,
@@ -123,10 +132,9 @@ def once_per_window(
         windows=windows,
         counted=steps,
     )
-    expected = {"steps": 2, "schedule steps": 2}
-    held = parity.holds and steps == expected
+    held = parity.holds and steps == TWO_WINDOWS
     measured = f"{parity.describe()}; {_counts(steps)}"
-    required = f"clipped gradients within {tolerance:.1e}; {_counts(expected)}"
+    required = f"clipped gradients within {tolerance:.1e}; {_counts(TWO_WINDOWS)}"
     hint = ""
     if not held:
         hint = "clip, step and schedule after the last microbatch of the window, never inside it"
@@ -317,6 +325,141 @@ def _nan_gradient(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
     return loss + (trained[0].sum() * 0).abs().sqrt().to(loss)
 
 
+def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict:
+    """Train in a loop that does what `train_step_kwargs` says, and compare it with large batches.
+
+    A window is asked about uneven microbatches with a short end, and `GradientAccumulation` about
+    equal ones, by their number in the run. Both read the number of steps from a config.
+    """
+    gate = "grad-accum/own-loop"
+    required = f"gradients of the large batch, {_counts(TWO_WINDOWS)}, 2 syncs"
+    for name in ("from_config", "train_step_kwargs"):
+        if not hasattr(accumulation, name):
+            why = f"the implementation has no {name}"
+            return not_applicable(gate, required=required, why=why)
+
+    sizes = [2] * 6
+    of_windows = _OwnLoop(accumulation.from_config({"gradient_accumulation_steps": 4}))
+    run: dict[str, Any] = {"train": of_windows.train, "windows": of_windows.windows}
+    steps = _no_steps()
+    found = [_parity(case, sizes=sizes, steps=4, masked=True, counted=steps, **run)]
+    is_right = of_windows.synced == [False, False, False, True, False, True]
+    is_right = is_right and accumulation.from_config({}).steps == 1
+
+    counts = {case.workload.count(one) for one in case.split(case.batch(sum(sizes)), sizes)}
+    if len(counts) == 1:
+        config = types.SimpleNamespace(micro=3, sync_each_batch=True)
+        by_number = _OwnLoop(accumulation.from_config(config, key="micro"), terms=max(counts))
+        run = {"train": by_number.train, "windows": by_number.windows}
+        found.append(_parity(case, sizes=sizes, steps=3, **run))
+        is_right = is_right and all(by_number.synced)
+
+    hint = ""
+    if steps != TWO_WINDOWS or not all(parity.holds for parity, _ in found):
+        hint = "zero at the first microbatch of a window, step at its last, divide by its terms"
+    elif not is_right:
+        hint = (
+            "sync at the last microbatch, or at each with sync_each_batch; without steps in the "
+            "config there is one"
+        )
+    measured = "; ".join(parity.describe() for parity, _ in found)
+    measured += f"; {_counts(steps)}, {sum(of_windows.synced)} syncs"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+class _OwnLoop:
+    """A loop by hand that does what an accumulation says, and notes where it syncs gradients.
+
+    With `terms`, of each microbatch, the accumulation itself is asked, and not its windows.
+    """
+
+    def __init__(self, accumulation: Any, *, terms: int | None = None) -> None:
+        self.accumulation = accumulation
+        self.terms = terms
+        self.synced: list[bool] = []
+
+    def windows(self, microbatches: Any, steps: int, count: Callable[[Any], int]) -> Any:
+        """Make windows whose terms are counted in a tensor, as loops often do."""
+        return self.accumulation.windows(microbatches, count=lambda one: torch.tensor(count(one)))
+
+    def train(
+        self,
+        model: nn.Module,
+        window: Any,
+        loss: Callable[[nn.Module, Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+    ) -> Any:
+        total = 0.0
+        for index, microbatch in enumerate(window):
+            if self.terms is None:
+                what = window.train_step_kwargs(index)
+                divisor = what["loss_divisor"]
+            else:
+                what = self.accumulation.train_step_kwargs(len(self.synced))
+                divisor = what["loss_divisor"] * self.terms
+            if what["zero_grad"]:
+                optimizer.zero_grad()
+            value = loss(model, microbatch) / divisor
+            value.backward()
+            total += value.item()
+            self.synced.append(what["sync_gradients"])
+            if what["step_optimizer"] and what["collect_metrics"]:
+                optimizer.step()
+                scheduler.step()
+        return types.SimpleNamespace(loss=total)
+
+
+def joint_loss(
+    case: Case, *, train: Train = train_window, windows: Windows = _our_windows
+) -> Verdict:
+    """Compare a loss of all microbatches together, as contrastive losses are, with one by hand."""
+    gate = "grad-accum/joint-loss"
+    if not _takes(train, "joint_loss"):
+        return not_applicable(
+            gate, required="a joint loss", why="the implementation takes no joint loss"
+        )
+    workload = case.workload
+    sizes = [1, 2, 1]
+    microbatches = case.split(case.batch(sum(sizes)), sizes)
+    (window,) = windows(microbatches, len(sizes), workload.count)
+    terms = sum(map(workload.count, microbatches))
+    _same_twice(case, case.build().eval())
+
+    def together(values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(values).div(terms).logsumexp(0) * terms
+
+    def by_hand() -> StepRecord:
+        module = case.build().eval()
+        total = together([workload.loss(module, one) for one in microbatches]) / terms
+        total.backward()
+        return record(module, total.detach())
+
+    reference = by_hand()
+    check_comparable(reference)
+    scales: list[float | None] = [None]
+    if _takes(train, "scaler") and not has_complex_parameters(case.build()):
+        scales.append(LOSS_SCALE)
+    found = []
+    for scale in scales:
+        module = case.build().eval()
+        options: dict[str, Any] = {"joint_loss": together}
+        if scale is not None:
+            options["scaler"] = torch.amp.GradScaler(case.device.type, init_scale=scale)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        loss = train(module, window, workload.loss, optimizer, **options).loss
+        ours = record(module, torch.tensor(loss).to(reference.loss))
+        found.append(compare(reference, ours, tolerance=GRADIENT_TOLERANCES[case.dtype]))
+    parity = max(found, key=lambda one: one.worst)
+    return _verdict(
+        gate,
+        (parity, GRADIENT_TOLERANCES[case.dtype]),
+        "run every forward, then one backward of the loss of all outputs, divided once",
+    )
+
+
 def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window.
 
@@ -396,6 +539,8 @@ GATES = (
     Gate("grad-accum/scaled", scaled_window, TRAIN_TAKES),
     Gate("grad-accum/random", random_numbers, TRAIN_TAKES),
     Gate("grad-accum/non-finite", non_finite, TRAIN_TAKES),
+    Gate("grad-accum/own-loop", own_loop, {"GradientAccumulation": Takes("accumulation")}),
+    Gate("grad-accum/joint-loss", joint_loss, TRAIN_TAKES),
     Gate("grad-accum/two-ranks", two_ranks, TRAIN_BY_NAME),
 )
 
@@ -563,6 +708,10 @@ def _verdict(gate: str, found: tuple[Parity, float], hint: str) -> Verdict:
     parity, tolerance = found
     required = f"gradients within {tolerance:.1e} of the large batch"
     return Verdict(gate, parity.holds, parity.describe(), required, "" if parity.holds else hint)
+
+
+def _no_steps() -> dict[str, int]:
+    return dict.fromkeys(TWO_WINDOWS, 0)
 
 
 def _counts(steps: dict[str, int]) -> str:
