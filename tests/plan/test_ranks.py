@@ -158,3 +158,9 @@ def test_what_fsdp2_refuses_is_one_line_and_no_way_out_of_a_plan_that_does_not_f
     with pytest.raises(Infeasible, match="nothing fits") as refused:
         plan(workload, 1000, device="cpu")
     assert "FSDP2" not in str(refused.value)
+
+
+def test_two_ranks_of_one_world_are_predicted_in_one_process():
+    # DTensor caches what belongs to a mesh, and the meshes of the ranks are equal.
+    first, last = (predict("fsdp2+tp", 4, rank) for rank in (0, 3))
+    assert first == last

@@ -363,6 +363,7 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         )
     # Imported here because a plan of one rank needs no process group.
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -374,6 +375,8 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
             yield mesh
     finally:
         dist.destroy_process_group()
+        # DTensor would use the groups of this rank for an equal mesh of another rank.
+        _clear_sharding_prop_cache()
 
 
 @contextlib.contextmanager
