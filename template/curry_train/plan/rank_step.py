@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,11 +83,15 @@ class RankStorages(LiveStorages):
 
         def paused(propagator: Any, schema: Any) -> Any:
             # DTensor runs each operation once on fake tensors of the global shape.
-            with mock.patch.object(self, "_is_paused", True):
+            before = self._is_paused
+            self._is_paused = True
+            try:
                 return propagate(propagator, schema)
+            finally:
+                self._is_paused = before
 
-        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
-        self._patches.enter_context(mock.patch.object(ShardingPropagator, name, paused))
+        self._patches.enter_context(_replaced(torch.UntypedStorage, "resize_", resized))
+        self._patches.enter_context(_replaced(ShardingPropagator, name, paused))
         super().__enter__()
         return self
 
@@ -347,6 +350,21 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Set an attribute of a class or module for a while."""
+    is_inherited = name not in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
     """Make this process one rank of a world, and yield the mesh of it.
 
@@ -394,7 +412,7 @@ def _not_traced() -> Iterator[None]:
             if not name.startswith("torch.distributed"):
                 continue
             if getattr(module, "_are_we_tracing", None) is check:
-                stack.enter_context(mock.patch.object(module, "_are_we_tracing", _never))
+                stack.enter_context(_replaced(module, "_are_we_tracing", _never))
         yield
 
 
@@ -420,7 +438,7 @@ def _ddp_without_talk() -> Iterator[None]:
         make(self, *args, **options | {"init_sync": False})
         self.register_comm_hook(None, _average)
 
-    with mock.patch.object(DistributedDataParallel, "__init__", wrap):
+    with _replaced(DistributedDataParallel, "__init__", wrap):
         yield
 
 
