@@ -215,7 +215,7 @@ class SyncsAlways(GradientAccumulation):
 
 
 class IgnoresSyncs(GradientAccumulation):
-    """What the config says of syncs is not read."""
+    """Reads the steps of a config, and not when to sync."""
 
     @classmethod
     def from_config(cls, config, key="gradient_accumulation_steps"):

@@ -326,7 +326,7 @@ def _nan_gradient(loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 
 def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict:
-    """Train in a loop that does what `train_step_kwargs` says, and compare it with large batches.
+    """Compare a loop that does what `train_step_kwargs` says with large batches.
 
     A window is asked about uneven microbatches with a short end, and `GradientAccumulation` about
     equal ones, by their number in the run. Both read the number of steps from a config.
