@@ -8,28 +8,37 @@
         )
 
 Without `run` nothing is saved, unless `save` does it. `train_window` runs a single step; this
-module does what happens between steps, the same on every rank.
+module does what happens between steps, the same on every rank. `equip` adds to the loop of another
+trainer what this one has:
 
-Proof: `python -m pytest tests/trainer/test_loop.py tests/trainer/test_evaluation.py`.
+    equip(trainer, apply=recompute_blocks, journal="runs/mine", watch=SpikeConfig(), commit=True)
+
+Proof: `python -m pytest tests/trainer/test_loop.py tests/trainer/test_equip.py`.
 """
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from .core.memory_recorder import memory_record
 from .core.rerun import buffers_kept, generators_kept
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from .runs.attach import AttachedRun, Stop
 from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
+from .runs.policy_config import SpikeConfig
 from .runs.ranks import Ranks
 from .runs.state import TrainingState
+from .runs.trainers import add_callback, commit_checkpoints, library_of, record_training
 
 MOST_SKIPPED = 25  # after this many halvings the loss scale is not the cause of the overflow
 
@@ -307,3 +316,150 @@ def mean_loss(
         dist.all_reduce(sums)
     total, terms = sums.tolist()
     return total / terms if terms else float("nan")
+
+
+# Add the same to the loop of another trainer.
+
+
+class Applicable(Protocol):
+    """A plan, which changes a model in place."""
+
+    def apply(self, model: nn.Module) -> Any: ...
+
+
+def equip(
+    trainer: Any,
+    *,
+    apply: Callable[[nn.Module], Any] | Applicable | None = None,
+    journal: str | Path | None = None,
+    watch: SpikeConfig | None = None,
+    commit: bool = False,
+    memory: str | Path | None = None,
+) -> Any:
+    """Add techniques to a Trainer of Hugging Face or Lightning, or to an Accelerator; return it.
+
+    `apply` is a function such as `recompute_blocks`, or a plan. It changes the bare model: that of
+    Hugging Face's Trainer at once, Lightning's after `configure_model`, Accelerate's in `prepare`.
+    `journal` is the folder of the journal and `watch` its detection of spikes, as in
+    `record_training`; `commit` is `commit_checkpoints`. `memory` is the path, without its suffix,
+    of the snapshot that `memory_record` writes when a GPU is full.
+    """
+    library = library_of(trainer, otherwise="for a loop of your own call saving(...) in it")
+    if watch is not None and journal is None:
+        raise ValueError("watch reads the losses of the journal: give journal=FOLDER too")
+    if memory is not None and library == "accelerate":
+        raise ValueError(
+            "an Accelerator does not run the loop: put `with memory_record(...)` around it"
+        )
+    change = apply if apply is None or callable(apply) else apply.apply
+    if change is not None:
+        CHANGE_BY_LIBRARY[library](trainer, change)
+    if commit:
+        commit_checkpoints(trainer)
+    if journal is not None:
+        record_training(trainer, journal, watch=watch)
+    if memory is not None:
+        RECORDING_BY_LIBRARY[library](trainer, Path(memory))
+    return trainer
+
+
+def _apply_to_hugging_face(trainer: Any, change: Callable[[nn.Module], Any]) -> None:
+    if trainer.model_wrapped is not trainer.model:
+        raise ValueError("the model is wrapped already: equip the Trainer before train()")
+    change(trainer.model)
+    make = trainer.model_init
+    if make is not None:
+        # The Trainer counts the parameters of this function, and builds the model again in train.
+        @functools.wraps(make)
+        def make_changed(*args: Any) -> nn.Module:
+            model: nn.Module = make(*args)
+            change(model)
+            return model
+
+        trainer.model_init = make_changed
+
+
+def _apply_to_lightning(trainer: Any, change: Callable[[nn.Module], Any]) -> None:
+    add_callback(trainer, _LightningChange, change)
+
+
+class _LightningChange:
+    """Changes a LightningModule between its `configure_model` and the wrapper of its strategy."""
+
+    def __init__(self, change: Callable[[nn.Module], Any]) -> None:
+        self._change = change
+        self._changed: Any = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if stage == "fit" and module is not self._changed:
+            self._changed = module
+            module.configure_model = functools.partial(self._configure, module)
+
+    def _configure(self, module: Any) -> None:
+        del module.configure_model
+        module.configure_model()
+        if any(isinstance(one, FSDPModule) for one in module.modules()):
+            raise ValueError(
+                "configure_model has shared the model with fully_shard: apply the technique there, "
+                "before fully_shard"
+            )
+        self._change(module)
+
+
+def _apply_to_accelerator(accelerator: Any, change: Callable[[nn.Module], Any]) -> None:
+    if accelerator._models:
+        raise ValueError("the model is prepared already: equip the Accelerator before prepare()")
+    changed: list[nn.Module] = []
+
+    def changing(prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        for one in args:
+            if isinstance(one, nn.Module) and all(one is not known for known in changed):
+                changed.append(one)
+                change(one)
+        return prepare(*args, **options)
+
+    for name in ("prepare", "prepare_model"):
+        setattr(accelerator, name, functools.partial(changing, getattr(accelerator, name)))
+
+
+CHANGE_BY_LIBRARY = {
+    "transformers": _apply_to_hugging_face,
+    "lightning": _apply_to_lightning,
+    "accelerate": _apply_to_accelerator,
+}
+
+
+def _record_hugging_face(trainer: Any, path: Path) -> None:
+    train = trainer.train
+
+    @functools.wraps(train)
+    def recorded(*args: Any, **options: Any) -> Any:
+        with memory_record(path):
+            return train(*args, **options)
+
+    trainer.train = recorded
+
+
+def _record_lightning(trainer: Any, path: Path) -> None:
+    add_callback(trainer, _LightningMemory, path)
+
+
+class _LightningMemory:
+    """Records the memory of `fit`; an error is seen before Lightning frees what it holds."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._recording = contextlib.ExitStack()
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._recording.enter_context(memory_record(self._path))
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        self._recording.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        self._recording.close()
+
+
+RECORDING_BY_LIBRARY = {"transformers": _record_hugging_face, "lightning": _record_lightning}

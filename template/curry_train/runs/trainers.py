@@ -9,6 +9,8 @@ deleted after that. Where the library allows it, the checkpoint itself is writte
 and renamed. `newest_whole` reads every byte, and returns the newest checkpoint that is what was
 saved. `record_training` writes the journal of such a training.
 
+Why so long: commits and journals of the three libraries share how a trainer is recognised.
+
 Proof: `python -m pytest tests/runs/test_trainers.py`.
 """
 
@@ -20,13 +22,14 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .files import LocalFiles
-from .journal import Journal
+from .journal import Journal, JournalReading, journal_path
 from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
@@ -36,7 +39,7 @@ from .layout import (
     parse_manifest,
 )
 from .policy_config import SpikeConfig
-from .ranks import DamagedCheckpoint, Ranks
+from .ranks import DamagedCheckpoint, Ranks, RunError
 from .spike import Spike, SpikeWatchdog
 
 logger = logging.getLogger(__name__)
@@ -277,27 +280,50 @@ def commit_checkpoints(trainer: Any) -> Any:
     Returns what it was given. Deletion by `save_total_limit` and `total_limit` goes on, and follows
     the commit of the newer checkpoint.
     """
-    libraries = {one.__module__.partition(".")[0] for one in type(trainer).__mro__}
-    if "transformers" in libraries:
-        trainer.add_callback(_commit_callback(trainer))
-    elif "accelerate" in libraries:
+    library = library_of(trainer, otherwise="commit its folders with commit_folder")
+    if library == "transformers":
+        if trainer.args.save_on_each_node:
+            raise ValueError("save_on_each_node writes folders that the first rank can't commit")
+        add_callback(trainer, _HuggingFaceCommits)
+    elif library == "accelerate":
         trainer.save_state = _AcceleratorSaves(trainer)
-    elif libraries & {"lightning", "pytorch_lightning"}:
-        trainer.strategy.checkpoint_io = committing_io(trainer.strategy.checkpoint_io)
     else:
-        raise TypeError(
-            f"a {type(trainer).__name__} is no Trainer of transformers or Lightning and no "
-            "Accelerator: commit its folders with commit_folder"
-        )
+        trainer.strategy.checkpoint_io = committing_io(trainer.strategy.checkpoint_io)
     return trainer
 
 
-def _commit_callback(trainer: Any) -> Any:
-    """Return the callback that commits the checkpoints of a Hugging Face Trainer."""
-    if trainer.args.save_on_each_node:
-        raise ValueError("save_on_each_node writes folders that the first rank can't commit")
-    interface = _interface(trainer.callback_handler.callbacks[0], "TrainerCallback")
-    return _with_methods("CommitCallback", interface, _HuggingFaceCommits)()
+LIBRARIES = {
+    "transformers": "transformers",
+    "accelerate": "accelerate",
+    "lightning": "lightning",
+    "pytorch_lightning": "lightning",
+}
+
+
+def library_of(trainer: Any, *, otherwise: str) -> str:
+    """Return which library a trainer is of; `otherwise` ends the error for other objects."""
+    for one in type(trainer).__mro__:
+        library = LIBRARIES.get(one.__module__.partition(".")[0])
+        if library is not None:
+            return library
+    raise TypeError(
+        f"a {type(trainer).__name__} is no Trainer of transformers or Lightning and no "
+        f"Accelerator: {otherwise}"
+    )
+
+
+def add_callback(trainer: Any, methods: type, *args: Any) -> None:
+    """Add a callback with these methods to a Trainer of Hugging Face or Lightning."""
+    name = methods.__name__.lstrip("_")
+    # The library is there, because the trainer is.
+    if library_of(trainer, otherwise="it takes no callbacks") == "transformers":
+        interface = sys.modules["transformers"].TrainerCallback
+        trainer.add_callback(_with_methods(name, interface, methods)(*args))
+    else:
+        is_new = any(one.__module__.startswith("lightning.") for one in type(trainer).__mro__)
+        package = "lightning.pytorch" if is_new else "pytorch_lightning"
+        interface = sys.modules[f"{package}.callbacks"].Callback
+        trainer.callbacks.append(_with_methods(name, interface, methods)(*args))
 
 
 def _interface(instance: Any, name: str) -> type:
@@ -454,31 +480,21 @@ class _LightningCommits:
 def record_training(
     trainer: Any, folder: str | os.PathLike[str], *, watch: SpikeConfig | None = None
 ) -> Any:
-    """Write the journal of a Trainer of Hugging Face or Lightning, and stop at a loss spike.
+    """Write the journal of a Trainer of Hugging Face or Lightning, or of an Accelerator's loop.
 
     The journal has the loss of each step, and of Hugging Face's Trainer the losses that it logs: of
     each step with `logging_steps=1`. `watch` turns the detection of spikes on: a spike is a
     warning, and with the action `rollback` it ends the training, so that the next start may resume
-    from an older checkpoint. Hugging Face logs a NaN only with `logging_nan_inf_filter=False`.
-    Returns what it was given.
+    from an older checkpoint; under Accelerate it ends with a RunError. Hugging Face logs a NaN only
+    with `logging_nan_inf_filter=False`. Returns what it was given.
     """
-    libraries = {one.__module__.partition(".")[0] for one in type(trainer).__mro__}
+    otherwise = "call saving(..., journal=True) in the loop"
+    library = library_of(trainer, otherwise=otherwise)
     record = _Record(Path(folder), watch)
-    if "transformers" in libraries:
-        interface = _interface(trainer.callback_handler.callbacks[0], "TrainerCallback")
-        trainer.add_callback(
-            _with_methods("JournalCallback", interface, _HuggingFaceJournal)(record)
-        )
-    elif libraries & {"lightning", "pytorch_lightning"}:
-        interface = _interface(trainer.callbacks[0], "Callback")
-        trainer.callbacks.append(
-            _with_methods("JournalCallback", interface, _LightningJournal)(record)
-        )
+    if library == "accelerate":
+        _AcceleratorJournal(trainer, record)
     else:
-        raise TypeError(
-            f"a {type(trainer).__name__} is no Trainer of transformers or Lightning: call "
-            "saving(..., journal=True) in the loop"
-        )
+        add_callback(trainer, JOURNALS[library], record)
     return trainer
 
 
@@ -499,6 +515,24 @@ class _Record:
             self._journal.start(facts=facts)
         else:
             self._journal.resume(step, facts=facts)
+
+    @property
+    def has_begun(self) -> bool:
+        return self._journal is not None
+
+    def saved(self, step: int, checkpoint: str) -> None:
+        """Record a checkpoint, by which a resume finds its step."""
+        assert self._journal is not None
+        self._journal.write("save", step=step, checkpoint=checkpoint)
+
+    def step_of(self, checkpoint: str) -> int | None:
+        """Return the step at which this checkpoint was recorded the last time."""
+        found = None
+        if journal_path(self.folder).is_file():
+            for event in JournalReading(self.folder):
+                if event.kind == "save" and event.facts.get("checkpoint") == checkpoint:
+                    found = event.step
+        return found
 
     def step(self, step: int, loss: float, rate: float, norm: float | None) -> Spike | None:
         """Record a step; return the spike if its loss completes one that ends the training."""
@@ -573,6 +607,8 @@ class _LightningJournal:
         if step == self._seen or loss is None:
             return
         self._seen = step
+        if trainer.world_size > 1:
+            loss = trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")
         # Lightning has divided the loss by the number of batches of the step.
         value = float(loss) * trainer.accumulate_grad_batches
         spike = self._record.step(step, value, trainer.optimizers[0].param_groups[0]["lr"], None)
@@ -582,3 +618,107 @@ class _LightningJournal:
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._record.end(trainer.global_step, self._reason)
+
+
+class _AcceleratorJournal:
+    """Records the loss of each optimizer step of a loop that trains with an Accelerator.
+
+    Accelerate counts no steps: after `load_state` they continue from the step at which the journal
+    has this checkpoint.
+    """
+
+    def __init__(self, accelerator: Any, record: _Record) -> None:
+        if accelerator.state.deepspeed_plugin is not None:
+            raise ValueError("DeepSpeed steps inside of its engine: write the journal in the loop")
+        self._accelerator = accelerator
+        self._record = record
+        self._step = 0
+        self._loss: Any = None
+        self._norm: Any = None
+        self._has_hook = False
+        replaced: dict[str, Callable[..., Any]] = {
+            "backward": self._backward,
+            "clip_grad_norm_": self._clip,
+            "save_state": self._save,
+            "load_state": self._load,
+            "end_training": self._end,
+        }
+        for name, function in replaced.items():
+            own = getattr(accelerator, name)
+            setattr(accelerator, name, functools.partial(function, own))
+
+    def _backward(self, backward: Callable[..., Any], loss: Any, **options: Any) -> None:
+        backward(loss, **options)
+        # As Accelerate divides it for the gradient.
+        mean = loss.detach().float() / self._accelerator.gradient_accumulation_steps
+        self._loss = mean if self._loss is None else self._loss + mean
+        if not self._has_hook:
+            first = self._accelerator._optimizers[0]
+            first.optimizer.register_step_post_hook(self._stepped)
+            self._has_hook = True
+
+    def _clip(self, clip: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._norm = clip(*args, **options)
+        return self._norm
+
+    def _stepped(self, optimizer: Any, args: Any, options: Any) -> None:
+        if self._loss is None:
+            return
+        loss = self._loss
+        if self._accelerator.num_processes > 1:
+            loss = self._accelerator.reduce(loss.clone(), reduction="mean")
+        self._begin()
+        self._step += 1
+        norm = None if self._norm is None else float(self._norm)
+        rate = float(optimizer.param_groups[0]["lr"])
+        spike = self._record.step(self._step, float(loss), rate, norm)
+        self._loss = None
+        self._norm = None
+        if spike is not None:
+            self._record.end(self._step, spike.words)
+            raise RunError(f"{spike.words}: start again from an older checkpoint")
+
+    def _begin(self) -> None:
+        if not self._record.has_begun:
+            accelerator = self._accelerator
+            config = {
+                "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
+                "mixed_precision": str(accelerator.mixed_precision),
+            }
+            self._record.begin(self._step, rank=accelerator.process_index, config=config)
+
+    def _save(self, save: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        written = save(*args, **options)
+        self._begin()
+        self._record.saved(self._step, _checkpoint_name(written))
+        return written
+
+    def _load(
+        self, load: Callable[..., Any], input_dir: str | None = None, *args: Any, **options: Any
+    ) -> Any:
+        loaded = load(input_dir, *args, **options)
+        step = None
+        if input_dir is not None:
+            step = self._record.step_of(_checkpoint_name(input_dir))
+        if step is None:
+            logger.warning("the journal has no save of %s: its steps count on", input_dir)
+        else:
+            self._step = step
+        self._record.end(self._step, "another state is loaded")
+        return loaded
+
+    def _end(self, end: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self._record.end(self._step, "steps")
+        return end(*args, **options)
+
+
+def _checkpoint_name(path: Any) -> str:
+    """Return the full path of a checkpoint, also while it is written under another name."""
+    found = Path(path).resolve()
+    return str(found.with_name(PARTIAL_NAME_PATTERN.sub(r"\1", found.name)))
+
+
+PARTIAL_NAME_PATTERN = re.compile(r"\.(.+)\.partial-[0-9a-f]{8}")
+
+
+JOURNALS = {"transformers": _HuggingFaceJournal, "lightning": _LightningJournal}

@@ -1,0 +1,284 @@
+"""One line adds techniques to a trainer of another library, and the training stays the same.
+
+python -m pytest tests/trainer/test_equip.py
+"""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from curry_train.core import memory_recorder
+from curry_train.loop import equip
+from curry_train.plan.planner import Planner
+from curry_train.primitives import recompute_blocks
+from curry_train.runs import RunError, SpikeConfig, newest_whole
+from curry_train.workloads.workload import Workload
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WIDTH = 8
+STEPS = 4
+ADDED = {"apply": recompute_blocks, "watch": SpikeConfig(), "commit": True}
+
+
+class Block(nn.Module):
+    """A residual block with dropout, which counts how often it runs."""
+
+    runs = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.drop = nn.Dropout(0.5)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        Block.runs += 1
+        return x + self.down(self.drop(torch.relu(self.up(x))))
+
+
+class Model(nn.Sequential):
+    """Three blocks; with labels it returns the loss, as Hugging Face's Trainer wants it."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(Block(), Block(), Block())
+
+    def forward(self, inputs, labels=None):
+        output = super().forward(inputs)
+        if labels is None:
+            return output
+        return {"loss": (output - labels).square().mean()}
+
+
+def samples():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(16, WIDTH, generator=generator)
+
+
+class Trained:
+    """Three trainers of a small training that end after `STEPS` optimizer steps of two batches."""
+
+    def __init__(self, folder, **added):
+        self.folder = folder
+        self.added = added
+        self.seen = []
+        Block.runs = 0
+
+    def hugging_face(self, **options):
+        from transformers import Trainer, TrainingArguments
+
+        arguments = TrainingArguments(
+            str(self.folder),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            **{"max_steps": STEPS, "save_steps": 2, "logging_steps": 1} | options,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        rows = [{"inputs": row, "labels": row} for row in samples()]
+        trainer = Trainer(Model(), arguments, train_dataset=rows)
+        equip(trainer, **self.added)
+        trainer.train()
+        return trainer.model
+
+    def lightning(self):
+        import pytorch_lightning
+
+        class Module(pytorch_lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.model = Model()
+
+            def training_step(self, batch, _):
+                return (self.model(batch[0]) - batch[0]).square().mean()
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+        saver = pytorch_lightning.callbacks.ModelCheckpoint(self.folder, every_n_train_steps=2)
+        trainer = pytorch_lightning.Trainer(
+            max_steps=STEPS,
+            max_epochs=-1,
+            accumulate_grad_batches=2,
+            accelerator="cpu",
+            logger=False,
+            callbacks=[saver],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        equip(trainer, **self.added)
+        torch.manual_seed(1)
+        module = Module()
+        trainer.fit(module, DataLoader(TensorDataset(samples()), batch_size=2))
+        return module.model
+
+    def accelerate(self, rate=0.01, load=None):
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = Model()
+        equip(accelerator, **self.added)
+        model, optimizer, loader = accelerator.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=rate),
+            DataLoader(TensorDataset(samples()), batch_size=2),
+        )
+        if load is not None:
+            accelerator.load_state(load)
+        torch.manual_seed(1)
+        for (batch,) in loader:
+            with accelerator.accumulate(model):
+                loss = (model(batch) - batch).square().mean()
+                self.seen.append(float(loss))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state(str(self.folder / "state"))
+        accelerator.end_training()
+        return model
+
+
+LIBRARIES = ("hugging_face", "lightning", "accelerate")
+
+
+def weights(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def events(folder):
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses(folder):
+    return [one["loss"] for one in events(folder) if one["kind"] == "step"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_the_bit(
+    tmp_path, library
+):
+    plain = weights(getattr(Trained(tmp_path / "plain"), library)())
+    runs = Block.runs
+    added = Trained(tmp_path / "added", journal=tmp_path / "run", **ADDED)
+    model = getattr(added, library)()
+    assert torch.equal(weights(model), plain)
+    # Each block runs again in backward, and its dropout draws the same.
+    assert Block.runs == 2 * runs
+    assert len(losses(tmp_path / "run")) == STEPS
+    assert events(tmp_path / "run")[-1]["kind"] == "stop"
+    assert newest_whole(tmp_path / "added") is not None
+    assert newest_whole(tmp_path / "plain") is None
+
+
+def test_a_plan_is_applied_as_a_strategy_is(tmp_path):
+    batch = torch.zeros(64, WIDTH)
+
+    def loss(module, batch):
+        return (module(batch) - batch).square().sum()
+
+    workload = Workload("mine", Model, lambda *_: batch, loss, own_batch=64, is_divisible=False)
+    with Planner(workload, device="cpu") as planner:
+        whole = planner.plan(2**30, global_batch=64)
+        found = planner.plan(whole.peak_bytes - 1, global_batch=64)
+    assert {str(option) for option in found.options.values()} != {"none"}
+    plain = weights(Trained(tmp_path / "plain").accelerate())
+    runs = Block.runs
+    model = Trained(tmp_path / "planned", apply=found).accelerate()
+    assert torch.equal(weights(model), plain)
+    assert runs < Block.runs <= 2 * runs
+
+
+def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):
+    trained = Trained(tmp_path, journal=tmp_path / "run")
+    trained.accelerate()
+    found = events(tmp_path / "run")
+    steps = [one for one in found if one["kind"] == "step"]
+    assert [one["step"] for one in steps] == [1, 2, 3, 4]
+    assert {one["learning_rate"] for one in steps} == {0.01}
+    assert all(one["grad_norm"] > 0 for one in steps)
+
+    pairs = zip(trained.seen[::2], trained.seen[1::2], strict=True)
+    means = [(first + second) / 2 for first, second in pairs]
+    assert [one["loss"] for one in steps] == pytest.approx(means, rel=1e-6)
+    assert [one["kind"] for one in found[-2:]] == ["save", "stop"]
+
+
+def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tmp_path):
+    state = str(tmp_path / "state")
+    for _ in range(2):
+        Trained(tmp_path, journal=tmp_path / "run", commit=True).accelerate()
+    Trained(tmp_path, journal=tmp_path / "run", commit=True).accelerate(load=state)
+    found = events(tmp_path / "run")
+    opened = [(one["kind"], one["step"]) for one in found if one["kind"] in ("start", "resume")]
+    assert opened == [("start", 0), ("resume", 0), ("resume", 4)]
+    assert [one["step"] for one in found if one["kind"] == "step"][-4:] == [5, 6, 7, 8]
+
+
+def test_a_spike_ends_a_loop_of_accelerate_where_it_would_be_rolled_back(tmp_path):
+    watch = SpikeConfig(action="rollback")
+    with pytest.raises(RunError, match=r"not finite: start again from an older checkpoint"):
+        Trained(tmp_path, journal=tmp_path / "run", watch=watch).accelerate(rate=float("inf"))
+    assert [one["kind"] for one in events(tmp_path / "run")][-2:] == ["spike", "stop"]
+
+
+@pytest.mark.parametrize("library", ["hugging_face", "lightning"])
+def test_memory_is_recorded_until_the_error_that_ends_the_training(tmp_path, monkeypatch, library):
+    calls = []
+
+    def history(enabled="all", max_entries=None):
+        calls.append("off" if enabled is None else "on")
+
+    monkeypatch.setattr(memory_recorder.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
+    monkeypatch.setattr(memory_recorder, "_write_snapshot", lambda path: calls.append(path.name))
+    trained = Trained(tmp_path, memory=tmp_path / "oom", apply=fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(trained, library)()
+    assert calls == ["on", "oom", "off"]
+
+
+def fail(model):
+    def forward(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    blocks = [one for one in model.modules() if isinstance(one, Block)]
+    blocks[0].forward = forward
+
+
+def test_a_model_that_the_trainer_builds_again_is_changed_again(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    rows = [{"inputs": row, "labels": row} for row in samples()]
+    trainer = equip(
+        Trainer(model_init=Model, args=arguments, train_dataset=rows), apply=recompute_blocks
+    )
+    first = trainer.model
+    Block.runs = 0
+    trainer.train()
+    assert trainer.model is not first
+    assert Block.runs == 6
+
+
+def test_what_can_not_be_added_is_refused(tmp_path):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="an Accelerator does not run the loop"):
+        equip(accelerator, memory=tmp_path / "oom")
+    with pytest.raises(ValueError, match="give journal=FOLDER too"):
+        equip(accelerator, watch=SpikeConfig())
+    accelerator.prepare(Model())
+    with pytest.raises(ValueError, match=r"equip the Accelerator before prepare\(\)"):
+        equip(accelerator, apply=recompute_blocks)
+    with pytest.raises(TypeError, match=r"a Model is no Trainer .* call saving\(\.\.\.\) in it"):
+        equip(Model(), commit=True)
