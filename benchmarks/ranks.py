@@ -1,15 +1,17 @@
 """Compare the predicted peak of every rank with that of real processes, on gloo.
 
-    python benchmarks/ranks.py --json evidence/ranks.json
+    python benchmarks/ranks.py --json evidence/ranks.json --resume
 
 A prediction runs one rank in this process, on shapes alone. The real ranks run the same program in
-a plain loop, and each follows its own storages.
+a plain loop, and each follows its own storages. The record is written after each configuration.
 
 Proof: `python -m pytest tests/plan/test_ranks.py`.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,9 @@ from curry_train.workloads.workload import Case, Workload
 BATCH_SIZE = 4
 # Microbatches of a window that accumulates; the middle ones are alike.
 WINDOW = 3
-REPEATS = 2
+REPEATS = 5
+# Configurations that one start of the ranks measures; an interruption loses these at most.
+GROUP_SIZE = 6
 
 
 def small(**options: Any) -> Workload:
@@ -117,9 +121,22 @@ def not_prefetched(model: nn.Module, mesh: Any) -> None:
         block.set_modules_to_backward_prefetch([block])
 
 
+def never_synced(model: nn.Module, mesh: Any) -> None:
+    """Shard the blocks, and sync the gradients of no microbatch, not of the last one either."""
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh)
+    whole: Any = fully_shard(model, mesh=mesh)
+    whole.set_requires_gradient_sync(False)
+    whole.set_requires_gradient_sync = keep
+
+
 def tensor_alone(model: nn.Module, mesh: Any) -> None:
     """Divide each layer over the ranks."""
     tensor_parallel(model, mesh)
+
+
+def keep(*arguments: object) -> None:
+    """Change nothing."""
 
 
 def bucket_views(model: nn.Module, mesh: Any) -> nn.Module:
@@ -127,10 +144,6 @@ def bucket_views(model: nn.Module, mesh: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=0.05
     )
-
-
-def keep(module: nn.Module) -> None:
-    """Change nothing."""
 
 
 def foreach_adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -179,7 +192,8 @@ CONFIGURATIONS = {
     "fsdp2, sac": Configuration(change=apply_sac),
     "fsdp2, regions": Configuration(change=apply_regions),
     "fsdp2, chunked loss": Configuration(
-        change=lambda module: apply_chunked_loss(module, chunk_tokens=16)
+        workload=lambda: small(vocabulary=2048),
+        change=lambda module: apply_chunked_loss(module, chunk_tokens=16),
     ),
     "fsdp2, tied head": Configuration(workload=tied),
     "fsdp2, frozen base": Configuration(workload=frozen),
@@ -197,6 +211,7 @@ CONFIGURATIONS = {
     "fsdp2, norms left out": Configuration(kind=norms_left_out),
     "fsdp2, two blocks ahead": Configuration(kind=prefetched),
     "fsdp2, nothing ahead in backward": Configuration(kind=not_prefetched),
+    "fsdp2, window, never synced": Configuration(kind=never_synced, window=WINDOW),
     "ddp": Configuration(kind="ddp"),
     "ddp, window": Configuration(kind="ddp", window=WINDOW),
     "ddp, full recompute": Configuration(kind="ddp", change=recompute_blocks),
@@ -205,7 +220,7 @@ CONFIGURATIONS = {
     "ddp, resnet": Configuration(kind="ddp", workload=resnet),
     "hsdp": Configuration(**HYBRID),
     "hsdp, window": Configuration(**HYBRID, window=WINDOW),
-    "tp": Configuration(kind=tensor_alone, dimensions=("tp",)),
+    "tp": Configuration(kind=tensor_alone, workload=lambda: small(kv_heads=4), dimensions=("tp",)),
     "fsdp2+tp": Configuration(**TENSOR),
     "fsdp2+tp, window": Configuration(**TENSOR, window=WINDOW),
     "fsdp2+tp, full recompute": Configuration(**TENSOR, change=recompute_blocks),
@@ -229,9 +244,15 @@ def measure(name: str, world: int, rank: int, *, repeats: int = REPEATS) -> int:
     """Return the peak of this process, which is one of the ranks, in a plain loop."""
     one = CONFIGURATIONS[name]
     sharding = one.sharding(world, rank)
-    sizes = sharding.mesh
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = mesh_of(tuple(sharding.mesh.items()))
     return peak_of_running_rank(lambda: _program(one, sharding, mesh), repeats=repeats)
+
+
+@functools.cache
+def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
+    """Make each mesh once, because DTensor caches the process groups of equal meshes."""
+    names, numbers = zip(*sizes, strict=True)
+    return init_device_mesh("cpu", numbers, mesh_dim_names=names)
 
 
 def _program(one: Configuration, sharding: Sharding, mesh: Any) -> Callable[[], None]:
@@ -276,45 +297,81 @@ def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
     return {name: measure(name, world, rank, repeats=repeats) for name in names}
 
 
-def compare(names: list[str], world: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each configuration, of the first and of the last rank, with both peaks."""
+def compare(names: list[str], world: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each configuration, with both peaks of its first and of its last rank."""
     target = f"{Path(__file__).resolve()}:measure_all"
-    ranks = run_on_ranks(target, num_ranks=world, timeout=1800.0, names=names)
-    for name in track(names, f"predicting the ranks of {world}", transient=True):
-        for rank in (0, world - 1):
-            yield {
-                "configuration": name,
-                "ranks": world,
-                "rank": rank,
-                "predicted": predict(name, world, rank),
-                "measured": ranks[rank][name],
-            }
+    for start in range(0, len(names), GROUP_SIZE):
+        group = names[start : start + GROUP_SIZE]
+        ranks = run_on_ranks(target, num_ranks=world, timeout=1800.0, names=group)
+        for name in group:
+            yield [
+                {
+                    "configuration": name,
+                    "ranks": world,
+                    "rank": rank,
+                    "predicted": predict(name, world, rank),
+                    "measured": ranks[rank][name],
+                }
+                for rank in (0, world - 1)
+            ]
+
+
+class RanksRecord:
+    """Rows of configurations in a file, written whenever some are added."""
+
+    def __init__(self, path: str | None, *, resume: bool) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        if path and resume and Path(path).exists():
+            rows = json.loads(Path(path).read_text())["rows"]
+            self.rows = [row for row in rows if row["configuration"] in CONFIGURATIONS]
+
+    @property
+    def recorded(self) -> set[tuple[str, int]]:
+        return {(row["configuration"], row["ranks"]) for row in self.rows}
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        order = [*CONFIGURATIONS]
+        self.rows += rows
+        self.rows.sort(key=lambda row: (row["ranks"], order.index(row["configuration"])))
+        if self.path:
+            facts = provenance(torch.device("cpu"))
+            write_json(self.path, facts | self.summary | {"rows": self.rows})
+
+    @property
+    def summary(self) -> dict[str, int]:
+        return {
+            "num_rows": len(self.rows),
+            "equal": sum(row["predicted"] == row["measured"] for row in self.rows),
+            "configurations": len({name for name, _ in self.recorded}),
+        }
 
 
 @click.command()
 @click.option("--only", default="", help="Configurations whose name contains this.")
 @click.option("--ranks", "worlds", multiple=True, type=int, default=(2, 4), show_default=True)
+@click.option("--resume", is_flag=True, help="Keep the rows that the file of --json has already.")
 @json_option()
-def main(only: str, worlds: tuple[int, ...], json_path: str | None) -> None:
+def main(only: str, worlds: tuple[int, ...], resume: bool, json_path: str | None) -> None:
     """Compare predicted and measured peaks of ranks."""
     console = Console(stderr=json_path == "-", highlight=False)
-    rows: list[dict[str, Any]] = []
+    record = RanksRecord(json_path, resume=resume)
     for world in worlds:
         names = [
             name
             for name, one in CONFIGURATIONS.items()
-            if only in name and world >= one.least_ranks
+            if only in name and world >= one.least_ranks and (name, world) not in record.recorded
         ]
-        for row in compare(names, world):
-            rows.append(row)
-            if row["predicted"] != row["measured"]:
-                console.print(row, style="red")
-    equal = sum(row["predicted"] == row["measured"] for row in rows)
-    configurations = len({row["configuration"] for row in rows})
-    console.print(f"{equal} of {len(rows)} ranks equal, {configurations} configurations")
-    if json_path:
-        figures = {"num_rows": len(rows), "equal": equal, "configurations": configurations}
-        write_json(json_path, provenance(torch.device("cpu")) | figures | {"rows": rows})
+        for rows in track(compare(names, world), f"{world} ranks", total=len(names)):
+            record.add(rows)
+            for row in rows:
+                if row["predicted"] != row["measured"]:
+                    console.print(row, style="red")
+    found = record.summary
+    console.print(
+        f"{found['equal']} of {found['num_rows']} ranks equal, "
+        f"{found['configurations']} configurations"
+    )
 
 
 if __name__ == "__main__":

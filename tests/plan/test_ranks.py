@@ -3,6 +3,8 @@
 python -m pytest tests/plan/test_ranks.py
 """
 
+import contextlib
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,22 +34,41 @@ COMPARED = (
     "fsdp2, parameters stay gathered",
     "fsdp2, window, recompute, bfloat16",
     "fsdp2, uneven shards",
-    "fsdp2, norms left out",
+    "fsdp2, frozen base",
     "ddp, window",
     "tp",
 )
+# Mistakes in a program, each beside the program without it.
+MISTAKES = {
+    "fsdp2, norms left out": "fsdp2",
+    "fsdp2, root not sharded": "fsdp2",
+    "fsdp2, nothing ahead in backward": "fsdp2",
+    "fsdp2, window, never synced": "fsdp2, window",
+}
+predicted = functools.cache(predict)
 
 
 @pytest.fixture(scope="module")
 def real():
     """Measure real ranks on gloo."""
     target = f"{Path(ranks.__file__).resolve()}:measure_all"
-    return run_on_ranks(target, names=list(COMPARED))
+    names = [*COMPARED, *MISTAKES, "fsdp2, window"]
+    return run_on_ranks(target, names=names)
 
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_the_peak_of_a_rank_equals_that_of_a_real_process_to_the_byte(real, name):
-    assert predict(name, 2, 0) == real[0][name]
+    assert predicted(name, 2, 0) == real[0][name]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_changes_the_predicted_peak_as_it_changes_that_of_a_real_process(real, name):
+    never = pytest.warns(UserWarning, match="the optimizer steps without them")
+    with never if "never synced" in name else contextlib.nullcontext():
+        found = predicted(name, 2, 0)
+    right = MISTAKES[name]
+    change = found - predicted(right, 2, 0)
+    assert change == real[0][name] - real[0][right] != 0
 
 
 def test_uneven_shards_are_those_of_the_rank_that_is_asked_for(real):

@@ -187,6 +187,11 @@ def peak_of_running_rank(
 
 # Record a step of the rank as plans record steps.
 
+UNSYNCED_WARNING = (
+    "the last microbatch of a window does not sync its gradients, and the optimizer steps without "
+    "them: call set_requires_gradient_sync(True) before it"
+)
+
 
 @dataclass(frozen=True)
 class RankProgram:
@@ -233,30 +238,25 @@ def record_rank_step(
     records = [before]
     program = make_program(before)
     optimizer = program.optimizer
+    is_synced = _is_synced(program.called)
+    if not is_synced:
+        group = GRADIENTS_GROUP
+        warnings.warn(UNSYNCED_WARNING, stacklevel=2)
+    run = functools.partial(run_recorded_step, needs_gradients=is_synced)
 
     def called_loss(_: nn.Module, batch: Any) -> Tensor:
         return loss(program.called, batch)
 
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
-            _warm_up(program, called_loss, give_state)
+            _warm_up(program, called_loss, give_state, is_synced=is_synced)
             if accumulated:
                 gc.collect()
                 group = GRADIENTS_GROUP
                 _run_microbatch(program, loss, syncs=syncs_each)
         layers = divide(program.module, blocks=list(blocks) or None)
 
-        def record() -> Any:
-            gc.collect()
-            name = type(optimizer).__name__
-            lives = make(program.module, torch.device("cpu"), layers, 0, name)
-            lives.follow_all(program.batch, optimizer)
-            for earlier in records:
-                lives.follow_rest(earlier)
-            lives.given = list(lives.lives)
-            records.append(lives)
-            return lives
-
+        record = functools.partial(_begin_record, program, make, layers, records)
         middle_peak = 0
         if accumulated:
             middle = record()
@@ -266,31 +266,59 @@ def record_rank_step(
         lives = record()
         held: list[Tensor] = []
         with lives.running, lives, holding_output(program.module, held if keeps_output else None):
-            run_recorded_step(program.module, program.batch, called_loss, optimizer, lives)
+            run(program.module, program.batch, called_loss, optimizer, lives)
     return RankRecord(program, lives, middle_peak)
+
+
+def _begin_record(
+    program: RankProgram, make: Callable[..., Any], layers: Any, records: list[Any]
+) -> Any:
+    """Make a record that follows what earlier records have seen and still lives, and add it."""
+    gc.collect()
+    name = type(program.optimizer).__name__
+    lives = make(program.module, torch.device("cpu"), layers, 0, name)
+    lives.follow_all(program.batch, program.optimizer)
+    for earlier in records:
+        lives.follow_rest(earlier)
+    lives.given = list(lives.lives)
+    records.append(lives)
+    return lives
 
 
 def _warm_up(
     program: RankProgram,
     loss: Loss,
     give_state: Callable[[torch.optim.Optimizer], None] | None,
+    *,
+    is_synced: bool,
 ) -> None:
     """Let a program be as after some steps.
 
-    Optimizer state is enough, but for DDP, which divides its buckets anew after the first step.
+    Optimizer state is enough, but for DDP, which divides its buckets anew after the first step, and
+    where gradients are not synced, so that the optimizer makes no state.
     """
     optimizer = program.optimizer
-    if give_state is not None and not _has_ddp(program.called):
+    if give_state is not None and is_synced and not _has_ddp(program.called):
         give_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return
     for _ in range(2):
-        run_recorded_step(program.module, program.batch, loss, optimizer)
+        run_recorded_step(program.module, program.batch, loss, optimizer, needs_gradients=is_synced)
         optimizer.zero_grad(set_to_none=True)
 
 
 def _has_ddp(module: nn.Module) -> bool:
     return any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules())
+
+
+def _is_synced(module: nn.Module) -> bool:
+    """Check whether all units of FSDP2 sync the gradients of the last microbatch."""
+    # Imported here because a plan of one rank needs no sharding.
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [one for one in module.modules() if isinstance(one, FSDPModule)]
+    groups = [group for one in units for group in one._get_fsdp_state()._fsdp_param_groups]
+    return all(group.reduce_grads for group in groups)
 
 
 def _run_microbatch(program: RankProgram, loss: Loss, *, syncs: bool) -> None:

@@ -336,6 +336,8 @@ def run_recorded_step(
     loss: Loss,
     optimizer: torch.optim.Optimizer,
     record: StepLives | None = None,
+    *,
+    needs_gradients: bool = True,
 ) -> None:
     """Run forward, backward and optimizer step, and mark the phases in the record."""
     value = loss(module, batch)
@@ -356,7 +358,7 @@ def run_recorded_step(
     del start
 
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if not gradients and not isinstance(optimizer, StepInBackward):
+    if needs_gradients and not gradients and not isinstance(optimizer, StepInBackward):
         raise ValueError(
             f"backward left no gradient in {type(module).__name__}: let the loss use the module "
             "that it gets as its argument"
