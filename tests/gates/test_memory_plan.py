@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from saboteurs import faults
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -269,3 +270,8 @@ def test_gate_catches_a_wrong_loss(check, saboteur, in_hint, dtype, monkeypatch)
     verdict = check(Case(BIASED, dtype=dtype))
     assert verdict.passed is False, verdict
     assert in_hint in verdict.hint, verdict
+
+
+@pytest.mark.parametrize("saboteur", faults("faulty_losses"), ids=str)
+def test_the_gate_of_options_catches(saboteur):
+    saboteur.check()

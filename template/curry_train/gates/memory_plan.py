@@ -2,6 +2,8 @@
 
 Each gate takes the technique as `apply`, so that its tests can plant a wrong one.
 
+Why so long: the gates of the loss and of the plan are one technique, and share its head and steps.
+
 Proof: `python -m pytest tests/gates/test_memory_plan.py tests/gates/test_memory_plan_fit.py`.
 """
 
@@ -9,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +42,7 @@ from ..primitives.chunked_loss import (
     apply_chunked_loss,
     chunked_loss_report,
 )
-from ..primitives.cross_entropy import IGNORED_TARGET
+from ..primitives.cross_entropy import IGNORED_TARGET, chunked_cross_entropy
 from ..workloads.workload import Case, token_loss
 from .same_training import same_training
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable
@@ -47,6 +50,7 @@ from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicabl
 # Gates of the chunked loss: the same training step, at a lower peak.
 
 ApplyToHead = Callable[..., list[str]]  # takes what apply_chunked_loss takes
+CrossEntropy = Callable[..., Tensor]  # takes what chunked_cross_entropy takes
 HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 # The next higher precision. Tokens that the model predicts with a probability near 1 have gradients
 # that are small differences of it and 1, so float32 may round them by more than its bound.
@@ -235,8 +239,113 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
     return Verdict(gate, held, measured, required, hint)
 
 
+def every_loss_option(case: Case, *, loss: CrossEntropy = chunked_cross_entropy) -> Verdict:
+    """Compare each option of the chunked cross-entropy with its definition, in higher precision.
+
+    The options of `F.cross_entropy` and those that it lacks, at the widths of the model's head.
+    """
+    gate = "memory-plan/loss-options"
+    tolerance = OUTER_BOUND[case.dtype]
+    required = f"each option within {tolerance:.0e} of its definition"
+    head = _find_head(case)
+    if isinstance(head, str):
+        return not_applicable(gate, required=required, why=head)
+
+    with seeded(case.seed):
+        linear = _linear_of(case, head).requires_grad_(requires_grad=False)
+        hidden = torch.randn(OPTION_TOKENS, head.width).to(linear.weight)
+        targets = torch.randint(head.classes, (OPTION_TOKENS,)).to(case.device)
+        weights = torch.rand(head.classes).to(case.device) + 0.5
+        token_weights = torch.rand(OPTION_TOKENS).to(case.device)
+        bias = torch.randn(head.classes).to(linear.weight)
+    is_ignored = torch.arange(OPTION_TOKENS).to(case.device) % 3 == 0
+    each: dict[str, dict[str, Any]] = {
+        "sum": {"reduction": "sum"},
+        "a bias": {"bias": bias},
+        "class weights": {"class_weights": weights},
+        "label smoothing": {"label_smoothing": 0.1},
+        "z-loss": {"z_loss": 1e-2},
+        "softcap": {"softcap": 2.0},
+        "token weights": {"token_weights": token_weights, "reduction": "sum"},
+        "probability": {"token_weights": "probability"},
+        "another ignored target": {"ignore_index": 0},
+    }
+    each["all, by token"] = {key: value for one in each.values() for key, value in one.items()}
+    each["all, by token"] |= {"reduction": "none", "ignore_index": IGNORED_TARGET}
+    wrong = {}
+    for name, options in each.items():
+        for size in ({"chunk_tokens": OPTION_TOKENS // 3}, {"chunk_bytes": 16 * head.classes}):
+            ignored = options.get("ignore_index", IGNORED_TARGET)
+            given = (hidden, linear.weight, targets.where(~is_ignored, ignored))
+            found = _loss_and_gradients(partial(loss, **size), *given, **options)
+            expected = _loss_and_gradients(_defined, *given, **options)
+            worst = max(map(_difference, found, expected))
+            if not worst <= tolerance:
+                wrong[name] = f"{name} off by {worst:.1e}"
+    measured = f"{len(each) - len(wrong)} of {len(each)} right"
+    hint = ""
+    if wrong:
+        hint = f"{'; '.join(wrong.values())}: apply it to each chunk, and in its gradient"
+    return Verdict(gate, not wrong, measured, required, hint)
+
+
+def _defined(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | str | None = None,
+    ignore_index: int = IGNORED_TARGET,
+    **smoothing: float,
+) -> Tensor:
+    """Compute the loss from whole logits, in the next higher precision."""
+    dtype = HIGHER_PRECISION.get(hidden.dtype, hidden.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    shares = None if class_weights is None else class_weights.to(dtype)
+    options: dict[str, Any] = {"weight": shares, "ignore_index": ignore_index, **smoothing}
+    is_used = targets != ignore_index
+    losses = F.cross_entropy(logits, targets, reduction="none", **options)
+    losses = losses + is_used * z_loss * logits.logsumexp(-1).square()
+    if token_weights is not None:
+        factors = token_weights
+        if isinstance(factors, str):
+            chosen = targets.where(is_used, 0)[:, None]
+            factors = logits.softmax(-1).gather(1, chosen)[:, 0].detach()
+        losses = losses * factors
+    if reduction == "none":
+        return losses
+    terms = is_used if shares is None else is_used * shares[targets.where(is_used, 0)]
+    return losses.sum() / (terms.sum() if reduction == "mean" else 1)
+
+
+def _loss_and_gradients(
+    function: CrossEntropy, hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any
+) -> list[Tensor]:
+    """Return the loss, and its gradients of inputs, weight and bias; a loss per token is summed."""
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    if "bias" in options:
+        leaves.append(options["bias"].clone().requires_grad_())
+        options["bias"] = leaves[-1]
+    value = function(*leaves[:2], targets, **options)
+    factors = torch.arange(1, value.numel() + 1).to(value).reshape(value.shape)
+    return [value.detach(), *torch.autograd.grad((value * factors).sum(), leaves)]
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Return the difference relative to what is expected; NaN where either is."""
+    return float((found.to(expected.dtype) - expected).norm() / expected.norm())
+
+
 CHUNKED_TAKES = {"apply_chunked_loss": Takes("apply")}
 CHUNKED_LOSS_GATES = (
+    Gate("memory-plan/loss-options", every_loss_option, {"chunked_cross_entropy": Takes("loss")}),
     Gate("memory-plan/chunked-loss", chunked_loss, CHUNKED_TAKES),
     Gate("memory-plan/chunked-memory", chunked_memory, CHUNKED_TAKES),
 )
@@ -418,6 +527,7 @@ JUDGED_CALLABLES = (
         lambda workload, budget_bytes, *, global_batch, microbatch, device, **options: None,
     ),
     Judged("apply_chunked_loss", lambda model, *, head, chunk_tokens: None),
+    Judged("chunked_cross_entropy", lambda hidden, weight, targets, *, chunk_tokens: None),
 )
 PLAN_TAKES = {"plan": Takes("make", _planned_by)}
 
