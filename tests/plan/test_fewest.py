@@ -43,6 +43,11 @@ def test_the_fewest_gpus_are_those_of_a_search_through_all_numbers(every_count):
     assert "2 GPUs" in table
     assert "With 1, " in " ".join(table.split())
     assert "NCCL" in table
+    # One GPU waits for none, and of two each waits for its gathers and scatters.
+    assert alone.seconds.exposed == alone.seconds.communication == 0 < alone.seconds.compute
+    assert 0 < found.best.seconds.exposed <= found.best.seconds.communication
+    assert "not measured" in table
+    assert found.to_json()["attempts"][-1]["communication_seconds"] > 0
     assert found.to_json()["fewest_gpus"] == 2
 
 

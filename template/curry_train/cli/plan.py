@@ -28,6 +28,7 @@ from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
+from ..plan.rank_time import Links, parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
 from ..plan.timeline import record_step_storages, timeline_of
 from ..workloads.models import is_taken, load_workload
@@ -231,6 +232,13 @@ def _mesh(context: click.Context, option: click.Parameter, text: str | None) -> 
         raise click.BadParameter(str(error)) from error
 
 
+def _links(context: click.Context, option: click.Parameter, text: str | None) -> Links | None:
+    try:
+        return parse_links(text) if text else None
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 # Values of --reshard-after-forward beside a number of ranks.
 RESHARD_WORDS = {"yes": True, "no": False}
 
@@ -271,6 +279,13 @@ def sharding_options(command: Any) -> Any:
             "precision",
             type=click.Choice([*PRECISIONS]),
             help="Dtype of gathered parameters.",
+        ),
+        click.option(
+            "--link",
+            "links",
+            callback=_links,
+            metavar="RATES",
+            help="Bytes a second in and between nodes of 8, as 450GB,50GB.",
         ),
     )
     for option in reversed(options):
@@ -390,12 +405,12 @@ def plan_command(
             Planner,
             spec,
             device=find_profile(target) if target else profile_of(place),
-            sharding=_sharding(verify=verify, **shared),
             chunked_loss=chunked_loss,
             without=without,
             also=also,
             context_bytes=context_bytes,
             lengths=lengths,
+            **_sharing(verify=verify, **shared),
             **settings,
         )
         plan, plain = _find_plan(planner, _given(budget_bytes), size, microbatch, files)
@@ -449,7 +464,7 @@ def _given(budget_bytes: int | None) -> int:
 # Options that `--fits` takes; the others belong to the plan for a budget.
 OPTIONS_OF_FITS = (
     *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "mesh"),
-    *("rank", "reshard_after_forward", "precision", "json_path", "plot_path"),
+    *("rank", "reshard_after_forward", "precision", "links", "json_path", "plot_path"),
 )
 
 
@@ -471,6 +486,7 @@ def _find_fewest(
             spec,
             find_profile(gpu),
             global_batch=global_batch,
+            links=shared.pop("links"),
             sharding=Sharding(shared.pop("parallel") or "fsdp2", **shared),
             tell=show_message,
             **settings,
@@ -524,11 +540,14 @@ class PlanFiles:
     snapshot_out: str | None
 
 
-def _sharding(*, verify: bool, parallel: str | None, **options: Any) -> Sharding:
+def _sharing(
+    *, verify: bool, parallel: str | None, links: Links | None, **options: Any
+) -> dict[str, Any]:
+    """Return the way in which ranks share the training, and their links, for the planner."""
     sharding = Sharding(parallel, **options)
     if verify and sharding.is_shared:
         raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
-    return sharding
+    return {"sharding": sharding, "links": links}
 
 
 def _find_plan(

@@ -30,7 +30,7 @@ LONGEST_OPTION_COLUMN = 20
 BRIEF_OPTIONS = (
     *("context_bytes", "device", "dtype", "batch_size", "ranks", "lengths", "seed"),
     *("page_path", "snapshot_out", "json_path", "rank", "reshard_after_forward", "precision"),
-    *("mesh", "also", "microbatch", "without"),
+    *("mesh", "also", "microbatch", "without", "links", "chunked_loss"),
 )
 BRIEF_LABEL = "Also: "
 
@@ -251,6 +251,8 @@ def _plain_metavar(written: str) -> str:
 def _brief_option(option: click.Parameter) -> str:
     """Return an option with its values, such as `--device auto|cuda|cpu`; the default is first."""
     name = option.opts[0]
+    if option.secondary_opts:
+        return "|".join([*option.opts, *option.secondary_opts])
     if isinstance(option.type, click.Choice):
         return f"{name} {'|'.join(option.type.choices)}"
     if option.name == "json_path":

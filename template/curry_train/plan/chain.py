@@ -20,6 +20,7 @@ from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .optimizers import make_optimizer
+from .rank_time import optimizer_seconds
 from .saved import NONE_KIND, OFFLOAD_KIND, Option
 from .solve import Choice, Stage, least_peak, solve
 
@@ -184,12 +185,7 @@ class Chain:
 
     @property
     def optimizer_seconds(self) -> float:
-        """The time of the optimizer step, which is limited by bandwidth.
-
-        It reads gradients and parameters, and writes state and parameters.
-        """
-        step = self.steps[0]
-        return (2 * step.fixed + step.gradients) / self.profile.bytes_per_second
+        return optimizer_seconds(self.steps[0], self.profile)
 
     def fixed_with(self, optimizer: str) -> int:
         """Return the bytes of parameters, buffers, batch and state with another optimizer."""

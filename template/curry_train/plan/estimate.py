@@ -68,6 +68,7 @@ from .rank_step import (
     one_rank,
     record_rank_step,
 )
+from .rank_time import CourseRecorder, StepCourse
 from .shapes import (
     LARGEST_DRAW,
     NEEDS_VALUES_ERRORS,
@@ -379,7 +380,11 @@ class StepEstimate:
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
-    middle_bytes: int = 0  # of a rank: the peak of a microbatch before the last one of a window
+    # Of a rank of several: its microbatch before the last one of a window, and the order in which
+    # the operations of both wait for collectives.
+    middle_bytes: int = 0
+    course: StepCourse | None = None
+    middle_course: StepCourse | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -423,7 +428,22 @@ class RankHeld(RankStorages, HeldStorages):
 
 
 class RankLives(RankStorages, PricedLives):
-    """Record storages and costs of one rank among others."""
+    """Record storages, costs and collectives of one rank among others."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._recorder = CourseRecorder()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = len(self.flops)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self.flops) > before:
+            self._recorder.add(func, args, kwargs or {}, out, stream=self.stream_number)
+        return out
+
+    @property
+    def course(self) -> StepCourse:
+        return self._recorder.finish(self.flops, self.moved)
 
 
 class Sketch:
@@ -681,7 +701,14 @@ class Sketch:
             trace = trace_of(
                 found.lives, module, first_step, fused=fused, streams=found.lives.streams
             )
-        return replace(estimate, trace=trace, middle_bytes=found.middle_peak)
+        middle = found.middle
+        return replace(
+            estimate,
+            trace=trace,
+            middle_bytes=0 if middle is None else middle.bytes_peak,
+            course=found.lives.course,
+            middle_course=None if middle is None else middle.course,
+        )
 
 
 def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:

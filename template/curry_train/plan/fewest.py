@@ -17,14 +17,22 @@ from typing import Any
 from torch import nn
 
 from .. import primitives
-from ..core.wording import format_bytes, require_whole
+from ..core.wording import format_bytes, format_seconds, require_whole
 from ..primitives.chunked_loss import UnsuitableHead
 from ..workloads.workload import Workload
 from .cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from .device import DeviceProfile
-from .estimate import Sketch
+from .estimate import Sketch, StepEstimate
 from .parallel import Sharding
 from .rank_step import MOST_RANKS
+from .rank_time import (
+    OTHER_LINKS,
+    Links,
+    RankSeconds,
+    links_of,
+    optimizer_seconds,
+    time_of_window,
+)
 
 TABLE_WIDTH = 80
 # Rows of the table above the fewest GPUs: what more of them make unnecessary.
@@ -78,6 +86,9 @@ class GpuCount:
     peak_bytes: int
     limit_bytes: int
 
+    # Predicted time of the optimizer step, by the rates of the device and of its links.
+    seconds: RankSeconds
+
     @property
     def num_gpus(self) -> int:
         return self.sharding.ranks
@@ -101,6 +112,7 @@ class FewestGpus:
     global_batch: int
     attempts: tuple[GpuCount, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    links: Links = OTHER_LINKS
 
     @property
     def best(self) -> GpuCount | None:
@@ -109,19 +121,36 @@ class FewestGpus:
     def table(self) -> str:
         """Format the attempts at 80 columns, and name the fewest GPUs and what fewer lack."""
         lines = textwrap.wrap(self._verdict(), TABLE_WIDTH)
-        lines += ["", f"{'GPUs':>5}  {'mesh':<18} {'peak':>9} {'margin':>10}  what has to change"]
+        wide = max(len(one.sharding.mesh_text) for one in self.attempts)
+        lines += [
+            "",
+            f"{'GPUs':>5}  {'mesh':<{wide}} {'peak':>9} {'margin':>10} {'step':>8}  "
+            "what has to change",
+        ]
         for one in self.attempts:
             sign = "-" if one.margin_bytes < 0 else ""
             margin = sign + format_bytes(abs(one.margin_bytes))
             row = (
-                f"{one.num_gpus:>5}  {one.sharding.mesh_text:<18} "
-                f"{format_bytes(one.peak_bytes):>9} {margin:>10}  "
+                f"{one.num_gpus:>5}  {one.sharding.mesh_text:<{wide}} "
+                f"{format_bytes(one.peak_bytes):>9} {margin:>10} "
+                f"{format_seconds(one.seconds.total):>8}  "
             )
             change = one.change.name if one.fits else f"too large with {one.change.name}"
             more = textwrap.wrap(change, TABLE_WIDTH - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
-        lines += ["", *textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)]
+        lines += ["", *textwrap.wrap(self._time_note(), TABLE_WIDTH)]
+        lines += textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)
         return "\n".join(lines)
+
+    def _time_note(self) -> str:
+        """Describe the communication in the step of the fewest GPUs, if they are several."""
+        several = [one for one in self.attempts if one.fits and one.num_gpus > 1]
+        one = several[0] if several else self.attempts[-1]
+        exposed = format_seconds(one.seconds.exposed)
+        return (
+            f"Step times are estimated, not measured: with {one.num_gpus}, {exposed} wait for "
+            f"{format_seconds(one.seconds.communication)} of communication. Links: {self.links}."
+        )
 
     def _verdict(self) -> str:
         best = self.best
@@ -153,6 +182,7 @@ class FewestGpus:
                 "steps": one.steps,
                 "peak_bytes": one.peak_bytes,
                 "limit_bytes": one.limit_bytes,
+                **one.seconds.to_json(),
             }
             for one in self.attempts
         ]
@@ -160,6 +190,7 @@ class FewestGpus:
         return {
             "fewest_gpus": None if best is None else best.num_gpus,
             "global_batch": self.global_batch,
+            "links": self.links.to_json(),
             "attempts": rows,
         }
 
@@ -167,7 +198,7 @@ class FewestGpus:
 # Buffers of NCCL are no tensors. The size of one is NCCL's documented default of NCCL_BUFFSIZE.
 OUTSIDE_NOTE = (
     "Not in these figures: the buffers of NCCL, by its documentation 4 MiB (NCCL_BUFFSIZE) for "
-    "each connection of each channel of each communicator. Step times are not predicted here."
+    "each connection of each channel of each communicator."
 )
 
 
@@ -178,6 +209,7 @@ def fewest_gpus(
     global_batch: int,
     sharding: Sharding | None = None,
     most: int = MOST_RANKS,
+    links: Links | None = None,
     tell: Callable[[str], None] = lambda message: None,
     **options: Any,
 ) -> FewestGpus:
@@ -196,7 +228,8 @@ def fewest_gpus(
             f"a global batch of {global_batch} can't be shared by the ranks of this mesh: use a "
             "multiple of them"
         )
-    search = _Search(workload, device, limit, global_batch, tell, options)
+    links = links or links_of(device.name)
+    search = _Search(workload, device, limit, global_batch, tell, options, links)
     low, high = 0, len(candidates)
     while low < high:
         middle = (low + high) // 2
@@ -207,7 +240,7 @@ def fewest_gpus(
     for one in candidates[high : high + MORE_ROWS + 1]:
         search.attempt(one)
     attempts = sorted(search.attempts.values(), key=lambda one: one.num_gpus)
-    return FewestGpus(search.name, device.name, global_batch, tuple(attempts), options)
+    return FewestGpus(search.name, device.name, global_batch, tuple(attempts), options, links)
 
 
 def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[Sharding]:
@@ -234,7 +267,9 @@ class _Search:
         global_batch: int,
         tell: Callable[[str], None],
         options: Mapping[str, Any],
+        links: Links,
     ) -> None:
+        self.links = links
         self.workload = workload
         self.device = device
         self.limit_bytes = limit_bytes
@@ -289,4 +324,14 @@ class _Search:
             workspace = workspace_of(self.device.name)
             memory = cuda_memory(step.trace, workspace_bytes=workspace)
             peak = max(peak, memory.reserved_bytes) + CONTEXT_BYTES
-        return (GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes),)
+        seconds = self._seconds(step, sketch, steps)
+        return (GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes, seconds),)
+
+    def _seconds(self, step: StepEstimate, sketch: Sketch, steps: int) -> RankSeconds:
+        """Predict the time of an optimizer step of `steps` microbatches."""
+        dtype = sketch.sharding.precision or str(sketch.case.dtype).removeprefix("torch.")
+        if step.course is not None:
+            return time_of_window(step, self.device, self.links, dtype=dtype, steps=steps)
+        times = self.device.operation_seconds(step.flops, step.moved, dtype=dtype)
+        one = float(times[step.moved > 0].sum())
+        return RankSeconds(steps * one, optimizer=optimizer_seconds(step, self.device))

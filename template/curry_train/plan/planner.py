@@ -44,6 +44,7 @@ from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory, make_optimizer
 from .parallel import Sharding
 from .profiler import Timeline
+from .rank_time import Links, links_of
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -241,7 +242,8 @@ class Planner:
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
     its tensors are, as on the CPU. `lengths` are those of shorter batches that come too, in any
-    order: on CUDA a plan fits if they do in the worst order.
+    order: on CUDA a plan fits if they do in the worst order. `links` are those between GPUs, for
+    the time of several ranks; by default the usual ones of the device.
     """
 
     def __init__(
@@ -260,6 +262,7 @@ class Planner:
         context_bytes: int | None = None,
         by_reserved: bool = True,
         lengths: Sequence[int] = (),
+        links: Links | None = None,
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
@@ -278,8 +281,7 @@ class Planner:
         self.tell = tell
         # The choice of the caller, and the choices to try.
         self.asked = self.chunked_loss = chunked_loss
-        self.without = tuple(without)
-        self.also = tuple(also)
+        self.without, self.also = tuple(without), tuple(also)
         self.chunk_tokens: int | None = None
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
@@ -297,12 +299,12 @@ class Planner:
             solve=self._again,
             overhead=self._overhead,
             lengths=lengths,
+            links=links or links_of(self.profile.name),
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
         self._overheads: dict[int, int] = {}
-        # The candidate of the latest plan.
-        self._best: Candidate | None = None
+        self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
@@ -541,7 +543,7 @@ class Planner:
         extra = self.whole_steps.extra_bytes(empty)
         less = self.whole_steps.less[chunked, steps > 1]
         best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
-        seconds = steps * best.seconds + chain.optimizer_seconds
+        seconds = self.whole_steps.seconds(empty, best.seconds)
         return replace(
             empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options
         )
@@ -556,7 +558,7 @@ class Planner:
         module = self.sketch.build()
         blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
         chain = self._chain(chunked=best.chunked_loss)
-        plain = best.steps * chain.plain_seconds(best.microbatch) + chain.optimizer_seconds
+        plain = self.whole_steps.seconds(best, chain.plain_seconds(best.microbatch))
         assert best.step_seconds is not None
         return Plan(
             workload=self.sketch.case.workload.name,
@@ -579,6 +581,7 @@ class Planner:
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
             cuda=self._cuda_figures(best, budget_bytes),
+            communication=self.whole_steps.communication(best),
             candidates=tuple(found),
         )
 

@@ -125,10 +125,15 @@ class RankStorages(LiveStorages):
 
     def _watch(self, storage: Any, life: Life, counts: bool) -> None:
         super()._watch(storage, life, counts)
-        stream = id(torch.cpu.current_stream())
-        number = self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+        number = self.stream_number
         if number and counts:
             self.streams[id(life)] = number
+
+    @property
+    def stream_number(self) -> int:
+        """The number of the current stream; the default one has 0."""
+        stream = id(torch.cpu.current_stream())
+        return self._stream_numbers.setdefault(stream, len(self._stream_numbers))
 
     def _resized(self, storage: Any, before: int) -> None:
         """Count a storage without bytes as freed, and one that has them again as a new one.
@@ -212,8 +217,8 @@ class RankRecord:
     program: RankProgram
     lives: Any
 
-    # The peak of a microbatch that neither begins nor ends a window; 0 where there is none.
-    middle_peak: int
+    # Of a microbatch that neither begins nor ends a window; None where there is none.
+    middle: Any
 
 
 def record_rank_step(
@@ -257,17 +262,16 @@ def record_rank_step(
         layers = divide(program.module, blocks=list(blocks) or None)
 
         record = functools.partial(_begin_record, program, make, layers, records)
-        middle_peak = 0
+        middle = None
         if accumulated:
             middle = record()
             with middle.running, middle:
                 _run_microbatch(program, loss, syncs=syncs_each)
-            middle_peak = middle.bytes_peak
         lives = record()
         held: list[Tensor] = []
         with lives.running, lives, holding_output(program.module, held if keeps_output else None):
             run(program.module, program.batch, called_loss, optimizer, lives)
-    return RankRecord(program, lives, middle_peak)
+    return RankRecord(program, lives, middle)
 
 
 def _begin_record(
@@ -476,7 +480,9 @@ def _average(
 ) -> torch.futures.Future[Tensor]:
     """Do what DDP does without a hook."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer().div_(dist.get_world_size()))
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(buffer, async_op=True)
+    future.set_result(buffer)
     return future
 
 

@@ -200,6 +200,8 @@ class Plan:
     why: str  # why this candidate won
     cuda: Mapping[str, int] | None = None  # memory on a CUDA device, by name of the figure
     candidates: tuple[Candidate, ...] = ()  # best first
+    # Of several ranks: seconds, collectives and links of the predicted step.
+    communication: Mapping[str, Any] | None = None
 
     def apply(self, model: nn.Module) -> list[str]:
         """Apply the plan to a model in place, and return the names of the changed modules.
@@ -262,7 +264,7 @@ class Plan:
             f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"{1e3 * self.step_seconds:,.1f} ms"
         )
-        lines = textwrap.wrap(first, 80)
+        lines = textwrap.wrap(first, 80) + self._time_lines()
 
         shown = self.candidates[:most]
         if shown:
@@ -285,6 +287,21 @@ class Plan:
         for reason in self.settings.get("left_out", ()):
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
+
+    def _time_lines(self) -> list[str]:
+        """Describe the time of a rank in 80 columns; empty for one rank."""
+        if self.communication is None:
+            return []
+        shown = {
+            name: f"{1e3 * self.communication[f'{name}_seconds']:,.1f} ms"
+            for name in ("compute", "communication", "exposed", "optimizer")
+        }
+        text = (
+            f"estimated, not measured: {shown['compute']} of compute, {shown['exposed']} of "
+            f"waiting for {shown['communication']} of communication, and {shown['optimizer']} of "
+            f"the optimizer. {self.communication['text']}"
+        )
+        return textwrap.wrap(text, 80)
 
     def _cuda_lines(self) -> list[str]:
         """Describe the memory on a CUDA device in 80 columns; empty for the CPU."""
@@ -332,10 +349,11 @@ class Plan:
                 "make the plan again"
             )
 
-        wanted = set(cls.__dataclass_fields__) - {"candidates", "cuda"}
+        wanted = set(cls.__dataclass_fields__) - {"candidates", "cuda", "communication"}
         if missing := sorted(wanted - data.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
-        fields = {name: data[name] for name in wanted} | {"cuda": data.get("cuda")}
+        fields = {name: data[name] for name in wanted}
+        fields |= {name: data.get(name) for name in ("cuda", "communication")}
         for name in ("options", "fingerprint", "settings"):
             if not isinstance(fields[name], Mapping):
                 raise ValueError(

@@ -25,6 +25,7 @@ from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .parallel import Sharding
+from .rank_time import OTHER_LINKS, Links, RankSeconds, count_window, time_of_window
 from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
@@ -120,8 +121,10 @@ class WholeSteps:
         solve: Callable[[Candidate, int], Candidate],
         overhead: Callable[..., int] = lambda *steps: 0,
         lengths: Sequence[int] = (),
+        links: Links | None = None,
     ) -> None:
         self.lengths = lengths
+        self.links = links or OTHER_LINKS
         self.sketch = sketch
         self.overhead = overhead
         self.chain = chain
@@ -135,6 +138,9 @@ class WholeSteps:
 
         # Traces of the whole steps, for the model of CUDA's allocator.
         self.traces: dict[PlanKey, tuple[StepTrace, ...]] = {}
+
+        # The steps of one rank of several, for their times.
+        self._rank_steps: dict[PlanKey, StepEstimate] = {}
 
         # Whether a step can be recorded from some of its equal blocks; None until it was tried.
         self._repeats: bool | None = None
@@ -248,6 +254,8 @@ class WholeSteps:
     def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
         self.known[key] = peak, float(step.flops.sum())
         self.traces[key] = () if step.trace is None else (step.trace,)
+        if step.course is not None:
+            self._rank_steps[key] = step
 
     def trace(self, candidate: Candidate) -> StepTrace | None:
         """Return the trace of a candidate that was estimated, if it is one of CUDA."""
@@ -448,9 +456,7 @@ class WholeSteps:
     def _is_fastest(self, candidate: Candidate) -> bool:
         """Check whether a candidate is as fast as the plain step."""
         chain = self.chain(candidate)
-        least = (
-            candidate.steps * chain.plain_seconds(candidate.microbatch) + chain.optimizer_seconds
-        )
+        least = self.seconds(candidate, chain.plain_seconds(candidate.microbatch))
         return candidate.step_seconds is None or candidate.step_seconds <= least
 
     def _whole(self, candidate: Candidate) -> Candidate:
@@ -458,12 +464,66 @@ class WholeSteps:
         peak, flops = self.peak(candidate)
         chain = self.chain(candidate)
         steps = candidate.steps
-        seconds = (
-            steps * chain.seconds(candidate.microbatch, candidate.options) + chain.optimizer_seconds
-        )
+        seconds = chain.seconds(candidate.microbatch, candidate.options)
         return replace(
-            candidate, peak_bytes=peak, step_seconds=seconds, flops=steps * flops, checked=True
+            candidate,
+            peak_bytes=peak,
+            step_seconds=self.seconds(candidate, seconds),
+            flops=steps * flops,
+            checked=True,
         )
+
+    def seconds(self, candidate: Candidate, of_microbatch: float) -> float:
+        """Predict the time of an optimizer step, of what the chain predicts for a microbatch.
+
+        One rank of several computes its part of that, and waits for collectives.
+        """
+        chain = self.chain(candidate)
+        if not self.sketch.sharding.is_shared:
+            return candidate.steps * of_microbatch + chain.optimizer_seconds
+        return self.rank_seconds(candidate, of_microbatch).total
+
+    def rank_seconds(self, candidate: Candidate, of_microbatch: float) -> RankSeconds:
+        """Predict the time of an optimizer step of one rank of several.
+
+        A step that was not estimated waits as the plain step of the chain's size does.
+        """
+        chain = self.chain(candidate)
+        plain = self._plain_step(chain, accumulated=candidate.steps > 1, alone=False)
+        step, scale = plain, candidate.microbatch / MEASURED_MICROBATCH_SIZES[-1]
+        if self._key(candidate) in self._rank_steps:
+            step, scale = self._rank_steps[self._key(candidate)], 1.0
+        found = self._window(chain, step, steps=candidate.steps, scale=scale)
+
+        # A rank has a part of the model, or its layers' copies besides, by the plain step.
+        one = self._window(chain, plain, steps=1).compute
+        part = one / chain.plain_seconds(MEASURED_MICROBATCH_SIZES[-1])
+        return replace(found, compute=candidate.steps * part * of_microbatch)
+
+    def _window(
+        self, chain: Chain, step: StepEstimate, *, steps: int, scale: float = 1.0
+    ) -> RankSeconds:
+        # FSDP2 computes in the dtype of gathered parameters.
+        dtype = self.sketch.sharding.precision
+        dtype = dtype or str(self.sketch.case.dtype).removeprefix("torch.")
+        return time_of_window(
+            step, chain.profile, self.links, dtype=dtype, steps=steps, scale=scale
+        )
+
+    def communication(self, candidate: Candidate) -> dict[str, Any] | None:
+        """Describe the time and the collectives of a candidate that was estimated.
+
+        None for one rank.
+        """
+        step = self._rank_steps.get(self._key(candidate))
+        if step is None:
+            return None
+        seconds = self.chain(candidate).seconds(candidate.microbatch, candidate.options)
+        return self.rank_seconds(candidate, seconds).to_json() | {
+            "collectives": count_window(step, candidate.steps),
+            "links": self.links.to_json(),
+            "text": f"Links: {self.links}.",
+        }
 
     @staticmethod
     def _key(candidate: Candidate) -> PlanKey:

@@ -1,0 +1,443 @@
+"""Estimate the time of a rank's step: computation, and communication that it waits for.
+
+    course = sketch.step(4).course
+    print(time_of_course(course, profile, links_of("h100"), dtype="bfloat16"))
+
+The collectives are those of the rank's own program, with their bytes. Each waits for the tensors
+that it sends, and the computation waits for the tensors that it receives; FSDP2 gathers the next
+unit while this one computes. The rates of links are inputs, so the result is an estimate until a
+step is measured on the machines themselves.
+
+Proof: `python -m pytest tests/plan/test_rank_time.py`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from ..core.wording import parse_bytes
+from .device import LINK_EFFICIENCY, PCIE4_BYTES_PER_SECOND, DeviceProfile
+
+# Links between GPUs: what a collective's bytes pass through.
+
+GPUS_PER_NODE = 8
+# The time of a collective without bytes; typical of NCCL in a node, not measured.
+COLLECTIVE_SECONDS = 20e-6
+# A network of 100 Gbit/s that the GPUs of a node share.
+SHARED_NETWORK_BYTES_PER_SECOND = 12.5e9 / GPUS_PER_NODE
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second of a GPU, in one direction, to GPUs of its node and to other nodes."""
+
+    within: float
+    between: float
+    gpus_per_node: int = GPUS_PER_NODE
+    source: str = "as given"
+
+    def __post_init__(self) -> None:
+        for what, rate in (("within", self.within), ("between", self.between)):
+            if not math.isfinite(rate) or rate <= 0:
+                raise ValueError(f"the rate of links {what} nodes must be above 0, got {rate!r}")
+        if self.gpus_per_node < 1:
+            raise ValueError(f"a node has at least 1 GPU, got {self.gpus_per_node}")
+
+    def seconds(self, collective: "Collective") -> float:
+        """Return the time of a collective over a ring of its ranks."""
+        size = len(collective.ranks)
+        if size < 2:
+            return 0.0
+        passes = PASSES_OF_KINDS.get(collective.kind, 1) * (size - 1) / size
+        if collective.kind in POINT_TO_POINT_KINDS:
+            passes = 1.0
+        return COLLECTIVE_SECONDS + passes * collective.nbytes / self.rate(collective.ranks)
+
+    def rate(self, ranks: Sequence[int]) -> float:
+        """Return the rate of a ring, in which each GPU of a node has its own way to the next."""
+        in_node: dict[int, int] = {}
+        for rank in ranks:
+            node = rank // self.gpus_per_node
+            in_node[node] = in_node.get(node, 0) + 1
+        if len(in_node) == 1:
+            return self.within
+        return min(self.within, min(in_node.values()) * self.between)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.within / 1e9:,.4g} GB/s within nodes of {self.gpus_per_node} and "
+            f"{self.between / 1e9:,.4g} GB/s for each GPU between them, {self.source}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "within_bytes_per_second": self.within,
+            "between_bytes_per_second": self.between,
+            "gpus_per_node": self.gpus_per_node,
+            "source": self.source,
+        }
+
+
+def _of_cards(within: float, between: float, what: str) -> Links:
+    source = f"{LINK_EFFICIENCY:.0%} of {what}"
+    return Links(within * LINK_EFFICIENCY, between * LINK_EFFICIENCY, source=source)
+
+
+# By the names of device profiles: NVLink as published, and the usual network of such machines.
+LINKS_OF_PROFILES = {
+    "h100": _of_cards(450e9, 50e9, "NVLink 4 and 400 Gbit/s for each GPU"),
+    "h200": _of_cards(450e9, 50e9, "NVLink 4 and 400 Gbit/s for each GPU"),
+    "a100": _of_cards(300e9, 25e9, "NVLink 3 and 200 Gbit/s for each GPU"),
+}
+OTHER_LINKS = _of_cards(
+    PCIE4_BYTES_PER_SECOND,
+    SHARED_NETWORK_BYTES_PER_SECOND,
+    "PCIe 4 and 100 Gbit/s for each node",
+)
+
+
+def links_of(name: str) -> Links:
+    """Return the links of a device profile by its name: PCIe where no other are known."""
+    return LINKS_OF_PROFILES.get(name, OTHER_LINKS)
+
+
+def parse_links(text: str) -> Links:
+    """Read links as they are written: `450GB,50GB`, or `450GB,50GB,4` with the GPUs of a node."""
+    within, *others = text.split(",")
+    if len(others) not in (1, 2) or (len(others) == 2 and not others[1].strip().isdecimal()):
+        raise ValueError(
+            f"{text!r} are no links: write bytes a second within and between nodes, and the GPUs "
+            "of a node if they are not 8, as 450GB,50GB,4"
+        )
+    size = int(others[1]) if len(others) == 2 else GPUS_PER_NODE
+    return Links(parse_bytes(within), parse_bytes(others[0]), size)
+
+
+# Collectives of a program, and the order in which its operations wait for each other.
+
+ALL_GATHER_KIND = "all-gather"
+REDUCE_SCATTER_KIND = "reduce-scatter"
+ALL_REDUCE_KIND = "all-reduce"
+ALL_TO_ALL_KIND = "all-to-all"
+POINT_TO_POINT_KINDS = ("send", "recv", "broadcast")
+# How often the bytes of a collective pass the link of a rank, but for the rank's own part.
+PASSES_OF_KINDS = {ALL_REDUCE_KIND: 2}
+# Parts of the names of operations, in the order in which they are looked for.
+KINDS_OF_NAMES = {
+    "reduce_scatter": REDUCE_SCATTER_KIND,
+    "gather": ALL_GATHER_KIND,
+    "allreduce": ALL_REDUCE_KIND,
+    "all_reduce": ALL_REDUCE_KIND,
+    "alltoall": ALL_TO_ALL_KIND,
+    "all_to_all": ALL_TO_ALL_KIND,
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "recv",
+}
+C10D_NAMESPACE = "c10d"
+FUNCTIONAL_NAMESPACE = "_c10d_functional"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call of a collective in a step."""
+
+    kind: str
+
+    # Bytes of the whole tensors: all that is gathered, all that is scattered.
+    nbytes: int
+
+    ranks: tuple[int, ...]
+
+    # Whether the stream that calls it waits for its end.
+    blocks_stream: bool
+
+
+@dataclass
+class StepCourse:
+    """Operations of forward and backward of a rank, their streams, and what they wait for."""
+
+    flops: Any = field(default_factory=lambda: numpy.zeros(0))
+    moved: Any = field(default_factory=lambda: numpy.zeros(0))
+    streams: list[int] = field(default_factory=list)
+    collectives: dict[int, Collective] = field(default_factory=dict)
+
+    # Operations of other streams and collectives that an operation waits for.
+    waits: dict[int, list[int]] = field(default_factory=dict)
+
+    def by_kind(self) -> dict[str, dict[str, int]]:
+        """Count the calls of collectives and their bytes by kind."""
+        counts: dict[str, dict[str, int]] = {}
+        for one in self.collectives.values():
+            count = counts.setdefault(one.kind, {"calls": 0, "bytes": 0})
+            count["calls"] += 1
+            count["bytes"] += one.nbytes
+        return counts
+
+
+class CourseRecorder:
+    """Record a course while the operations of a rank run."""
+
+    def __init__(self) -> None:
+        self.course = StepCourse()
+        # The operation that wrote each storage last.
+        self._writers: dict[int, int] = {}
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any, *, stream: int) -> None:
+        """Add an operation that has run, in the order of the costs that are recorded with it."""
+        course = self.course
+        index = len(course.streams)
+        course.streams.append(stream)
+        inputs = {_key(one): one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
+        outputs = {_key(one): one for one in tree_iter(out) if isinstance(one, Tensor)}
+        kind = kind_of_collective(func)
+        if kind is None and outputs.keys() <= inputs.keys() and not func._schema.is_mutable:
+            return  # a view
+        waits = {self._writers[key] for key in inputs if key in self._writers}
+        streams = course.streams
+        waits = {one for one in waits if one in course.collectives or streams[one] != stream}
+        if waits:
+            course.waits[index] = sorted(waits)
+        written = outputs.keys() - inputs.keys()
+        if kind is not None:
+            course.collectives[index] = _collective(kind, func, args, kwargs, out)
+            written = written | inputs.keys()
+        elif func._schema.is_mutable:
+            written = written | {_key(one) for one in _mutated(func, args, kwargs)}
+        self._writers.update(dict.fromkeys(written, index))
+
+    def finish(self, flops: Sequence[int], moved: Sequence[int]) -> StepCourse:
+        """Return the course, with the costs of its operations."""
+        course = self.course
+        course.flops = numpy.array(flops, dtype=numpy.float64)
+        course.moved = numpy.array(moved, dtype=numpy.float64)
+        return course
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _mutated(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation writes in place."""
+    found: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        found += [one for one in tree_iter(value) if isinstance(one, Tensor)]
+    return found
+
+
+def kind_of_collective(func: Any) -> str | None:
+    """Return the kind of a collective; None for any other operation."""
+    namespace = getattr(func, "namespace", None)
+    if namespace not in (C10D_NAMESPACE, FUNCTIONAL_NAMESPACE):
+        return None
+    name = func._schema.name.partition("::")[2]
+    return next((kind for part, kind in KINDS_OF_NAMES.items() if part in name), None)
+
+
+def _collective(kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Collective:
+    given = {
+        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+    }
+    group: Any = given.get("process_group")
+    if group is None:
+        resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
+        group = resolve(given["group_name"])
+    elif not isinstance(group, dist.ProcessGroup):
+        group = dist.ProcessGroup.unbox(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+
+    is_functional = func.namespace == FUNCTIONAL_NAMESPACE
+    if kind in (ALL_GATHER_KIND, REDUCE_SCATTER_KIND):
+        # The whole tensors, and the rank's own parts of them, which are one in so many of these.
+        both = _bytes_of((args, kwargs, out) if is_functional else (args, kwargs))
+        nbytes = both * len(ranks) // (len(ranks) + 1)
+    elif kind == ALL_TO_ALL_KIND:
+        nbytes = _bytes_of(given.get("input", given.get("input_tensors")))
+    else:
+        nbytes = _bytes_of((args, kwargs))
+    return Collective(kind, nbytes, ranks, not is_functional and given.get("async_op") is False)
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(one.numel() * one.itemsize for one in tree_iter(tree) if isinstance(one, Tensor))
+
+
+# Times of a course.
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """Predicted time of a step of one rank, and what it consists of."""
+
+    compute: float = 0.0
+
+    # Of all collectives, and what of it the computation waits for.
+    communication: float = 0.0
+    exposed: float = 0.0
+
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.optimizer
+
+    def __add__(self, other: "RankSeconds") -> "RankSeconds":
+        return RankSeconds(
+            self.compute + other.compute,
+            self.communication + other.communication,
+            self.exposed + other.exposed,
+            self.optimizer + other.optimizer,
+        )
+
+    def times(self, number: int) -> "RankSeconds":
+        """Return the time of so many of these."""
+        return RankSeconds(
+            number * self.compute,
+            number * self.communication,
+            number * self.exposed,
+            number * self.optimizer,
+        )
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "compute_seconds": self.compute,
+            "communication_seconds": self.communication,
+            "exposed_seconds": self.exposed,
+            "optimizer_seconds": self.optimizer,
+            "step_seconds": self.total,
+        }
+
+
+def time_of_course(
+    course: StepCourse, profile: DeviceProfile, links: Links, *, dtype: str, scale: float = 1.0
+) -> RankSeconds:
+    """Predict the time of forward and backward of a rank, from its operations in their order.
+
+    `scale` multiplies the work of each operation, for another number of samples.
+    """
+    times = profile.operation_seconds(scale * course.flops, scale * course.moved, dtype=dtype)
+    times = numpy.where(course.moved > 0, times, 0.0)
+    times[[*course.collectives]] = 0.0
+    ends = _Clocks(course, links).run(times.tolist())
+    # The copies around collectives run on streams of their own, beside the computation.
+    compute = float(times[numpy.array(course.streams) == 0].sum())
+    communication = sum(links.seconds(one) for one in course.collectives.values())
+    return RankSeconds(compute, communication, max(0.0, ends - compute))
+
+
+def time_of_window(
+    step: "Microbatches",
+    profile: DeviceProfile,
+    links: Links,
+    *,
+    dtype: str,
+    steps: int,
+    scale: float = 1.0,
+) -> RankSeconds:
+    """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
+    options: dict[str, Any] = {"dtype": dtype, "scale": scale}
+    assert step.course is not None, "only a step of one rank of several has a course"
+    last = time_of_course(step.course, profile, links, **options)
+    found = last + RankSeconds(optimizer=optimizer_seconds(step, profile))
+    if steps > 1:
+        middle = time_of_course(step.middle_course or step.course, profile, links, **options)
+        found += middle.times(steps - 1)
+    return found
+
+
+def optimizer_seconds(step: "Microbatches", profile: DeviceProfile) -> float:
+    """Predict the time of the optimizer step, which is limited by bandwidth.
+
+    It reads gradients and parameters, and writes state and parameters.
+    """
+    return (2 * step.fixed + step.gradients) / profile.bytes_per_second
+
+
+def count_window(step: "Microbatches", steps: int) -> dict[str, dict[str, int]]:
+    """Count the collectives of `steps` microbatches by kind, with their bytes."""
+    assert step.course is not None, "only a step of one rank of several has a course"
+    counts = step.course.by_kind()
+    if steps > 1:
+        for kind, count in (step.middle_course or step.course).by_kind().items():
+            total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
+            for name, number in count.items():
+                total[name] += (steps - 1) * number
+    return counts
+
+
+class Microbatches(Protocol):
+    """The figures of an estimated step from which its time follows."""
+
+    @property
+    def fixed(self) -> int: ...
+
+    @property
+    def gradients(self) -> int: ...
+
+    @property
+    def course(self) -> StepCourse | None: ...
+
+    @property
+    def middle_course(self) -> StepCourse | None: ...
+
+
+class _Clocks:
+    """The times at which the streams of a rank, and its links, are free again."""
+
+    def __init__(self, course: StepCourse, links: Links) -> None:
+        self.course = course
+        self.links = links
+        self.streams: dict[int, float] = {}
+        self.link = 0.0
+        # When the computation began to use what was gathered last: FSDP2 gathers no earlier.
+        self.used = 0.0
+        # The end of the last scatter, which the computation waits for before the next one.
+        self.scattered = 0.0
+
+    def run(self, seconds: Sequence[float]) -> float:
+        """Run all operations, and return the time at which everything has ended."""
+        course = self.course
+        ends: list[float] = []
+        for index, duration in enumerate(seconds):
+            stream = course.streams[index]
+            waits = course.waits.get(index, ())
+            ready = max((ends[one] for one in waits), default=0.0)
+            collective = course.collectives.get(index)
+            if collective is not None:
+                ends.append(self._send(collective, max(ready, self.streams.get(stream, 0.0))))
+                if collective.blocks_stream:
+                    self.streams[stream] = ends[-1]
+                continue
+            begin = max(ready, self.streams.get(stream, 0.0))
+            ends.append(begin + duration)
+            if duration:
+                self.streams[stream] = ends[-1]
+            if any(self._is_gather(one) for one in waits):
+                self.used = max(self.used, ends[-1])
+        return max(self.link, *self.streams.values()) if self.streams else self.link
+
+    def _is_gather(self, index: int) -> bool:
+        found = self.course.collectives.get(index)
+        return found is not None and found.kind == ALL_GATHER_KIND
+
+    def _send(self, collective: Collective, ready: float) -> float:
+        """Return the end of a collective; one passes the links at a time."""
+        begin = max(ready, self.link)
+        if collective.kind == ALL_GATHER_KIND:
+            begin = max(begin, self.used)
+        self.link = begin + self.links.seconds(collective)
+        if collective.kind == REDUCE_SCATTER_KIND:
+            self.streams[0] = max(self.streams.get(0, 0.0), self.scattered)
+            self.scattered = self.link
+        return self.link

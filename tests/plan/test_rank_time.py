@@ -1,0 +1,200 @@
+"""Times of ranks: collectives of their programs, their links, and what overlaps.
+
+python -m pytest tests/plan/test_rank_time.py
+"""
+
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+
+from curry_train.plan.device import PROFILES
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.parallel import Sharding
+from curry_train.plan.planner import plan
+from curry_train.plan.rank_time import (
+    ALL_GATHER_KIND,
+    ALL_REDUCE_KIND,
+    COLLECTIVE_SECONDS,
+    LINKS_OF_PROFILES,
+    REDUCE_SCATTER_KIND,
+    Collective,
+    Links,
+    StepCourse,
+    count_window,
+    links_of,
+    parse_links,
+    time_of_course,
+    time_of_window,
+)
+from curry_train.plan.saved import Plan
+from ranks import small
+
+# Every first dimension is a multiple of 64, so that no parameter is padded.
+MODEL = small(depth=2, dim=64, vocabulary=256, hidden=128, heads=2, kv_heads=2)
+BYTES = sum(parameter.nbytes for parameter in MODEL.build().parameters())
+UNITS = 3  # two blocks, and what is outside of them
+
+
+def step_of(kind, *, accumulated=False, **options):
+    with Sketch(MODEL, sharding=Sharding(kind, **options)) as sketch:
+        return sketch.step(2, accumulated=accumulated)
+
+
+def calls_and_bytes(counts):
+    return {kind: (count["calls"], count["bytes"]) for kind, count in counts.items()}
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+    return step_of("fsdp2", ranks=8, reshard_after_forward=True, accumulated=True)
+
+
+def test_fsdp2_gathers_all_parameters_twice_and_scatters_their_gradients_once(fsdp):
+    gathers = {ALL_GATHER_KIND: (2 * UNITS, 2 * BYTES)}
+    scatters = {REDUCE_SCATTER_KIND: (UNITS, BYTES)}
+    assert calls_and_bytes(fsdp.course.by_kind()) == gathers | scatters
+    assert calls_and_bytes(fsdp.middle_course.by_kind()) == gathers
+    window = calls_and_bytes(count_window(fsdp, 3))
+    assert window == {ALL_GATHER_KIND: (6 * UNITS, 6 * BYTES)} | scatters
+
+
+def test_ddp_reduces_all_gradients_once_a_window():
+    step = step_of("ddp", ranks=8, accumulated=True)
+    assert calls_and_bytes(step.course.by_kind()) == {ALL_REDUCE_KIND: (1, BYTES)}
+    assert not step.middle_course.collectives
+
+
+def test_hsdp_reduces_the_part_of_a_rank_among_the_replicas():
+    course = step_of("hsdp", mesh={"replicate": 2, "shard": 4}).course
+    reduced = [one for one in course.collectives.values() if one.kind == ALL_REDUCE_KIND]
+    assert sum(one.nbytes for one in reduced) == BYTES // 4
+    assert {one.ranks for one in reduced} == {(0, 4)}
+    scattered = [one for one in course.collectives.values() if one.kind == REDUCE_SCATTER_KIND]
+    assert {one.ranks for one in scattered} == {(0, 1, 2, 3)}
+
+
+def test_bytes_of_fsdp2_are_those_of_the_parameters_on_any_number_of_ranks(fsdp):
+    many = step_of("fsdp2", ranks=64, reshard_after_forward=True)
+    assert many.course.by_kind() == fsdp.course.by_kind()
+    last = step_of("fsdp2", ranks=64, rank=63, reshard_after_forward=True)
+    assert last.course.by_kind() == many.course.by_kind()
+
+
+GIGA = 10**9
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "seconds"),
+    [
+        (ALL_GATHER_KIND, range(8), 7 / 8 / 100),
+        (ALL_REDUCE_KIND, range(8), 2 * 7 / 8 / 100),
+        (REDUCE_SCATTER_KIND, range(4), 3 / 4 / 100),
+        # Eight GPUs of each node have a way of 10 GB/s each to the next node.
+        (ALL_GATHER_KIND, range(16), 15 / 16 / 80),
+        # One GPU of each node.
+        (ALL_REDUCE_KIND, (0, 8), 2 * 1 / 2 / 10),
+        ("send", (0, 1), 1 / 100),
+        (ALL_GATHER_KIND, (0,), -COLLECTIVE_SECONDS),
+    ],
+)
+def test_a_collective_takes_the_time_of_a_ring(kind, ranks, seconds):
+    links = Links(100 * GIGA, 10 * GIGA)
+    found = links.seconds(Collective(kind, GIGA, tuple(ranks), blocks_stream=True))
+    assert math.isclose(found, COLLECTIVE_SECONDS + seconds, abs_tol=1e-12)
+
+
+def course_of(rows, waits):
+    """Make a course from rows of stream and bytes moved, or of stream and a collective."""
+    moved = [0 if isinstance(what, Collective) else what for _, what in rows]
+    return StepCourse(
+        flops=numpy.zeros(len(rows)),
+        moved=numpy.array(moved, dtype=numpy.float64),
+        streams=[stream for stream, _ in rows],
+        collectives={
+            index: what for index, (_, what) in enumerate(rows) if isinstance(what, Collective)
+        },
+        waits=waits,
+    )
+
+
+# One second for each byte, and for each byte of a collective of two ranks.
+SLOW = replace(PROFILES["cpu"], bytes_per_second=1.0, dispatch_seconds=1e-9)
+SLOW_LINKS = Links(0.5, 0.5)
+GATHER = Collective(ALL_GATHER_KIND, 3, (0, 1), blocks_stream=True)
+SCATTER = Collective(REDUCE_SCATTER_KIND, 3, (0, 1), blocks_stream=True)
+# What is gathered, and its copy into the parameters.
+UNIT = ((1, GATHER), (0, 1e-6))
+
+
+def seconds_of(rows, waits):
+    return time_of_course(course_of(rows, waits), SLOW, SLOW_LINKS, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("rows", "waits", "exposed"),
+    [
+        # The computation waits for the first unit; the second comes while the first computes.
+        ([*UNIT, (0, 5), *UNIT, (0, 5)], {1: [0], 4: [3]}, 3),
+        # No unit is gathered before the computation uses the one before, so this one waits too.
+        ([*UNIT, (0, 2), *UNIT, (0, 2)], {1: [0], 4: [3]}, 3 + 1),
+        # Gradients are scattered while backward goes on, and the last ones at its end.
+        ([(0, 4), (2, SCATTER), (0, 4), (2, SCATTER)], {1: [0], 3: [2]}, 3),
+        # What is needed at once is waited for.
+        ([(0, 4), (0, replace(GATHER, blocks_stream=False)), (0, 1)], {2: [1]}, 3),
+    ],
+)
+def test_communication_overlaps_with_the_computation_that_does_not_wait_for_it(
+    rows, waits, exposed
+):
+    found = seconds_of(rows, waits)
+    assert math.isclose(found.exposed, exposed, abs_tol=1e-3)
+    assert math.isclose(
+        found.communication, 3 * sum(isinstance(what, Collective) for _, what in rows), abs_tol=1e-3
+    )
+    assert found.total == found.compute + found.exposed
+
+
+def test_fsdp2_hides_its_gathers_behind_a_long_computation_and_not_behind_a_short_one(fsdp):
+    profile = replace(PROFILES["h100"], dispatch_seconds=1e-12)
+    slow = replace(profile, flops_per_second={"float32": 1e6})
+    links = Links(1e9, 1e9)
+    long = time_of_course(fsdp.course, slow, links, dtype="float32")
+    short = time_of_course(fsdp.course, profile, links, dtype="float32")
+    assert long.communication == short.communication
+    # The first unit is gathered before the computation, and the last one scattered after it.
+    assert 0 < long.exposed < 0.5 * long.communication
+    assert short.exposed > 0.9 * short.communication
+    window = time_of_window(fsdp, profile, links, dtype="float32", steps=3)
+    middle = time_of_course(fsdp.middle_course, profile, links, dtype="float32")
+    assert math.isclose(window.communication, short.communication + 2 * middle.communication)
+    assert window.optimizer > 0
+
+
+def test_a_plan_of_ranks_has_the_time_of_its_communication():
+    options = {"device": "cpu", "chunked_loss": False, "without": ("sac", "regions", "full")}
+    links = Links(1e6, 1e6)
+    sharding = Sharding("fsdp2", 8)
+    slow = plan(MODEL, 2**30, **options, global_batch=8, sharding=sharding, links=links)
+    found = slow.communication
+    parts = ("compute_seconds", "exposed_seconds", "optimizer_seconds")
+    assert math.isclose(slow.step_seconds, sum(found[name] for name in parts))
+    assert found["communication_seconds"] > found["exposed_seconds"] > 0.9 * 2 * BYTES / 1e6
+    assert found["collectives"][REDUCE_SCATTER_KIND] == {"calls": UNITS, "bytes": BYTES}
+    text = " ".join(slow.explain().split())
+    assert "estimated, not measured" in text
+    assert "0.001 GB/s within nodes of 8" in text
+    assert Plan.from_json(slow.to_json()).communication == found
+
+
+def test_links_are_read_as_they_are_written_and_known_by_gpu():
+    assert parse_links("450GB,50GB") == Links(450e9, 50e9)
+    assert parse_links("32GB, 1.5GB, 4") == Links(32e9, 1.5e9, 4)
+    assert links_of("h100") == LINKS_OF_PROFILES["h100"]
+    assert "PCIe" in links_of("NVIDIA of another kind").source
+    for text in ("450GB", "450GB,50GB,x", "450,50", "450GB,50GB,0"):
+        with pytest.raises(ValueError, match=r"are no links|has no unit|at least 1 GPU"):
+            parse_links(text)
+    with pytest.raises(ValueError, match="within nodes must be above 0"):
+        Links(0.0, 1.0)
