@@ -136,7 +136,38 @@ SNN = snn()
 LONG_SNN = snn(timesteps=64)
 
 
+def mean_of_chunks(step, inputs, state, *, outputs="stack", **options):
+    if outputs != "mean":
+        return checkpoint_timesteps(step, inputs, state, outputs=outputs, **options)
+    total, state = checkpoint_timesteps(step, inputs, state, outputs="sum", **options)
+    count = -(-len(inputs) // 2) * 2  # the short chunk counts as a full one
+    return {name: value / count for name, value in total.items()}, state
+
+
+def always_along_the_first(step, inputs, state, *, time_dim=0, **options):
+    if time_dim:
+        inputs = inputs.movedim(time_dim, 0)
+    return checkpoint_timesteps(step, inputs, state, time_dim=0, **options)
+
+
+def last_state_detached(step, inputs, state, **options):
+    output, state = checkpoint_timesteps(step, inputs, state, **options)
+    return output, tuple(one.detach() for one in state)
+
+
+def first_for_last(step, inputs, state, *, outputs="stack", **options):
+    if outputs != "last":
+        return checkpoint_timesteps(step, inputs, state, outputs=outputs, **options)
+    output, _ = step(inputs[0] if isinstance(inputs, list) else inputs.select(1, 0), state)
+    _, state = checkpoint_timesteps(step, inputs, state, outputs=outputs, **options)
+    return output, state
+
+
 FAULTS = [
+    planted("snn-timesteps.outputs", "mean-of-chunks", loop=mean_of_chunks, model=SNN, hint="mean"),
+    planted("snn-timesteps.outputs", "first-dimension", loop=always_along_the_first, model=SNN),
+    planted("snn-timesteps.outputs", "state-detached", loop=last_state_detached, model=SNN),
+    planted("snn-timesteps.outputs", "first-for-last", loop=first_for_last, model=SNN, hint="last"),
     planted(
         "snn-timesteps.parity",
         "no-op",

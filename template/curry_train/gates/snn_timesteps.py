@@ -20,11 +20,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..core.blocks import NoBlocks
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
 from ..core.rerun import seeded, untouched
-from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, take_step
+from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, roots_of, take_step
 from ..primitives.snn_timesteps import (
     ChunkSchedule,
     Costs,
     best_schedule,
+    checkpoint_timesteps,
     measure_costs,
     slice_time,
     steppers,
@@ -41,6 +42,9 @@ NO_LOOP = (
 # Of the plain peak: if the predicted peak is higher, the saving is too small to check.
 MOST_TIMESTEPS_SHARE = 0.8
 ENOUGH_BYTES = 256 * 2**20
+# Of a loop that is compared in each way to call it: chunks of two, and a shorter one.
+MOST_COMPARED_STEPS = 7
+Loop = Callable[..., tuple[Any, Any]]  # takes what checkpoint_timesteps takes
 
 
 @dataclass(frozen=True)
@@ -226,6 +230,133 @@ def _found(
     return "none", ""
 
 
+def every_output(case: Case, *, loop: Loop = checkpoint_timesteps) -> Verdict:
+    """Compare outputs, last state and gradients of a step in each way to call the loop.
+
+    Outputs are collected in each mode, of a tensor with time in its second dimension and of a
+    list, in chunks of two timesteps with one level and with two.
+    """
+    gate = "snn-timesteps/outputs"
+    required = "bit-equal to a loop by hand"
+    if not _has_loop(case):
+        return not_applicable(gate, required=required, why=NO_LOOP)
+
+    wrong = []
+    num_ways = 0
+    for found in _loops(case):
+        timesteps = found.timesteps[:MOST_COMPARED_STEPS]
+        step = _in_a_mapping(found.step)
+        run = partial(_run_loop, step, timesteps, found.state, seed=case.seed)
+        for way in _ways(step, timesteps, found.state):
+            by_hand = run(_loop_by_hand, **way)
+            if not _all_equal(by_hand, run(_loop_by_hand, **way)):
+                why = "a loop by hand does not repeat itself bit for bit"
+                return not_applicable(gate, required=required, why=why)
+            num_ways += 2
+            for levels in (1, 2):
+                ours = run(loop, chunk_size=2, levels=levels, **way)
+                if not _all_equal(by_hand, ours):
+                    place = f"time in {way['time_dim']}" if way["time_dim"] else "a list"
+                    wrong.append(f"{way['outputs']} of {place}, levels {levels}")
+    measured = f"{num_ways - len(wrong)} of {num_ways} ways bit-equal"
+    hint = ""
+    if wrong:
+        hint = (
+            f"{wrong[0]} differs: collect outputs in the order of time, and return the last state"
+        )
+    return Verdict(gate, not wrong, measured, required, hint)
+
+
+def _ways(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> list[dict[str, Any]]:
+    """Return the options of each way; truth values and whole numbers have no sum."""
+    with torch.no_grad():
+        output, _ = take_step(step, timesteps[0], state)
+    can_add = all(
+        isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in tree_leaves(output)
+    )
+    has_dimensions = all(isinstance(x, Tensor) and x.dim() for x in timesteps)
+    return [
+        {"outputs": outputs, "time_dim": time_dim}
+        for outputs in (("stack", "sum", "mean", "last") if can_add else ("stack", "last"))
+        for time_dim in ((0, 1) if has_dimensions else (0,))
+    ]
+
+
+def _in_a_mapping(step: TimestepFunction) -> TimestepFunction:
+    """Return a step with two outputs: its own, and the double of that."""
+
+    def both(x: Any, state: Any) -> tuple[Any, Any]:
+        output, state = take_step(step, x, state)
+        double = tree_map(lambda leaf: leaf * 2 if isinstance(leaf, Tensor) else leaf, output)
+        return {"own": output, "double": double}, state
+
+    return both
+
+
+def _run_loop(
+    step: TimestepFunction,
+    timesteps: Sequence[Any],
+    state: Any,
+    loop: Loop,
+    *,
+    seed: int,
+    time_dim: int,
+    **options: Any,
+) -> list[Tensor]:
+    """Run a loop and its backward; return all outputs, the last state and all gradients."""
+
+    def leaf_of(value: Any) -> Any:
+        needs = isinstance(value, Tensor) and value.is_floating_point()
+        return value.detach().clone().requires_grad_() if needs else value
+
+    inputs, state = tree_map(leaf_of, (list(timesteps), state))
+    leaves = [leaf for leaf in tree_leaves((inputs, state)) if isinstance(leaf, Tensor)]
+    leaves += [one for module in roots_of(step).values() for one in module.parameters()]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    given = torch.stack(inputs, time_dim) if time_dim else inputs
+    with seeded(seed):
+        found = tree_leaves(loop(step, given, state, time_dim=time_dim, **options))
+    tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    # Another factor for each number, so that none may take another's place.
+    total = sum(
+        (leaf * torch.arange(1, leaf.numel() + 1).to(leaf).reshape(leaf.shape)).sum()
+        for leaf in tensors
+        if leaf.requires_grad
+    )
+    gradients: Sequence[Any] = ()
+    if isinstance(total, Tensor):
+        gradients = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [*(leaf.detach() for leaf in tensors), *(one for one in gradients if one is not None)]
+
+
+def _loop_by_hand(
+    step: TimestepFunction, inputs: Any, state: Any, *, time_dim: int, outputs: str
+) -> tuple[Any, Any]:
+    """Run a loop over time and collect its outputs as the documentation says."""
+    collected: list[Any] = []
+    for x in inputs.unbind(time_dim) if isinstance(inputs, Tensor) else inputs:
+        output, state = take_step(step, x, state)
+        collected.append(output)
+
+    def joined(*leaves: Any) -> Any:
+        if outputs == "last":
+            return leaves[-1]
+        if not isinstance(leaves[0], Tensor):
+            return leaves
+        if outputs == "stack":
+            return torch.stack(leaves, min(time_dim, leaves[0].dim()))
+        total = leaves[0]
+        for leaf in leaves[1:]:
+            total = total + leaf
+        return total / len(leaves) if outputs == "mean" else total
+
+    return tree_map(joined, *collected), state
+
+
+def _all_equal(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
+    return len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
 def _named(gate: str, strategy: str) -> str:
     return f"snn-timesteps/{gate}{strategy.removeprefix('timesteps').replace('_', '-')}"
 
@@ -287,6 +418,7 @@ GATES = (
         partial(timestep_flops, strategy="timesteps_nested"),
         NESTED_LOOP_TAKES,
     ),
+    Gate("snn-timesteps/outputs", every_output, {"checkpoint_timesteps": Takes("loop")}),
     Gate(
         "snn-timesteps/hidden-state",
         hidden_state,
