@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import ranks
 from curry_train.gates.fixtures import run_on_ranks
@@ -24,7 +25,7 @@ from curry_train.plan.profiler import (
     OPTIMIZER_STATE_GROUP,
     PARAMETERS_GROUP,
 )
-from curry_train.plan.rank_step import one_rank
+from curry_train.plan.rank_step import ShardChunks, one_rank
 from curry_train.workloads.workload import default_workload
 from ranks import predict, small
 
@@ -185,3 +186,17 @@ def test_two_ranks_of_one_world_are_predicted_in_one_process():
     # DTensor caches what belongs to a mesh, and the meshes of the ranks are equal.
     first, last = (predict("fsdp2+tp", 4, rank) for rank in (0, 3))
     assert first == last
+
+
+@pytest.mark.parametrize(("length", "num_chunks"), [(7, 3), (8, 4), (5, 4), (0, 2)])
+def test_chunks_of_a_parameter_are_those_that_fsdp2_makes(length, num_chunks):
+    tensor = torch.arange(2 * length).view(length, 2)
+    with one_rank({"dp": 2}):
+        chunks = _fsdp_param._chunk_with_empty(tensor, num_chunks, dim=0)
+    expected = _fsdp_param._chunk_with_empty(tensor, num_chunks, dim=0)
+    assert isinstance(chunks, ShardChunks)
+    assert not isinstance(expected, ShardChunks)
+    assert len(chunks) == len(expected)
+    for mine, theirs in zip(chunks, expected, strict=True):
+        assert torch.equal(mine, theirs)
+        assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())

@@ -17,7 +17,7 @@ import math
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -419,7 +419,7 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        with _not_traced(), _ddp_without_talk(), warnings.catch_warnings():
+        with _not_traced(), _ddp_without_talk(), _few_chunks(), warnings.catch_warnings():
             # Torch warns about this when the program trains.
             warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning)
             yield mesh
@@ -427,6 +427,37 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         dist.destroy_process_group()
         # DTensor would use the groups of this rank for an equal mesh of another rank.
         _clear_sharding_prop_cache()
+
+
+class ShardChunks(Sequence[Tensor]):
+    """The chunks of a parameter, of which only those that are read are made."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor = tensor
+        self.num_chunks = num_chunks
+        self.dim = dim
+
+    def __len__(self) -> int:
+        return self.num_chunks
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= self.num_chunks:
+            raise IndexError(f"chunk {index} of {self.num_chunks}")
+        length = self.tensor.size(self.dim)
+        size = math.ceil(length / self.num_chunks)
+        start = index * size
+        if start >= length > 0:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, start, min(size, length - start))
+
+
+@contextlib.contextmanager
+def _few_chunks() -> Iterator[None]:
+    """Let FSDP2 make the chunk of this rank and not those of all ranks, which takes long."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    with _replaced(_fsdp_param, "_chunk_with_empty", ShardChunks):
+        yield
 
 
 @contextlib.contextmanager
