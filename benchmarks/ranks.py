@@ -4,6 +4,7 @@
 
 A prediction runs one rank in this process, on shapes alone. The real ranks run the same program in
 a plain loop, and each follows its own storages. The record is written after each configuration.
+`--llama` adds how long a prediction takes for Llama's shapes.
 
 Proof: `python -m pytest tests/plan/test_ranks.py`.
 """
@@ -11,6 +12,7 @@ Proof: `python -m pytest tests/plan/test_ranks.py`.
 import contextlib
 import functools
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -316,15 +318,44 @@ def compare(names: list[str], world: int) -> Iterator[list[dict[str, Any]]]:
             ]
 
 
+# Shapes of Llama 3, of which one rank of 64 is predicted.
+LLAMA_SHAPES: dict[str, dict[str, int]] = {
+    "8B": {"depth": 32, "dim": 4096, "heads": 32, "hidden": 14336},
+    "70B": {"depth": 80, "dim": 8192, "heads": 64, "hidden": 28672},
+}
+LLAMA_RANKS = 64
+LLAMA_TOKENS = 8192
+
+
+def time_llama(name: str) -> dict[str, Any]:
+    """Time the prediction of one rank that trains a Llama with FSDP2 and full recompute."""
+    sizes = LLAMA_SHAPES[name] | {"kv_heads": 8, "vocabulary": 128_256, "length": LLAMA_TOKENS}
+    started = time.process_time()
+    sharding = Sharding("fsdp2", mesh={"dp": LLAMA_RANKS})
+    sketch = Sketch(transformer(**sizes), dtype=torch.bfloat16, kernels="cuda", sharding=sharding)
+    with sketch:
+        peak = sketch.step(1, change=recompute_blocks).peak_bytes
+    return {
+        "ranks": LLAMA_RANKS,
+        "tokens": LLAMA_TOKENS,
+        "dtype": "bfloat16",
+        "peak_gib": round(peak / 2**30, 2),
+        "processor_seconds": round(time.process_time() - started, 1),
+    }
+
+
 class RanksRecord:
     """Rows of configurations in a file, written whenever some are added."""
 
     def __init__(self, path: str | None, *, resume: bool) -> None:
         self.path = path
         self.rows: list[dict[str, Any]] = []
+        self.llama: dict[str, dict[str, Any]] = {}
         if path and resume and Path(path).exists():
-            rows = json.loads(Path(path).read_text())["rows"]
+            found = json.loads(Path(path).read_text())
+            rows = found["rows"]
             self.rows = [row for row in rows if row["configuration"] in CONFIGURATIONS]
+            self.llama = found.get("llama", {})
 
     @property
     def recorded(self) -> set[tuple[str, int]]:
@@ -334,9 +365,13 @@ class RanksRecord:
         order = [*CONFIGURATIONS]
         self.rows += rows
         self.rows.sort(key=lambda row: (row["ranks"], order.index(row["configuration"])))
+        self.write()
+
+    def write(self) -> None:
         if self.path:
             facts = provenance(torch.device("cpu"))
-            write_json(self.path, facts | self.summary | {"rows": self.rows})
+            found = {"llama": self.llama, "rows": self.rows}
+            write_json(self.path, facts | self.summary | found)
 
     @property
     def summary(self) -> dict[str, int]:
@@ -351,11 +386,18 @@ class RanksRecord:
 @click.option("--only", default="", help="Configurations whose name contains this.")
 @click.option("--ranks", "worlds", multiple=True, type=int, default=(2, 4), show_default=True)
 @click.option("--resume", is_flag=True, help="Keep the rows that the file of --json has already.")
+@click.option("--llama", is_flag=True, help="Time predictions of Llama's shapes.")
 @json_option()
-def main(only: str, worlds: tuple[int, ...], resume: bool, json_path: str | None) -> None:
+def main(
+    only: str, worlds: tuple[int, ...], resume: bool, llama: bool, json_path: str | None
+) -> None:
     """Compare predicted and measured peaks of ranks."""
     console = Console(stderr=json_path == "-", highlight=False)
     record = RanksRecord(json_path, resume=resume)
+    for name in LLAMA_SHAPES if llama else ():
+        record.llama[name] = time_llama(name)
+        record.write()
+        console.print(f"{name}: {record.llama[name]}")
     for world in worlds:
         names = [
             name
