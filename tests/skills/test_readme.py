@@ -20,8 +20,15 @@ BLOCKS = [
 ]
 
 
-# Commands that take longest, each with tests of its own; `make long` runs them as written.
-LONG_COMMANDS = (
+# Blocks that take longest, each with tests of its own; `make long` runs them as written.
+LONG_BLOCKS = (
+    "# my_trainer.py",
+    "# my_accelerate.py",
+    "# my_lightning.py",
+    "python my_trainer.py",
+    "python my_accelerate.py",
+    "python my_lightning.py",
+    "curry-train memory --trainer my_trainer:make_trainer",
     "curry-train runs spike-check",
     "curry-train savings --out savings --model transformer",
 )
@@ -33,7 +40,7 @@ def blocks(language):
         pytest.param(
             block,
             id=f"{page.relative_to(ROOT)}:{block.line}",
-            marks=[pytest.mark.long] if block.text.startswith(LONG_COMMANDS) else [],
+            marks=[pytest.mark.long] if block.text.startswith(LONG_BLOCKS) else [],
         )
         for page, block in found
     ]

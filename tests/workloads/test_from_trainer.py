@@ -4,6 +4,7 @@ python -m pytest tests/workloads/test_from_trainer.py
 """
 
 import json
+import runpy
 import sys
 import textwrap
 import warnings
@@ -254,6 +255,53 @@ def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
     assert "float32, SGD, on cpu" in ended.output
     ended = CliRunner().invoke(main, ["plan", *source, "--budget", "1MiB"])
     assert "as it is, 8 samples" in ended.output
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_savings_and_grad_flow_take_a_trainer_and_its_optimizer(theirs, tmp_path):
+    source = ["--trainer", "their_trainers:accelerator"]
+    words = ["savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code == 0, ended.output
+    rows = json.loads((tmp_path / "savings.json").read_text())["rows"]
+    assert [row["batch_size"] for row in rows] == [4, 4]
+    ended = CliRunner().invoke(main, ["grad-flow", *source, "--steps", "1", "--json", "-"])
+    assert ended.exit_code == 0, ended.stderr
+    # That of the SGD that the Accelerator has prepared.
+    assert json.loads(ended.stdout)["learning_rate"] == 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
+    out = tmp_path / "test_gates.py"
+    words = ["gen-tests", "--trainer", "their_trainers:accelerator", "--gate", "recompute"]
+    ended = CliRunner().invoke(main, [*words, "--out", str(out)])
+    assert ended.exit_code == 0, ended.output
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    found = runpy.run_path(str(out))
+    assert found["MODEL"] == "trainer=their_trainers:accelerator"
+    assert load_workload(found["MODEL"]).own_batch == 4
+    assert "--trainer their_trainers:accelerator" in out.read_text()
+    ended = CliRunner().invoke(main, [*words, "--out", str(out), "--check"])
+    assert ended.exit_code == 0, ended.output
+
+
+REFUSING = (
+    ("train", "--script"),
+    ("train", "--trainer"),
+    ("gen-tests", "--script"),
+    ("runs estimate", "--trainer"),
+    ("runs resume-check", "--script"),
+    ("runs spike-check", "--trainer"),
+)
+
+
+@pytest.mark.parametrize(("command", "option"), REFUSING)
+def test_commands_that_need_a_factory_say_how_to_get_one(command, option):
+    ended = CliRunner().invoke(main, [*command.split(), option, "train.py"])
+    assert ended.exit_code == 2
+    name = command.split()[-1]
+    assert f"{name} takes no {option}, give a factory as --model: `curry-train" in ended.stderr
 
 
 def test_a_model_and_a_trainer_at_once_are_refused():

@@ -378,3 +378,6 @@ def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architectur
     path.write_text(json.dumps({"architectures": ["NoSuchModel"]}))
     with pytest.raises(WorkloadError, match=r"NoSuchModel.* are no model of the installed"):
         load_workload(f"config={path}:name")
+    path.write_text("{}")
+    with pytest.raises(WorkloadError, match=r"config.json has no entry architectures"):
+        load_workload(f"config={path}:name")

@@ -316,7 +316,7 @@ class Classifier(pytorch_lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.model = net()
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch, index):
         loss = F.cross_entropy(self.model(batch[0]), batch[1])
         self.log("loss", loss)
         return loss

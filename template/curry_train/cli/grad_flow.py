@@ -22,17 +22,18 @@ from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow, LayerFlow, StepFlo
 from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, flow_json, flow_table
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import load_workload
-from ..workloads.workload import Case
+from ..workloads.workload import Case, Workload
 from .options import (
     UnusableInput,
     case_of,
     choose_device,
     dtype_name,
-    model_option,
+    echo_notes,
     plot_option,
     require_matplotlib,
     run_options,
     settle_blocks,
+    training_options,
 )
 from .screen import ScreenCommand, progress_on_screen
 
@@ -188,11 +189,13 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     axes.set_yticks(places, [names[place] for place in places], fontsize=size, family="monospace")
 
 
+DEFAULT_LEARNING_RATE = 1e-3
+
 # Command `grad-flow`: train briefly and report how gradients and activations flow.
 
 
 @click.command("grad-flow", cls=ScreenCommand, example="--model transformer --plot flow.png")
-@model_option("spec", required=True)
+@training_options("spec")
 @run_options
 @click.option(
     "--steps",
@@ -217,11 +220,9 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
 )
 @click.option(
     "--learning-rate",
-    default=1e-3,
     type=click.FloatRange(0, min_open=True),
     metavar="RATE",
-    show_default=True,
-    help="Constant learning rate.",
+    help="Constant rate of AdamW; default: the trainer's optimizer, or 1e-3.",
 )
 @click.option(
     "--clip-norm",
@@ -261,7 +262,7 @@ def grad_flow_command(
     steps: int,
     every: int,
     microbatches: int,
-    learning_rate: float,
+    learning_rate: float | None,
     clip_norm: float | None,
     layers: tuple[str, ...],
     strategy: str,
@@ -270,10 +271,9 @@ def grad_flow_command(
 ) -> None:
     """Train a few steps and report unhealthy layers.
 
-    Reports layers that are not finite, dead or without gradient, under AdamW.
-
     Exit status: 0 all values finite, 1 some were not (the first layer is named), 2 wrong usage,
-    3 device not available. A dead layer is reported but is no failure.
+    3 device not available. Layers that are dead or without gradient are
+    reported but are no failure.
     """
     place = choose_device(device)
     try:
@@ -283,7 +283,7 @@ def grad_flow_command(
         module = case.build()
         sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
         STRATEGIES[strategy].apply(module, sample)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate)
+        optimizer = _optimizer(workload, module, learning_rate)
         flow = GradFlow(
             module,
             optimizer,
@@ -298,6 +298,7 @@ def grad_flow_command(
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
+    echo_notes(workload, err=json_path == "-")
     click.echo(flow_table(flow.records), err=json_path == "-")
     facts = provenance(place)
     dtype = dtype_name(case.dtype)
@@ -306,10 +307,23 @@ def grad_flow_command(
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
-        facts |= {"seed": seed, "strategy": strategy, "learning_rate": learning_rate}
+        facts |= {"seed": seed, "strategy": strategy}
+        facts |= {"learning_rate": optimizer.param_groups[0]["lr"]}
         write_json(json_path, facts | {"losses": losses} | flow_json(flow))
     if any(record.nonfinite for record in flow.records):
         sys.exit(1)
+
+
+def _optimizer(
+    workload: Workload, module: torch.nn.Module, rate: float | None
+) -> torch.optim.Optimizer:
+    """Make AdamW with a learning rate, or the workload's own optimizer where none was given."""
+    if workload.optimizer is None or rate is not None:
+        return torch.optim.AdamW(module.parameters(), lr=rate or DEFAULT_LEARNING_RATE)
+    optimizer = workload.optimizer(module)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS runs the model inside of its step: give --learning-rate for AdamW")
+    return optimizer
 
 
 def _train(

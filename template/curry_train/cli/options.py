@@ -54,10 +54,41 @@ def _writable(path: str | None) -> str | None:
     return path
 
 
-def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:
-    """Add `--model` with the same values in every command; `more` ends its help."""
+def model_option(
+    name: str,
+    *,
+    more: str = ".",
+    refused: tuple[str, ...] = ("--script", "--trainer"),
+    **settings: Any,
+) -> OptionDecorator:
+    """Add `--model` with the same values in every command; `more` ends its help.
+
+    `refused` are options that stand for it in other commands.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in refused:
+            refuse = click.option(
+                option, metavar="VALUE", hidden=True, expose_value=False, callback=_refuse_training
+            )
+            command = refuse(command)
+        return _model_option(name, more=more, **settings)(command)
+
+    return decorate
+
+
+def _model_option(name: str, *, more: str, **settings: Any) -> OptionDecorator:
     text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory{more}"
     return click.option("--model", name, metavar="MODEL", help=text, **settings)
+
+
+def _refuse_training(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError(
+            f"{context.info_name} takes no {option.opts[0]}, give a factory as --model: "
+            "`curry-train memory --script FILE --factory kept.py` writes one",
+            context,
+        )
 
 
 def training_options(
@@ -106,7 +137,7 @@ def training_options(
             click.option("--script", metavar="FILE", hidden=True),
             click.option("--config", metavar="FILE", hidden=True),
             click.option("--trainer", metavar="FACTORY", hidden=True),
-            model_option(name, more=text, multiple=multiple),
+            _model_option(name, more=text, multiple=multiple),
         )
         changed: Callable[..., Any] = run
         for option in options:

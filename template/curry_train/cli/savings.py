@@ -53,12 +53,13 @@ from .options import (
     choose_device,
     device_option,
     dtype_option,
+    echo_notes,
     json_option,
-    model_option,
     require_matplotlib,
     samples_of,
     seed_option,
     settle_blocks,
+    training_options,
 )
 from .screen import SCREEN_WIDTH, ScreenCommand, align, fill_screen
 
@@ -418,7 +419,7 @@ def _parse_numbers(
     metavar="DIR",
     help="Folder for savings.json and savings.png.",
 )
-@model_option("models", multiple=True, more=". Repeatable; default: transformer.")
+@training_options("models", multiple=True, more="Repeatable; default: transformer.")
 @click.option(
     "--strategy",
     "strategies",
@@ -504,6 +505,8 @@ def savings_command(
     if json_path:
         write_json(json_path, data)
     echo = partial(click.echo, err=json_path == "-")
+    for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
+        echo_notes(workload, err=json_path == "-")
     echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
     echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
     echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))

@@ -29,7 +29,7 @@ import click
 from .. import __version__
 from ..core.blocks import find_blocks
 from ..gates.verdict import no_such_gate
-from ..workloads.models import BUILTIN_WORKLOADS, load_workload
+from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
     UnusableInput,
@@ -140,10 +140,19 @@ class Recipe:
     batch_size: int = 4
     seed: int = 0
 
+    @property
+    def option(self) -> str:
+        return "--trainer" if self.model.startswith(TRAINER_PREFIX) else "--model"
+
+    @property
+    def source(self) -> str:
+        """The model or the trainer, as on the command line."""
+        return self.model.removeprefix(TRAINER_PREFIX)
+
     def words(self) -> list[str]:
         """Return the command-line options of this recipe, without those at their default."""
         out = PurePath(os.path.relpath(self.out)).as_posix()
-        words = ["--model", self.model, "--out", out]
+        words = [self.option, self.source, "--out", out]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("model", "out") or value == field.default:
@@ -170,7 +179,7 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
     roots = {Path.cwd().resolve(), *filter(None, map(import_root, _imported(recipe)))}
     return TEST_FILE_TEMPLATE.substitute(
         package=recipe.package,
-        model=recipe.model,
+        model=recipe.source,
         mark=GENERATED_FILE_MARK,
         version=__version__,
         command=_wrapped(shlex.join(command), recipe.words()),
@@ -216,8 +225,8 @@ def import_root(name: str) -> Path | None:
 
 
 def _imported(recipe: Recipe) -> Iterator[str]:
-    if recipe.model not in BUILTIN_WORKLOADS and not _is_file(recipe.model):
-        yield recipe.model.partition(":")[0]
+    if recipe.model not in BUILTIN_WORKLOADS and not _is_file(recipe.source):
+        yield recipe.source.partition(":")[0]
     # Our own package is installed or on PYTHONPATH wherever the file is used.
     if recipe.package != DEFAULT_PACKAGE_NAME:
         yield recipe.package
@@ -254,11 +263,12 @@ def _is_file(model: str) -> bool:
 
 def _model_literal(recipe: Recipe) -> str:
     """Return the expression of the model; a file is found from anywhere."""
-    if not _is_file(recipe.model):
+    if not _is_file(recipe.source):
         return _literal(recipe.model)
-    path = _path_expression(Path(recipe.model).expanduser().resolve(), recipe.out)
-    line = f"str({path})"
-    return line if len(line) + 8 <= GENERATED_LINE_WIDTH else f"str(\n    {path}\n)"
+    path = _path_expression(Path(recipe.source).expanduser().resolve(), recipe.out)
+    prefix = "" if recipe.source == recipe.model else f"{_literal(TRAINER_PREFIX)} + "
+    line = f"{prefix}str({path})"
+    return line if len(line) + 8 <= GENERATED_LINE_WIDTH else f"{prefix}str(\n    {path}\n)"
 
 
 def _path_line(root: Path, out: Path) -> str:
@@ -307,7 +317,8 @@ def _tuple(texts: Sequence[str]) -> str:
 
 
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
-@model_option("model", required=True)
+@model_option("model", more="; or --trainer FACTORY.", refused=("--script",))
+@click.option("--trainer", metavar="FACTORY", hidden=True)
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
@@ -332,13 +343,22 @@ def _tuple(texts: Sequence[str]) -> str:
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
 @click.pass_context
 def testgen_command(
-    context: click.Context, /, out: str, check: bool, overwrite: bool, **options: Any
+    context: click.Context,
+    /,
+    model: str | None,
+    trainer: str | None,
+    out: str,
+    check: bool,
+    overwrite: bool,
+    **options: Any,
 ) -> None:
     """Write a pytest file that runs every gate.
 
     Exit status: 0 written, or up to date, 1 with --check if FILE is not up to date, 2 wrong usage.
     """
-    recipe = Recipe(out=Path(out), **options)
+    if (model is None) == (trainer is None):
+        raise click.UsageError("give either --model or --trainer")
+    recipe = Recipe(model or f"{TRAINER_PREFIX}{trainer}", out=Path(out), **options)
     shown = PurePath(os.path.relpath(out)).as_posix()
     try:
         # A device such as /dev/full may have no end.

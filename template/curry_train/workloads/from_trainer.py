@@ -345,7 +345,9 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> TakenTr
     batch = hooks.on_after_batch_transfer(hooks.on_before_batch_transfer(batch, 0), 0)
     optimizer, notes = _lightning_optimizer(module.configure_optimizers())
     dtype = MIXED_DTYPES.get(trainer.precision)
-    with_index = "batch_idx" in inspect.signature(module.training_step).parameters
+    # As Lightning decides: by the name, or by a second parameter of any name.
+    parameters = inspect.signature(module.training_step).parameters
+    with_index = "batch_idx" in parameters or len(parameters) > 1
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         device = next(model.parameters()).device.type

@@ -475,7 +475,12 @@ def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
     try:
         # The library of the user, whose models these are.
         library = importlib.import_module("transformers")
-        names = json.loads(Path(path).read_text(encoding="utf-8")).get("architectures") or [""]
+        names = json.loads(Path(path).read_text(encoding="utf-8")).get("architectures")
+        if not names:
+            raise WorkloadError(
+                f"{path} has no entry architectures, which names the class of the model: add one, "
+                'such as "architectures": ["LlamaForCausalLM"]'
+            )
         architecture = getattr(library, names[0], None)
         if architecture is None:
             raise WorkloadError(
