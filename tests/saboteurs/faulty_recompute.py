@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -47,6 +48,14 @@ def drifting(run, *args, **kwargs):
 
 def no_op(module, sample):
     return list(find_blocks(module, sample.blocks))
+
+
+def torchs_own(module, sample):
+    names = list(find_blocks(module, sample.blocks))
+    for name in names:
+        block = module.get_submodule(name)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return names
 
 
 def first_block_only(module, sample):
@@ -299,6 +308,10 @@ FAULTS = [
     planted("recompute.segments", "later", apply=later(3), hint="another value"),
     planted("recompute.selective", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
     planted("recompute.selective", "two-forwards", apply=with_the_last_input, hint="another value"),
+    planted("recompute.forms", "torchs-own", apply=torchs_own, hint="layers|raised"),
+    planted("recompute.forms", "no-generator", apply=no_generator_kept, hint="generator"),
+    planted("recompute.offload-forms", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
+    planted("recompute.offload-forms", "torchs-own", apply=torchs_own, hint="the second time"),
     planted(
         "recompute.offload-parity", "no-op", apply=no_op, hint="nothing ran twice or was freed"
     ),

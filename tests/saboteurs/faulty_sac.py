@@ -157,6 +157,21 @@ def stale_from_the_third_call(model, sample):
     return names
 
 
+def activation_written_over(model, sample):
+    """Apply regions, of which an activation finds another input in the second step."""
+    names = apply_regions(model, blocks=sample.blocks)
+    calls = []
+
+    def write_over(module, args, output):
+        calls.append(module)
+        if len(calls) > len(names):
+            args[0].data.mul_(1.5)  # .data does not raise the version counter
+
+    for name in names:
+        model.get_submodule(name).activation.register_forward_hook(write_over)
+    return names
+
+
 def last_block_left_out(model, *, blocks=None):
     names = list(find_blocks(model, blocks))
     apply_regions(model, blocks=names[:-1])
@@ -225,6 +240,20 @@ FAULTS = [
         "changed-boundary",
         apply=reads_changed_boundary,
         hint="computes another value",
+    ),
+    planted(
+        "sac.forms-sac",
+        "torchs-own",
+        apply=torch_policy([aten.mm.default, aten.addmm.default]),
+        hint="layers|raised",
+    ),
+    planted("sac.forms-sac", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
+    planted("sac.forms-regions", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
+    planted(
+        "sac.forms-regions",
+        "activation-written-over",
+        apply=activation_written_over,
+        hint="layers|step",
     ),
     planted("sac.products", "no-op", apply=no_op, hint="names operations that never run"),
     planted("sac.products", "any-policy", apply=any_policy, hint="names operations that never run"),

@@ -46,9 +46,11 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
+from .fine_tuning import ROUTING_GATES, ROUTING_JUDGED
 from .same_training import (
     calls_counted,
     in_place,
+    same_in_every_form,
     same_training,
     sample_of,
     why_torch_moves_nothing,
@@ -131,6 +133,11 @@ def recompute_parity(case: Case, *, strategy: str, apply: Apply | None = None) -
         by_torch=None if strategy == "sequential" else why_torch_reruns_nothing,
         every_block=True,
     )
+
+
+def recompute_forms(case: Case, *, apply: Apply = APPLY_FULL) -> Verdict:
+    """Compare a training of blocks with every form of arguments, random numbers and state."""
+    return same_in_every_form("recompute/forms", case, apply, every_block=True)
 
 
 # A training long enough for what shows only after some steps.
@@ -302,6 +309,7 @@ RECOMPUTE_GATES = (
         {"recompute_segments": Takes("apply", _in_segments)},
     ),
     Gate("recompute/parity-selective", partial(recompute_parity, strategy="selective")),
+    Gate("recompute/forms", recompute_forms, RECOMPUTE_TAKES),
     Gate("recompute/flops", recomputed_flops, RECOMPUTE_TAKES),
     Gate("recompute/off", off, RECOMPUTE_TAKES),
     Gate("recompute/profiler", profiler, {"MemoryProfiler": Takes("profiled")}),
@@ -522,6 +530,11 @@ def offload_parity(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
         return not_applicable(gate, required="bit-equal", why=str(nothing))
 
 
+def offload_forms(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
+    """Compare a training of blocks with every form of arguments, random numbers and state."""
+    return same_in_every_form("recompute/offload-forms", case, apply, alone=offload_one)
+
+
 def offload_moved_bytes(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
     """Compare the bytes copied in forward with those that the same plain blocks save."""
     gate = "recompute/offload-bytes"
@@ -582,6 +595,7 @@ def _offloaded(given: Implementation, present: Any) -> Apply:
 OFFLOAD_TAKES = {"offload_blocks": Takes("apply", _offloaded)}
 OFFLOAD_GATES = (
     Gate("recompute/offload-parity", offload_parity, OFFLOAD_TAKES),
+    Gate("recompute/offload-forms", offload_forms, OFFLOAD_TAKES),
     Gate("recompute/offload-bytes", offload_moved_bytes, OFFLOAD_TAKES),
 )
 
@@ -683,6 +697,7 @@ JUDGED_CALLABLES = (
     Judged("offload_blocks", lambda model, *, blocks, keep_last, batch, loss: None),
     Judged("memory_budget", lambda model, budget, *, blocks, backend: None),
     Judged("MemoryProfiler", lambda model: None),
+    *ROUTING_JUDGED,
 )
 THOROUGH_GATES = (Gate("recompute/long-run", long_run, thorough=True),)
-GATES = (*RECOMPUTE_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES, *THOROUGH_GATES)
+GATES = (*RECOMPUTE_GATES, *ROUTING_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES, *THOROUGH_GATES)

@@ -38,7 +38,13 @@ from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
-from .same_training import in_place, same_training, sample_of, why_torch_reruns_nothing
+from .same_training import (
+    in_place,
+    same_in_every_form,
+    same_training,
+    sample_of,
+    why_torch_reruns_nothing,
+)
 from .verdict import (
     Gate,
     Implementation,
@@ -71,6 +77,13 @@ def sac_parity(case: Case, *, strategy: str, apply: Apply | None = None) -> Verd
             by_torch=why_torch_reruns_nothing,
             every_block=every_block,
         )
+
+
+def sac_forms(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdict:
+    """Compare a training of blocks with every form of arguments, random numbers and state."""
+    gate = f"sac/forms-{strategy}"
+    apply = apply or STRATEGIES[strategy].apply
+    return same_in_every_form(gate, case, apply, every_block=strategy != "regions")
 
 
 def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
@@ -296,6 +309,16 @@ GATES = (
     Gate(
         "sac/parity-regions",
         partial(sac_parity, strategy="regions"),
+        {"apply_regions": Takes("apply", _freeing_regions)},
+    ),
+    Gate(
+        "sac/forms-sac",
+        partial(sac_forms, strategy="sac"),
+        {"apply_sac": Takes("apply", in_place("save_expensive"))},
+    ),
+    Gate(
+        "sac/forms-regions",
+        partial(sac_forms, strategy="regions"),
         {"apply_regions": Takes("apply", _freeing_regions)},
     ),
     Gate("sac/products", products, POLICY_TAKES),

@@ -6,6 +6,8 @@ The training has several optimizer steps, with another microbatch in each call, 
 that is right once and stale later is found. One step runs both forwards before their backward, and
 one runs under autocast.
 
+Why so long: the training, its evidence and the search for the block that differs are one idea.
+
 Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -34,7 +37,7 @@ from ..core.parity import (
 )
 from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
-from ..workloads.workload import Case, IndivisibleBatch, batch_size
+from ..workloads.workload import Case, IndivisibleBatch, Workload, batch_size
 from .verdict import Implementation, Verdict, as_ours, not_applicable
 
 NUM_STEPS = 3
@@ -43,6 +46,8 @@ NUM_MICROBATCHES = 2
 # Of AdamW, whose first steps move each weight by about this much.
 LEARNING_RATES = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LEARNING_RATE = 1e-3
+# Of the blocks of every form, whose tensors are then large enough to be worth a copy.
+FORMS_BATCH_SIZE = 4
 # The step that runs all its forwards before one backward, and the ones under autocast.
 JOINT_STEP = 1
 AUTOCAST_STEPS = (2, 10)
@@ -522,3 +527,92 @@ def _where(case: Case, apply: Apply, cause: str, *, num_steps: int) -> str:
     if len(guilty) > 4:
         blocks += f" and {len(guilty) - 4} more"
     return f"{blocks or 'the recomputed part'} {cause}"
+
+
+# A model whose blocks are called, and store what they compute, in every form that a block may.
+
+FORMS_WIDTH = 64
+FORMS_TOKENS = 16
+
+
+@dataclass
+class GivenByName:
+    """A dataclass with a tensor, as blocks of libraries take."""
+
+    scale: Tensor
+
+
+class EveryForm(nn.Module):
+    """A block with arguments in containers, random numbers, and state of its own.
+
+    It takes a list that it empties and fills, a tensor by name and a dataclass. It draws random
+    numbers, writes a buffer in place and another anew, and counts its calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FORMS_WIDTH, 2 * FORMS_WIDTH)
+        self.second = nn.Linear(2 * FORMS_WIDTH, FORMS_WIDTH)
+        self.activation = nn.GELU()
+        self.norm = nn.BatchNorm1d(FORMS_TOKENS)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(FORMS_WIDTH))
+        self.largest: Tensor
+        self.register_buffer("largest", torch.zeros(()))
+        self.num_calls = 0
+        self.seen: list[int] = []
+
+    def forward(
+        self, x: Tensor, carried: list[Tensor], *, mask: Tensor, given: GivenByName
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        self.num_calls += 1
+        self.seen.append(len(self.seen))
+        x = self.norm(x + carried.pop() * given.scale)
+        hidden = self.second(self.activation(self.first(x)))
+        x = x + F.dropout(hidden, 0.1, self.training) * mask
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)).to(self.mean), 0.1)
+            self.largest = torch.maximum(self.largest, x.abs().max().to(self.largest))
+        carried.append(torch.tanh(x))
+        # What another run counts, writes or appends changes what it computes.
+        counted = 0.01 * (self.num_calls + len(self.seen))
+        return x + counted * self.mean.to(x) / (1 + self.largest.to(x)), {"size": x.square().mean()}
+
+
+class FormsModel(nn.Module):
+    """Three blocks of every form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EveryForm() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        carried = [x.square()]
+        mask = (x.mean(-1, keepdim=True) > -1).to(x)
+        total = x.new_zeros(())
+        for layer in self.layers:
+            layer.num_calls = 0
+            layer.seen.clear()
+            x, sizes = layer(x, carried, mask=mask, given=GivenByName(mask * 0.5))
+            total = total + sizes["size"]
+        return x.square().sum() + total * len(x)
+
+
+def every_form() -> Workload:
+    """Make a workload of the blocks of every form."""
+    return Workload(
+        name="every_form",
+        build=FormsModel,
+        batch=lambda size: torch.randn(size, FORMS_TOKENS, FORMS_WIDTH),
+        loss=lambda module, batch: module(batch),
+    )
+
+
+def same_in_every_form(gate: str, case: Case, apply: Apply, **options: Any) -> Verdict:
+    """Compare a training of blocks with every form of arguments, random numbers and state.
+
+    It applies to models that have blocks themselves.
+    """
+    find_blocks(case.build(), case.blocks)
+    forms = replace(case, workload=every_form(), blocks=None, batch_size=FORMS_BATCH_SIZE)
+    return same_training(gate, forms, apply, can_leave_out=False, **options)
