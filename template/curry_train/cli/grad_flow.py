@@ -272,8 +272,7 @@ def grad_flow_command(
     """Train a few steps and report unhealthy layers.
 
     Exit status: 0 all values finite, 1 some were not (the first layer is named), 2 wrong usage,
-    3 device not available. Layers that are dead or without gradient are
-    reported but are no failure.
+    3 device not available. A dead layer is reported but is no failure.
     """
     place = choose_device(device)
     try:
