@@ -166,3 +166,29 @@ def test_a_sum_has_one_record_whose_bytes_end_with_it():
     model.zero_grad(set_to_none=True)
     assert storages.bytes_alive == 0
     assert all(life.died is not None for life in storages.lives)
+
+
+class Dropped(torch.autograd.Function):
+    """Hand on a tensor, and drop its gradient."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return None
+
+
+def test_a_sum_that_is_dropped_before_the_next_operation_counts_once():
+    x = torch.randn(WIDTH, requires_grad=True)
+    with LiveStorages() as storages:
+        y = Dropped.apply(x)
+        (y.sin() + y.cos()).sum().backward()
+        del y
+    assert storages.bytes_alive == 0
+    # Each storage is made once and freed once, and in this order.
+    events = {}
+    for life, is_made in storages.events:
+        events.setdefault(id(life), []).append(is_made)
+    assert events == {id(life): [True, False] for life in storages.lives}

@@ -213,14 +213,17 @@ class LiveStorages(TorchDispatchMode):
             self.bytes_peak = max(self.bytes_peak, pending.bytes_alive)
             return
         self.merge(pending.operand, pending.result)
-        reference, _ = self._known[pending.storage_key]
-        self._known[pending.storage_key] = reference, pending.operand
+        if pending.result.died is None:
+            reference, _ = self._known[pending.storage_key]
+            self._known[pending.storage_key] = reference, pending.operand
 
     def merge(self, operand: Life, result: Life) -> None:
-        """Let an operand that was freed live on as the result, which was alive."""
+        """Let an operand that was freed live on as the result."""
         del self.lives[_last(self.lives, result)]
         del self.events[_last(self.events, (operand, False))]
         del self.events[_last(self.events, (result, True))]
+        if result.died is not None:
+            self.events[_last(self.events, (result, False))] = operand, False
         operand.died = result.died
         operand.node = result.node
 
