@@ -294,3 +294,43 @@ def test_a_factory_that_names_cuda_is_planned_without_one():
     assert found.exit_code == 0, found.output
     assert "no block is repeated" in found.output
     assert narrow(found.output), found.output
+
+
+def test_a_pipeline_prints_its_stages_and_does_not_fit_where_its_heaviest_stage_does_not(
+    monkeypatch, tmp_path
+):
+    from curry_train.cli import plan as command
+    from curry_train.plan.pipeline import PipelinePeaks, StagePeak
+
+    ranks = (StagePeak(0, (0,), 4, 2**20), StagePeak(1, (1,), 4, 2**22))
+    asked = {}
+
+    def peaks(spec, pipeline, **options):
+        asked.update(options, spec=spec, pipeline=pipeline)
+        return PipelinePeaks("planned", options["batch_size"], options["mesh"], ranks)
+
+    monkeypatch.setattr(command, "pipeline_peaks", peaks)
+
+    def pipeline_of(*arguments, budget="1GiB"):
+        options = ("--model", "planned_models:blocks", "--budget", budget)
+        return CliRunner().invoke(plan_command, [*options, *arguments])
+
+    stages = ("--parallel", "stages:pipeline", "--mesh", "pp=2,dp=4", "--global-batch", "8")
+    path = tmp_path / "peaks.json"
+    fits = pipeline_of(*stages, "--target", "h100", "--json", str(path))
+    assert fits.exit_code == 0, fits.output
+    assert (asked["batch_size"], asked["kernels"], asked["pipeline"]) == (
+        2,
+        "cuda",
+        "stages:pipeline",
+    )
+    assert "the heaviest is rank 1" in " ".join(fits.output.split())
+    assert json.loads(path.read_text())["heaviest"] == 1
+    assert pipeline_of(*stages, budget="2MiB").exit_code == 1
+    for arguments, message in (
+        (("--mesh", "pp=2"), "needs a pipeline of your own"),
+        ((*stages, "--explain", "--microbatch", "1"), "leave out --microbatch, --explain"),
+    ):
+        refused = pipeline_of(*arguments)
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.split())

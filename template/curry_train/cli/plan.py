@@ -26,6 +26,7 @@ from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
+from ..plan.pipeline import PipelinePeaks, is_pipeline, pipeline_peaks, samples_of_pipeline
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
@@ -397,9 +398,9 @@ def plan_command(
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
         settings = _settings(precision, optimizer, blocks, seed)
-        if (fits := shared.pop("fits")) is not None:
-            found = _find_fewest(spec, fits, shared, size, settings)
-            _print_fewest(console, found, json_path, files.plot_path)
+        found = _find_ranks(spec, target or place.type, shared, size, settings)
+        if found is not None:
+            _print_ranks(console, found, budget_bytes, json_path, files.plot_path)
             return
         planner = functools.partial(
             Planner,
@@ -461,6 +462,31 @@ def _given(budget_bytes: int | None) -> int:
     return budget_bytes
 
 
+def _find_ranks(
+    spec: str, kernels: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
+) -> FewestGpus | PipelinePeaks | None:
+    """Find what `--fits` or a pipeline asks for; None where a budget is planned for."""
+    if (fits := shared.pop("fits")) is not None:
+        return _find_fewest(spec, fits, shared, global_batch, settings)
+    if is_pipeline(shared["mesh"]):
+        return _find_peaks(spec, kernels, shared, global_batch, settings)
+    return None
+
+
+def _print_ranks(
+    console: Console,
+    found: FewestGpus | PipelinePeaks,
+    budget_bytes: int | None,
+    json_path: str | None,
+    plot_path: str | None,
+) -> None:
+    """Print the fewest GPUs or the stages of a pipeline; exit with 1 where nothing fits."""
+    if isinstance(found, PipelinePeaks):
+        _print_peaks(console, found, budget_bytes, json_path)
+    else:
+        _print_fewest(console, found, json_path, plot_path)
+
+
 # Options that `--fits` takes; the others belong to the plan for a budget.
 OPTIONS_OF_FITS = (
     *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "mesh"),
@@ -472,15 +498,7 @@ def _find_fewest(
     spec: str, gpu: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
-    context = click.get_current_context()
-    others = [
-        option.opts[0]
-        for option in context.command.params
-        if option.name not in OPTIONS_OF_FITS
-        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-    ]
-    if others:
-        raise ValueError(f"--fits tries settings by itself: leave out {', '.join(others)}")
+    _refuse_others(OPTIONS_OF_FITS, "--fits tries settings by itself")
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
@@ -491,6 +509,58 @@ def _find_fewest(
             tell=show_message,
             **settings,
         )
+
+
+def _refuse_others(taken: Sequence[str], why: str) -> None:
+    """Raise an error for options on the command line that are not among those taken."""
+    context = click.get_current_context()
+    others = [
+        option.opts[0]
+        for option in context.command.params
+        if option.name not in taken
+        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+    if others:
+        raise ValueError(f"{why}: leave out {', '.join(others)}")
+
+
+# Options that the ranks of a pipeline take.
+OPTIONS_OF_PIPELINES = (
+    *("spec", "budget_bytes", "global_batch", "target", "dtype", "optimizer", "seed", "parallel"),
+    *("mesh", "json_path"),
+)
+
+
+def _find_peaks(
+    spec: str, kernels: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
+) -> PipelinePeaks:
+    """Predict the ranks of a pipeline, after a check that no other option was given."""
+    _refuse_others(OPTIONS_OF_PIPELINES, "a pipeline runs as your function builds it")
+    parallel, mesh = shared["parallel"], shared["mesh"]
+    if parallel is None or parallel in SHARDING_KINDS:
+        raise ValueError(
+            "a mesh with pp needs a pipeline of your own: --parallel package.module:function, "
+            "which returns the modules of a rank and a function that runs its schedule"
+        )
+    size = samples_of_pipeline(mesh, global_batch)
+    own = {name: value for name, value in settings.items() if name != "blocks"}
+    kernels = "cpu" if kernels == "cpu" else "cuda"
+    with messages_on_screen() as show_message:
+        return pipeline_peaks(
+            spec, parallel, mesh=mesh, batch_size=size, kernels=kernels, tell=show_message, **own
+        )
+
+
+def _print_peaks(
+    console: Console, peaks: PipelinePeaks, budget_bytes: int | None, json_path: str | None
+) -> None:
+    """Print the peaks of stages, and exit with 1 where one is above the budget."""
+    console.print(peaks.table(budget_bytes), markup=False)
+    if json_path:
+        facts = provenance(torch.device("cpu")) | {"budget_bytes": budget_bytes}
+        write_json(json_path, facts | peaks.to_json())
+    if budget_bytes is not None and peaks.heaviest.peak_bytes > budget_bytes:
+        sys.exit(1)
 
 
 def _print_fewest(

@@ -42,6 +42,7 @@ from .profiler import (
     COLLECTIVES_GROUP,
     GATHERED_GROUP,
     GRADIENTS_GROUP,
+    PARAMETERS_GROUP,
     TEMPORARIES_GROUP,
 )
 from .shapes import KernelsAsTheyRun, fake_mode, run_with_values
@@ -90,8 +91,8 @@ class RankStorages(LiveStorages):
             finally:
                 self._is_paused = before
 
-        self._patches.enter_context(_replaced(torch.UntypedStorage, "resize_", resized))
-        self._patches.enter_context(_replaced(ShardingPropagator, name, paused))
+        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
+        self._patches.enter_context(replaced(ShardingPropagator, name, paused))
         super().__enter__()
         return self
 
@@ -167,16 +168,22 @@ class RankStorages(LiveStorages):
 
 
 def peak_of_running_rank(
-    make: Callable[[], Callable[[], object]], *, num_steps: int = 2, repeats: int = 1
+    make: Callable[[], Callable[[], object]],
+    *,
+    num_steps: int = 2,
+    repeats: int = 1,
+    given: Callable[[], Iterable[Tensor]] = tuple,
 ) -> int:
     """Measure the peak of a step of this process, which may be a rank among others.
 
     `make` builds the program and returns its step; all that it makes counts. `num_steps` come
     first. Gloo may hold the buffers of a collective a little longer on a busy machine, so the least
-    of `repeats` steps is taken.
+    of `repeats` steps is taken. `given` returns tensors without values, which may be made unseen.
     """
     with RankStorages() as storages:
         step = make()
+        for tensor in given():
+            storages.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))
         for _ in range(num_steps):
             step()
         peaks = []
@@ -382,7 +389,7 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
     """Set an attribute of a class or module for a while."""
     is_inherited = name not in vars(owner)
     before = getattr(owner, name)
@@ -456,7 +463,7 @@ def _few_chunks() -> Iterator[None]:
     """Let FSDP2 make the chunk of this rank and not those of all ranks, which takes long."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    with _replaced(_fsdp_param, "_chunk_with_empty", ShardChunks):
+    with replaced(_fsdp_param, "_chunk_with_empty", ShardChunks):
         yield
 
 
@@ -475,7 +482,7 @@ def _not_traced() -> Iterator[None]:
             if not name.startswith("torch.distributed"):
                 continue
             if getattr(module, "_are_we_tracing", None) is check:
-                stack.enter_context(_replaced(module, "_are_we_tracing", _never))
+                stack.enter_context(replaced(module, "_are_we_tracing", _never))
         yield
 
 
@@ -501,7 +508,7 @@ def _ddp_without_talk() -> Iterator[None]:
         make(self, *args, **options | {"init_sync": False})
         self.register_comm_hook(None, _average)
 
-    with _replaced(DistributedDataParallel, "__init__", wrap):
+    with replaced(DistributedDataParallel, "__init__", wrap):
         yield
 
 
