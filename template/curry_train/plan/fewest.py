@@ -5,10 +5,14 @@
 
 Each number of GPUs is a rank of the wrapped program, estimated on shapes with what the allocator of
 CUDA reserves. Changes are tried in the order of their cost in time, and the first that fits counts.
+All numbers are tried from the least on, because more GPUs may need more memory: gathered parameters
+and buffers come with the second one. Where parameters and optimizer state alone are too large, no
+change is tried.
 
 Proof: `python -m pytest tests/plan/test_fewest.py`.
 """
 
+import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +28,7 @@ from .cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .parallel import Sharding
+from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
 from .rank_time import (
     OTHER_LINKS,
@@ -89,6 +94,12 @@ class GpuCount:
     # Predicted time of the optimizer step, by the rates of the device and of its links.
     seconds: RankSeconds
 
+    # Parameters and optimizer state of this GPU, which no change makes less.
+    state_bytes: int = 0
+
+    # Whether every change was tried before this was called too large.
+    is_least: bool = True
+
     @property
     def num_gpus(self) -> int:
         return self.sharding.ranks
@@ -98,9 +109,21 @@ class GpuCount:
         return self.peak_bytes <= self.limit_bytes
 
     @property
+    def is_hopeless(self) -> bool:
+        """Check whether no change can make it fit."""
+        return self.state_bytes > self.limit_bytes
+
+    @property
     def margin_bytes(self) -> int:
         """Bytes that are left; negative where some are missing."""
         return self.limit_bytes - self.peak_bytes
+
+    @property
+    def change_text(self) -> str:
+        """Describe what has to change, for the table."""
+        if self.fits:
+            return self.change.name
+        return f"too large with {self.change.name if self.is_least else 'any change'}"
 
 
 @dataclass(frozen=True)
@@ -135,8 +158,7 @@ class FewestGpus:
                 f"{format_bytes(one.peak_bytes):>9} {margin:>10} "
                 f"{format_seconds(one.seconds.total):>8}  "
             )
-            change = one.change.name if one.fits else f"too large with {one.change.name}"
-            more = textwrap.wrap(change, TABLE_WIDTH - len(row))
+            more = textwrap.wrap(one.change_text, TABLE_WIDTH - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
         lines += ["", *textwrap.wrap(self._time_note(), TABLE_WIDTH)]
         lines += textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)
@@ -166,8 +188,9 @@ class FewestGpus:
         )
         fewer = [one for one in self.attempts if one.num_gpus < best.num_gpus]
         if fewer:
-            lacks = format_bytes(-fewer[-1].margin_bytes)
-            text += f" With {fewer[-1].num_gpus}, {lacks} are missing."
+            nearest = max(fewer, key=lambda one: (one.num_gpus, one.margin_bytes))
+            lacks = format_bytes(-nearest.margin_bytes)
+            text += f" With {nearest.num_gpus}, {lacks} are missing."
         return start + text
 
     def to_json(self) -> dict[str, Any]:
@@ -177,6 +200,7 @@ class FewestGpus:
                 "gpus": one.num_gpus,
                 "mesh": dict(one.sharding.mesh),
                 "fits": one.fits,
+                "every_change_tried": one.is_least,
                 "change": one.change.name,
                 "microbatch": one.microbatch,
                 "steps": one.steps,
@@ -207,7 +231,7 @@ def fewest_gpus(
     device: DeviceProfile,
     *,
     global_batch: int,
-    sharding: Sharding | None = None,
+    sharding: Sharding | Sequence[Sharding] = (),
     most: int = MOST_RANKS,
     links: Links | None = None,
     tell: Callable[[str], None] = lambda message: None,
@@ -216,13 +240,19 @@ def fewest_gpus(
     """Find the fewest GPUs of a kind on which a training fits.
 
     The first dimension of the mesh grows by powers of two, as far as the global batch can be
-    shared. `sharding` is FSDP2 unless it is given. `options` are those of `Sketch`.
+    shared. `sharding` is one or several, of which the quickest that fits counts; FSDP2 unless it is
+    given. `options` are those of `Sketch`.
     """
     require_whole("global_batch", global_batch, least=1)
     limit = device.usable_bytes
     if limit is None:
         raise ValueError(f"the memory of {device.name} is not known: name a GPU, as h100")
-    candidates = [*_shardings(sharding or Sharding("fsdp2"), global_batch, most=most)]
+    templates = [sharding] if isinstance(sharding, Sharding) else [*sharding]
+    candidates = [
+        grown
+        for template in templates or [Sharding("fsdp2")]
+        for grown in _shardings(template, global_batch, most=most)
+    ]
     if not candidates:
         raise ValueError(
             f"a global batch of {global_batch} can't be shared by the ranks of this mesh: use a "
@@ -230,17 +260,8 @@ def fewest_gpus(
         )
     links = links or links_of(device.name)
     search = _Search(workload, device, limit, global_batch, tell, options, links)
-    low, high = 0, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        if search.attempt(candidates[middle]).fits:
-            high = middle
-        else:
-            low = middle + 1
-    for one in candidates[high : high + MORE_ROWS + 1]:
-        search.attempt(one)
-    attempts = sorted(search.attempts.values(), key=lambda one: one.num_gpus)
-    return FewestGpus(search.name, device.name, global_batch, tuple(attempts), options, links)
+    attempts = search.run(candidates)
+    return FewestGpus(search.name, device.name, global_batch, attempts, options, links)
 
 
 def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[Sharding]:
@@ -257,7 +278,7 @@ def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[
 
 
 class _Search:
-    """Attempts by number of GPUs, each made once."""
+    """Attempts on the least numbers of GPUs, up to the first that fits and some more."""
 
     def __init__(
         self,
@@ -276,25 +297,55 @@ class _Search:
         self.global_batch = global_batch
         self.tell = tell
         self.options = options
-        self.attempts: dict[int, GpuCount] = {}
         self.name = workload if isinstance(workload, str) else workload.name
         # Changes that the model does not take, such as chunks of a loss without an output layer.
         self.not_for_it: set[str] = set()
 
-    def attempt(self, sharding: Sharding) -> GpuCount:
-        """Return the cheapest change that fits on so many GPUs, or the least peak."""
-        if sharding.ranks not in self.attempts:
-            found: list[GpuCount] = []
-            for change in CHANGES:
-                found += self._with(sharding, change)
-                if found and found[-1].fits:
-                    break
-            least = min(found, key=lambda one: one.peak_bytes)
-            self.attempts[sharding.ranks] = found[-1] if found[-1].fits else least
-        return self.attempts[sharding.ranks]
+    def run(self, candidates: Sequence[Sharding]) -> tuple[GpuCount, ...]:
+        """Try numbers of GPUs from the least on, and return the attempts in this order.
 
-    def _with(self, sharding: Sharding, change: FittingChange) -> Sequence[GpuCount]:
+        Of equal numbers those that fit come first, the quickest before the others.
+        """
+        found: list[list[GpuCount]] = []
+        ordered = sorted(candidates, key=lambda one: one.ranks)
+        for _, group in itertools.groupby(ordered, key=lambda one: one.ranks):
+            meshes = {(one.name, one.mesh_text): one for one in group}
+            tried = [self.attempt(one) for one in meshes.values()]
+            found.append(sorted(tried, key=lambda one: (not one.fits, one.seconds.total)))
+            first = next((index for index, row in enumerate(found) if row[0].fits), None)
+            if first is not None and len(found) > first + MORE_ROWS:
+                break
+
+        # How much the next smaller number lacks at best, or the largest if nothing fits.
+        nearest = len(found) - 1 if first is None else first - 1
+        if nearest >= 0:
+            found[nearest] = [
+                one if one.is_least else self.attempt(one.sharding, every_change=True)
+                for one in found[nearest]
+            ]
+        return tuple(itertools.chain.from_iterable(found))
+
+    def attempt(self, sharding: Sharding, *, every_change: bool = False) -> GpuCount:
+        """Return the cheapest change that fits on so many GPUs, or the least peak.
+
+        Without `every_change` the changes end where the state alone is too large.
+        """
+        found: list[GpuCount] = []
+        shared = replace(sharding, ranks=1)
+        with Sketch(self.workload, kernels="cuda", sharding=shared, **self.options) as sketch:
+            self.name = sketch.case.workload.name
+            for change in CHANGES:
+                sketch.sharding = replace(shared, sync_each_microbatch=change.syncs_each)
+                found += self._with(sketch, change)
+                if found and found[-1].fits:
+                    return found[-1]
+                if found and found[-1].is_hopeless and not every_change:
+                    return replace(found[-1], is_least=False)
+        return min(found, key=lambda one: one.peak_bytes)
+
+    def _with(self, sketch: Sketch, change: FittingChange) -> Sequence[GpuCount]:
         """Return the attempt with a change; none if the change does nothing here."""
+        sharding = sketch.sharding
         own = self.global_batch // sharding.data_ranks
         microbatch = 1 if change.smallest_microbatch else own
         steps = own // microbatch
@@ -304,7 +355,6 @@ class _Search:
         if change.chunked_loss and "chunked loss" in self.not_for_it:
             return ()
         self.tell(f"{sharding.ranks} GPUs, {change.name}")
-        shared = replace(sharding, ranks=1, sync_each_microbatch=change.syncs_each)
 
         def apply(module: nn.Module) -> None:
             if change.recompute:
@@ -312,20 +362,21 @@ class _Search:
             if change.chunked_loss:
                 primitives.apply_chunked_loss(module)
 
-        with Sketch(self.workload, kernels="cuda", sharding=shared, **self.options) as sketch:
-            self.name = sketch.case.workload.name
-            try:
-                step = sketch.step(microbatch, accumulated=steps > 1, change=apply)
-            except UnsuitableHead:
-                self.not_for_it.add("chunked loss")
-                return ()
+        try:
+            step = sketch.step(microbatch, accumulated=steps > 1, change=apply)
+        except UnsuitableHead:
+            self.not_for_it.add("chunked loss")
+            return ()
         peak = step.peak_bytes
+        state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
         if step.trace is not None:
             workspace = workspace_of(self.device.name)
             memory = cuda_memory(step.trace, workspace_bytes=workspace)
             peak = max(peak, memory.reserved_bytes) + CONTEXT_BYTES
+            state += CONTEXT_BYTES
         seconds = self._seconds(step, sketch, steps)
-        return (GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes, seconds),)
+        count = GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes, seconds)
+        return (replace(count, state_bytes=state),)
 
     def _seconds(self, step: StepEstimate, sketch: Sketch, steps: int) -> RankSeconds:
         """Predict the time of an optimizer step of `steps` microbatches."""
