@@ -157,6 +157,23 @@ def stale_from_the_third_call(model, sample):
     return names
 
 
+def without_lists(model, policy, *, blocks=None):
+    """Recompute all where the policy is a list."""
+    return apply_sac(
+        model, policy if isinstance(policy, str) or callable(policy) else never, blocks=blocks
+    )
+
+
+def without_functions(model, policy, *, blocks=None):
+    """Recompute all where the policy is a function."""
+    return apply_sac(model, never if callable(policy) else policy, blocks=blocks)
+
+
+def never(context, operation, *args, **kwargs):
+    """Save the output of a view alone, which is less than any policy saves."""
+    return operation is aten.t.default
+
+
 def activation_written_over(model, sample):
     """Apply regions, of which an activation finds another input in the second step."""
     names = apply_regions(model, blocks=sample.blocks)
@@ -257,6 +274,10 @@ FAULTS = [
     ),
     planted("sac.products", "no-op", apply=no_op, hint="names operations that never run"),
     planted("sac.products", "any-policy", apply=any_policy, hint="names operations that never run"),
+    planted("sac.products", "no-lists", apply=without_lists, hint="names operations that never"),
+    planted(
+        "sac.products", "no-functions", apply=without_functions, hint="names operations|raised"
+    ),
     planted("sac.products", "miscounted", apply=miscounted, model=SQUARE, hint="counts the second"),
     planted("sac.regions", "no-op", apply=no_op, hint="nothing is freed"),
     planted("sac.regions", "everything", apply=regions_of_everything, hint="a product runs again"),

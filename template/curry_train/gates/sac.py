@@ -89,7 +89,8 @@ def sac_forms(case: Case, *, strategy: str, apply: Apply | None = None) -> Verdi
 def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
     """Compare the recomputed FLOPs with those that the policy leaves out.
 
-    The policies save all matrix products, or every second one.
+    The policies save all matrix products, by a name, a list of operations and a function, or every
+    second one.
     """
     gate = "sac/products"
     loss = case.workload.mean_loss
@@ -103,18 +104,23 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
 
     before = count_flops(plain, batch, loss)
     every_second = others + sum(sum(flops[1::2]) for flops in per_call)
+    policies: dict[str, tuple[Any, int]] = {
+        "save_expensive": ("save_expensive", 0),
+        "every_second_matmul": ("every_second_matmul", every_second),
+        "a list": ([*sac.EXPENSIVE_OPERATIONS], 0),
+        "a function": (_keep_expensive, 0),
+    }
     found = {}
-    for policy, expected in (("save_expensive", 0), ("every_second_matmul", every_second)):
+    for name, (policy, expected) in policies.items():
         module = case.build()
         apply(module, policy, blocks=case.blocks)
         ours = partial(apply_sac, policy=policy, blocks=case.blocks)
         keeping = _where_outputs_can_be_kept(case, ours)
         with seeded(case.seed), set_checkpoint_early_stop(False), keeping:
-            found[policy] = recompute_flops(before, count_flops(module, batch, loss)), expected
+            found[name] = recompute_flops(before, count_flops(module, batch, loss)), expected
     held = all(recomputed == expected for recomputed, expected in found.values())
     measured = "; ".join(
-        f"{policy} {recomputed:,} of {expected:,}"
-        for policy, (recomputed, expected) in found.items()
+        f"{name} {recomputed:,} of {expected:,}" for name, (recomputed, expected) in found.items()
     )
     hint = ""
     if not held:
@@ -325,6 +331,11 @@ GATES = (
     Gate("sac/regions", regions, {"apply_regions": Takes("apply")}),
     Gate("sac/refused", refusals, POLICY_TAKES),
 )
+
+
+def _keep_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operation in sac.EXPENSIVE_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _keep_cheap(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
