@@ -259,6 +259,55 @@ def test_a_process_that_asks_for_a_new_one_gets_it_and_a_slow_one_is_ended(
     assert "left: memory" in capsys.readouterr().out
 
 
+def test_backends_that_are_missing_are_recorded_beside_the_loss(dry):
+    assert cuda_pieces.run_piece("loss", dry) == 0
+    (row,) = rows_of(dry, "loss").values()
+    assert [way["name"] for way in row["rows"]][:2] == ["whole", "chunks"]
+    assert {"liger", "cce"} <= set(row["not_measured"])
+    assert evidence_cuda.errors(dry.folder) == []
+
+
+def test_a_stall_counts_once_and_saves_do_not_meet(dry, monkeypatch):
+    monkeypatch.setattr(cuda_pieces, "LONGEST_INTERVAL_SECONDS", 0.05)
+    assert cuda_pieces.run_piece("saving", dry) == 0
+    (row,) = rows_of(dry, "saving").values()
+    assert row["steps_between_saves"] >= 2
+    longest = row["worst_step"] * row["plain_seconds"]["median"]
+    assert row["stalled_seconds_per_save"] < longest * cuda_pieces.NUM_SAVES
+
+
+def test_gates_run_on_the_device_and_their_figures_stay(dry, monkeypatch):
+    seen = []
+
+    def run(words, **options):
+        seen.append(words)
+        written = words[words.index("--json") + 1]
+        rows = [{"gate": name, "passed": passed, "measured": "1"} for name, passed in verdicts]
+        if "resnet" not in words:
+            cuda_pieces.Path(written).write_text(json.dumps({"results": rows}))
+        return cuda_pieces.subprocess.CompletedProcess(words, 1, "", "no device")
+
+    verdicts = [("a", True), ("b", False), ("c", None)]
+    monkeypatch.setattr(cuda_pieces.subprocess, "run", run)
+    on_cuda = replace(dry, device=torch.device("cuda"), is_dry=False)
+    rows = {row.key: row for row in cuda_pieces.gates(on_cuda)}
+    found = rows["transformer"].measure()
+    assert seen[0][seen[0].index("--device") + 1] == "cuda"
+    assert "--gate" not in seen[0]
+    assert (found["held"], found["failed"], found["not_applicable"]) == (1, ["b"], 1)
+    with pytest.raises(RuntimeError, match="ended with 1: no device"):
+        rows["resnet"].measure()
+
+
+def test_a_plan_is_made_for_the_largest_batch_of_a_limit(dry, monkeypatch):
+    monkeypatch.setattr(cuda_pieces, "_trains", lambda case, lever: case.batch_size == 2)
+    assert cuda_pieces.run_piece("batch", replace(dry, until=0.0)) == cuda_pieces.LEFT_STATUS
+    known = {"1 GiB, none": {"samples": 1}, "1 GiB, full": {"samples": 2}}
+    (dry.folder / "batch.json").write_text(json.dumps({"rows": known}))
+    found = cuda_pieces._plan_within(dry, 1, [*known, "1 GiB, regions"])
+    assert (found["samples"], found["planned_samples"]) == (2, 2)
+
+
 def test_the_numbers_of_a_history_are_replayed_exactly():
     with Sketch(cuda_setting.TOYS["toy"].workload(16), kernels="cuda") as sketch:
         trace = sketch.step(1).trace

@@ -1,0 +1,286 @@
+"""The code that only a CUDA device runs, under a stand-in whose streams run as late as they may.
+
+python -m pytest tests/benchmarks/test_cuda_branches.py
+"""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from curry_train.bench.steps import TrainingStep
+from curry_train.core import measure
+from curry_train.core.wording import provenance
+from curry_train.plan.device import profile_of
+from curry_train.primitives import host_memory, offload, offload_blocks
+from curry_train.runs import background
+from curry_train.workloads.models import mlp
+from curry_train.workloads.workload import Case
+
+CUDA = torch.device("cuda")
+
+
+class LateStream:
+    """A stream whose copies run when somebody waits for them; the default one runs at once."""
+
+    def __init__(self, device=None, *, log=None):
+        self.device = device
+        self.queue = []
+        self.num_run = 0
+        self.log = [] if log is None else log
+
+    def wait_stream(self, other):
+        self.log.append("waits for computation")
+        other.run(len(other.queue))
+
+    def wait_event(self, event):
+        self.log.append("waits for event")
+        event.synchronize()
+
+    def record_event(self):
+        event = LateEvent()
+        event.record(self)
+        return event
+
+    def run(self, until):
+        while self.num_run < until:
+            self.queue[self.num_run]()
+            self.num_run += 1
+
+
+class LateEvent:
+    stream = None
+    place = 0
+
+    def record(self, stream):
+        self.stream = stream
+        self.place = len(stream.queue)
+
+    def query(self):
+        return self.stream.num_run >= self.place
+
+    def synchronize(self):
+        self.stream.run(self.place)
+
+
+class Deferred(TorchFunctionMode):
+    """Put copies that block nobody into the queue of a stream."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            target, source = args
+            self.stream.log.append("copies")
+            self.stream.queue.append(lambda: target.detach().copy_(source.detach()))
+            return target
+        return func(*args, **(kwargs or {}))
+
+
+class Counted:
+    """Memory that torch.cuda reports: what is alive, and the most since the last reset."""
+
+    def __init__(self):
+        self.calls = []
+        self.alive = 1000
+        self.most = 5000
+
+    def synchronize(self, device=None):
+        self.calls.append("synchronize")
+
+    def reset_peak_memory_stats(self, device=None):
+        self.calls.append("reset")
+        self.most = self.alive
+
+    def memory_allocated(self, device=None):
+        return self.alive
+
+    def max_memory_allocated(self, device=None):
+        self.calls.append("read")
+        return self.most
+
+    def hold(self, num_bytes):
+        self.calls.append("work")
+        self.alive += num_bytes
+        self.most = max(self.most, self.alive)
+
+
+@pytest.fixture
+def default_stream(monkeypatch):
+    """The default stream of a stand-in that replaces the streams and events of torch.cuda."""
+    stream = LateStream()
+    monkeypatch.setattr(torch.cuda, "Stream", LateStream)
+    monkeypatch.setattr(torch.cuda, "Event", LateEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "stream", Deferred)
+    return stream
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    found = Counted()
+    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, getattr(found, name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", found.max_memory_allocated)
+    return found
+
+
+# Copies between host and device, for offload.
+
+
+@pytest.fixture
+def copies(default_stream):
+    """Copies of a CUDA device, whose memory is the host's here."""
+    made = host_memory.HostCopies(CUDA)
+    made.device = torch.device("cpu")
+    return made
+
+
+def test_a_copy_waits_for_what_was_computed_and_is_awaited(copies):
+    source = torch.arange(8, dtype=torch.uint8)
+    host = torch.zeros(16, dtype=torch.uint8)
+    copies.out(source, host, most_bytes=100)
+    assert copies.stream.log == ["waits for computation", "copies"]
+    assert not host.any()  # the stream is late
+
+    target, done = copies.back(host, 8)
+    copies.wait(done)
+    assert torch.equal(target, source)
+    assert torch.equal(host[:8], source)
+
+
+def test_sources_are_held_until_they_are_copied_and_not_beyond_a_limit(copies):
+    host = torch.zeros(8, dtype=torch.uint8)
+    for _ in range(3):
+        copies.out(torch.ones(8, dtype=torch.uint8), host, most_bytes=16)
+        assert copies._leaving_bytes <= 16
+    assert len(copies._leaving) == 2
+    copies.stream.run(3)
+    copies.out(torch.ones(8, dtype=torch.uint8), host, most_bytes=16)
+    assert len(copies._leaving) == 1
+
+
+def trained(model):
+    model(torch.ones(3, 8)).square().sum().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_offload_trains_alike_where_copies_are_as_late_as_they_may(
+    default_stream, monkeypatch, waits
+):
+    """Without its waits the gradients differ, so the stand-in is late enough to tell."""
+
+    class Copies(host_memory.HostCopies):
+        def __init__(self, device):
+            super().__init__(CUDA)
+            self.device = device
+
+        def wait(self, done):
+            if waits:
+                super().wait(done)
+
+        def back(self, host, nbytes):
+            target, done = super().back(host, nbytes)
+            return target.fill_(0), done
+
+    monkeypatch.setattr(offload, "HostCopies", Copies)
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 1024), nn.GELU(), nn.Linear(1024, 8)) for _ in range(4)]
+    model = nn.Sequential(*blocks)
+    expected = trained(model)
+    model.zero_grad()
+    offload_blocks(model, min_bytes=0)
+    assert all(map(torch.equal, trained(model), expected)) is waits
+
+
+# Copies for a save in the background.
+
+
+class OnCuda(torch.Tensor):
+    """A tensor that says that it is on a CUDA device."""
+
+    is_cuda = True
+
+
+def test_a_save_copies_on_its_own_stream_and_the_next_step_waits(default_stream, monkeypatch):
+    """The sources change right after `wait`, while the copies are as late as they may be."""
+    monkeypatch.setattr(background, "_buffer", torch.zeros_like)
+    sources = [torch.arange(4.0).as_subclass(OnCuda), torch.ones(2).as_subclass(OnCuda)]
+    staging = background.Staging()
+    staging.begin(sources)
+    copied = []
+    thread = threading.Thread(target=lambda: copied.extend(staging.copy()))
+    with monkeypatch.context() as patched:
+        # The thread's own wait is held back, so that only the training's wait runs the copies.
+        held = threading.Event()
+        run = LateEvent.synchronize
+
+        def wait_in_turn(event):
+            if event.stream is not default_stream and threading.current_thread() is thread:
+                held.wait(10)
+            run(event)
+
+        patched.setattr(LateEvent, "synchronize", wait_in_turn)
+        thread.start()
+        staging.wait()
+        for source in sources:
+            source.fill_(-1)
+        held.set()
+        thread.join()
+    assert "waits for event" in staging._stream.log  # what the training computed before
+    assert torch.equal(copied[0], torch.arange(4.0))
+    assert torch.equal(copied[1], torch.ones(2))
+
+
+# Measuring.
+
+
+def test_a_peak_is_read_between_two_waits_for_the_device(counted):
+    there = torch.zeros(3)
+    found = measure.peak_of_step(lambda: counted.hold(700), [there], CUDA)
+    assert counted.calls == ["synchronize", "reset", "work", "synchronize", "read"]
+    assert found == 700  # the tensor is on the CPU, and what was alive before does not count
+
+
+def test_held_bytes_and_peak_are_those_after_a_first_step(counted, monkeypatch):
+    monkeypatch.setattr(measure, "_device", lambda module: CUDA)
+    model = nn.Linear(2, 2)
+
+    def loss(module, batch):
+        counted.hold(100)
+        return module(batch).sum()
+
+    found = measure.measure_memory(model, torch.ones(1, 2), loss)
+    assert counted.calls[:3] == ["work", "synchronize", "reset"]
+    assert (found.held_bytes, found.peak_bytes) == (100, 100)
+
+
+def test_what_no_layer_owns_is_the_rest_of_what_the_allocator_counts(counted, monkeypatch):
+    monkeypatch.setattr(measure, "_device", lambda module: CUDA)
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    def loss(module, batch):
+        counted.hold(512)
+        return module(batch).sum()
+
+    rows = measure.measure_layers(model, torch.ones(1, 2), loss, {"0": model[0]})
+    assert [row.bytes for row in rows] == [0, 512]
+
+
+def test_a_step_waits_for_its_device_and_a_record_names_the_card(counted, monkeypatch):
+    step = TrainingStep(Case(mlp(depth=1, width=4)))
+    step.wait()
+    assert counted.calls == []
+    step.device = CUDA
+    step.wait()
+    assert counted.calls == ["synchronize"]
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert provenance(CUDA)["device"] == "NVIDIA H200"
+    assert profile_of("cuda").name == "h200"
