@@ -132,15 +132,16 @@ def expandable(setting: Setting) -> Iterator[Row]:
 
 
 def _measured(setting: Setting, config: MemoryConfig) -> Figures:
-    fresh_device()
-    if left := cuda.memory_reserved():
-        raise NotFresh(f"{left} bytes are reserved before the first allocation")
     uses_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(uses_cudnn and not config.flash)
-    # The history holds the stacks of no frames: sizes and addresses alone.
-    cuda.memory._record_memory_history(max_entries=2_000_000, context=None, stacks="python")
     try:
+        # Before the device is fresh, since the segments of this would serve the training.
         kernel = attention_kernel(setting, config.model, config.length)
+        fresh_device()
+        if left := cuda.memory_reserved():
+            raise NotFresh(f"{left} bytes are reserved before the first allocation")
+        # The history holds the stacks of no frames: sizes and addresses alone.
+        cuda.memory._record_memory_history(max_entries=2_000_000, context=None, stacks="python")
         first, (allocated, reserved) = _peaks_of_steps(setting, config)
         history = cuda.memory._snapshot()
         at_end = cuda.memory_reserved()

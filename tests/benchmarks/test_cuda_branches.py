@@ -1,4 +1,4 @@
-"""The code that only a CUDA device runs, under a stand-in whose streams run as late as they may.
+"""What only a CUDA device runs, under a stand-in whose streams run as late as they may.
 
 python -m pytest tests/benchmarks/test_cuda_branches.py
 """

@@ -156,6 +156,19 @@ def test_memory_is_predicted_and_measured_at_toy_size(dry, monkeypatch):
     assert line.endswith("goal 0.3%")
 
 
+def test_nothing_is_allocated_between_a_fresh_device_and_the_record(dry, monkeypatch):
+    order = []
+    api = cuda_setting.cuda.api
+    monkeypatch.setattr(cuda_peaks, "attention_kernel", lambda *given: order.append("kernel"))
+    monkeypatch.setattr(cuda_peaks, "fresh_device", lambda: order.append("fresh"))
+    monkeypatch.setattr(
+        api.memory, "_record_memory_history", lambda **given: order.append("record")
+    )
+    monkeypatch.setattr(cuda_peaks, "_peaks_of_steps", lambda *given: (1, (2, 3)))
+    cuda_peaks._measured(dry, cuda_peaks.MemoryConfig("toy", 16, "full"))
+    assert order == ["kernel", "fresh", "record", "record"]
+
+
 def test_a_trace_that_is_cut_off_costs_no_other(tmp_path):
     for number in (1, 2, 3):
         numbers = {"source": f"row {number % 2}", "trace": [number]}
