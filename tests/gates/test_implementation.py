@@ -34,7 +34,11 @@ from curry_train.workloads.workload import Case
 
 # For each copied module: a model, the gates to run, and the functions that they judge.
 COPIES = {
-    "primitives/grad_accum": ("mlp", ["grad-accum"], ["train_window", "GradientAccumulation"]),
+    "primitives/grad_accum": (
+        "mlp",
+        ["grad-accum"],
+        ["train_window", "GradientAccumulation", "StepInBackward"],
+    ),
     "primitives/recompute": (
         "transformer",
         [f"recompute/{gate}" for gate in ("memory", "parity-full", "parity-seq*", "flops", "off")],

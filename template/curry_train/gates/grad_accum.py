@@ -30,6 +30,7 @@ from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, batch_size
+from .fine_tuning import IN_BACKWARD_GATES, IN_BACKWARD_JUDGED
 from .fixtures import GradientSyncs, load_function, run_on_ranks
 from .trials import has_complex_parameters
 from .verdict import (
@@ -523,6 +524,7 @@ def _windows(given: Implementation, present: Any) -> Windows:
 JUDGED_CALLABLES = (
     Judged("train_window", lambda model, window, loss, optimizer, *, clip_norm, scheduler: None),
     Judged("GradientAccumulation", lambda *, steps: None),
+    *IN_BACKWARD_JUDGED,
 )
 TRAIN_TAKES = {
     "train_window": Takes("train", with_errors(NonFiniteWindow)),
@@ -541,6 +543,7 @@ GATES = (
     Gate("grad-accum/non-finite", non_finite, TRAIN_TAKES),
     Gate("grad-accum/own-loop", own_loop, {"GradientAccumulation": Takes("accumulation")}),
     Gate("grad-accum/joint-loss", joint_loss, TRAIN_TAKES),
+    *IN_BACKWARD_GATES,
     Gate("grad-accum/two-ranks", two_ranks, TRAIN_BY_NAME),
 )
 

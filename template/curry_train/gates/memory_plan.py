@@ -24,7 +24,7 @@ from ..core.measure import count_flops, measure_memory
 from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
 from ..core.rerun import seeded, untouched
 from ..plan.estimate import Sketch
-from ..plan.optimizers import make_optimizer
+from ..plan.optimizers import OptimizerFactory, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import (
     FULL_KIND,
@@ -448,7 +448,12 @@ class Prepared:
     why_real: str | None
 
 
-def estimate(case: Case, *, predict: Callable[[Case], Mapping[str, int]] | None = None) -> Verdict:
+def estimate(
+    case: Case,
+    *,
+    predict: Callable[[Case], Mapping[str, int]] | None = None,
+    optimizer: str | OptimizerFactory = "adamw",
+) -> Verdict:
     """Compare predicted and measured peaks, unchanged and with blocks recomputed alternately."""
     gate = "memory-plan/estimate"
     is_cuda = case.device.type == "cuda"
@@ -456,9 +461,17 @@ def estimate(case: Case, *, predict: Callable[[Case], Mapping[str, int]] | None 
     if (why := prepared(case).why_real) is not None:
         return not_applicable(gate, required=required, why=why)
 
-    predicted = prepared(case).peaks if predict is None else predict(case)
+    if predict is not None:
+        predicted = predict(case)
+    elif optimizer == "adamw":
+        predicted = prepared(case).peaks
+    else:
+        with Sketch(case.workload, optimizer=optimizer) as sketch:
+            predicted = predicted_peaks(sketch, case.batch_size)
     ways = {PLAIN_VARIANT: None, ALTERNATING_VARIANT: _in_turns(case.blocks)}
-    pairs = {way: (peak, measured_peak(case, ways[way])) for way, peak in predicted.items()}
+    pairs = {
+        way: (peak, measured_peak(case, ways[way], optimizer)) for way, peak in predicted.items()
+    }
     wrong = {
         way: pair
         for way, pair in pairs.items()
@@ -547,7 +560,7 @@ def prepared(case: Case) -> Prepared:
 
 
 def predicted_peaks(sketch: Sketch, batch_size: int) -> dict[str, int]:
-    """Predict the peaks of `Prepared` for a step with AdamW."""
+    """Predict the peaks of `Prepared` for a step with the sketch's optimizer."""
     peaks = {PLAIN_VARIANT: sketch.step(batch_size).peak_bytes}
     if sketch.blocks(sketch.build()):
         peaks[ALTERNATING_VARIANT] = sketch.step(
@@ -578,17 +591,19 @@ def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
         return f"no plan fits: {str(error).splitlines()[0]}"
 
 
-def measured_peak(case: Case, change: ModelChange | None) -> int:
-    """Measure the peak of a real step with AdamW."""
+def measured_peak(
+    case: Case, change: ModelChange | None, optimizer: str | OptimizerFactory = "adamw"
+) -> int:
+    """Measure the peak of a real step."""
     module = case.build()
-    optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
+    made = make_optimizer(optimizer, module, foreach=case.device.type == "cuda")
     if change is not None:
         change(module)
     lives = record_step_storages(
         module,
         case.batch(),
         case.workload.mean_loss,
-        optimizer=optimizer,
+        optimizer=made,
         keeps_output=case.device.type == "cuda",
     )
     return timeline_of(lives, type(module).__name__).peak.bytes_alive

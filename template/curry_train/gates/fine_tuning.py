@@ -1,0 +1,259 @@
+"""Gates of routers that recompute, and of optimizers that step in backward.
+
+Both disturb or watch a step while its backward runs. `keep_routing` belongs to recompute, and
+`StepInBackward` to grad-accum; the gates of each are listed there.
+
+Proof: `python -m pytest tests/gates/test_adapters.py`.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from ..core.parity import Parity, StepRecord, check_comparable, compare, record
+from ..core.rerun import seeded
+from ..primitives.grad_accum import GradientAccumulation, StepInBackward, train_window
+from ..primitives.recompute import recompute_blocks
+from ..primitives.routing import MOST_EXPERTS, keep_routing
+from ..workloads.workload import Case
+from .same_training import LEARNING_RATE, LEARNING_RATES
+from .verdict import Gate, Judged, Takes, Verdict, not_applicable
+
+# A gate of recompute: a router that is disturbed between forward and backward.
+
+Keep = Callable[[nn.Module], Any]
+TOP_CHOICE = "topk"
+# How far a bias that balances the load moves; scores of a softmax are at most 1.
+BUFFER_SHIFT = 1.0
+
+
+def routing(case: Case, *, keep: Keep = keep_routing) -> Verdict:
+    """Compare a step whose routers are disturbed before backward with the plain one.
+
+    Small buffers of the routed blocks move, as a bias that balances the load does, and `topk`
+    takes the smallest scores, as another kernel does at a tie. Counters must count forward alone.
+    """
+    gate = "recompute/routing"
+    required = "bit-equal though each router is disturbed before backward"
+    probe = case.build()
+    recompute_blocks(probe, blocks=case.blocks)
+    routed = keep_routing(probe)
+    if not routed:
+        why = "no block that recomputes has a router or experts"
+        return not_applicable(gate, required=required, why=why)
+
+    plain, again = (_step(case, case.build()) for _ in range(2))
+    check_comparable(plain)
+    if not compare(plain, again).bit_equal:
+        why = "the plain step does not repeat itself bit for bit"
+        return not_applicable(gate, required=required, why=why)
+    without = _compared(case, plain, routed, keep=None)
+    if isinstance(without, Parity) and without.holds:
+        why = "the gradients do not depend on what was disturbed: topk, and small buffers"
+        return not_applicable(gate, required=required, why=why)
+
+    found = _compared(case, plain, routed, keep=keep)
+    hint = ""
+    if isinstance(found, str):
+        hint = "the recomputed run takes another way: repeat each choice of the first run"
+    elif any(one.kind == "buffer" for one in found.differences):
+        hint = "a counter of the load moves in the recomputed run too: restore it, or count once"
+    elif not found.holds:
+        hint = "the recomputed run chooses others: keep what was chosen, and the scores of it"
+    described = found if isinstance(found, str) else found.describe()
+    measured = f"{described}; {len(routed)} blocks with a router"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _step(
+    case: Case, module: nn.Module, disturb: Callable[[], Any] = contextlib.nullcontext
+) -> StepRecord:
+    with seeded(case.seed):
+        loss = case.workload.mean_loss(module, case.batch())
+        with disturb():
+            loss.backward()
+        return record(module, loss.detach())
+
+
+def _compared(
+    case: Case, plain: StepRecord, routed: Sequence[str], *, keep: Keep | None
+) -> Parity | str:
+    """Compare a disturbed step under recompute with the plain one; an error is a string."""
+    module = case.build()
+    recompute_blocks(module, blocks=case.blocks)
+    if keep is not None:
+        keep(module)
+    blocks = [module.get_submodule(name) for name in routed]
+    try:
+        return compare(plain, _step(case, module, lambda: _disturbed(blocks)))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+@contextlib.contextmanager
+def _disturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Move small buffers, and let `topk` take the smallest scores.
+
+    A buffer that nothing else has written gets its value back; another one differs then.
+    """
+    buffers = {
+        buffer
+        for block in blocks
+        for buffer in block.buffers()
+        if buffer.is_floating_point() and buffer.numel() <= MOST_EXPERTS
+    }
+    values = {buffer: buffer.detach().clone() for buffer in buffers}
+    moved = {}
+    generator = torch.Generator().manual_seed(0)
+    for buffer in buffers:
+        shift = torch.rand(buffer.shape, generator=generator) * BUFFER_SHIFT
+        buffer.data.add_(shift.to(buffer))
+        moved[buffer] = buffer.detach().clone()
+    with (
+        mock.patch.object(torch, TOP_CHOICE, _reversed(torch.topk)),
+        mock.patch.object(Tensor, TOP_CHOICE, _reversed(Tensor.topk)),
+    ):
+        yield
+    for buffer, value in values.items():
+        if torch.equal(buffer, moved[buffer]):
+            buffer.data.copy_(value)
+
+
+def _reversed(choose: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not scores.is_floating_point() or scores.shape[-1] > MOST_EXPERTS:
+            return choose(scores, *args, **kwargs)
+        if scores.grad_fn is None:
+            return choose(-scores, *args, **kwargs)
+        # In place and unseen by autograd, as a kernel computes.
+        scores.data.neg_()
+        return choose(scores, *args, **kwargs)
+
+    return chosen
+
+
+# A gate of grad-accum: parameters that step in backward.
+
+MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
+Steps = Callable[[Any, MakeOptimizer], Any]
+CLIP_NORM = 1.0
+
+
+def stepped_in_backward(
+    case: Case, *, optimizer: Steps = StepInBackward, train: Callable[..., Any] | None = None
+) -> Verdict:
+    """Compare windows whose parameters step in backward with a loop by hand that steps after it.
+
+    `train` is the `train_window` beside the optimizer's class. It must refuse a clip by the norm of
+    all gradients, of which most would have been applied before it is known.
+    """
+    gate = "grad-accum/in-backward"
+    required = "weights bit-equal, at most 1 gradient at a time, a clip refused"
+    beside = sys.modules[getattr(optimizer, "__module__", __name__)]
+    taken: Callable[..., Any] = train or getattr(beside, "train_window", train_window)
+    expected, again = (_stepped_after(case) for _ in range(2))
+    if _num_different(expected, again):
+        why = "a loop by hand does not repeat itself bit for bit"
+        return not_applicable(gate, required=required, why=why)
+
+    module = case.build()
+    found = optimizer(module.parameters(), _maker(case))
+    most = 0
+
+    def count(parameter: Tensor) -> None:
+        nonlocal most
+        most = max(most, _num_gradients(module))
+
+    with seeded(case.seed):
+        for window in _windows(case):
+            # The last window has one microbatch, so no gradient waits for another one.
+            most = 0
+            hooks = _hooked(module, count)
+            taken(module, window, case.workload.loss, found)
+            for hook in hooks:
+                hook.remove()
+    different = _num_different(expected, module.state_dict())
+    most = max(most, _num_gradients(module))
+    is_refused, changed = _clipped(case, optimizer, taken)
+    measured = f"{different} weights differ, {most} gradients at a time; clip: "
+    measured += f"{'refused' if is_refused else 'taken'}, {changed} weights changed"
+    hint = ""
+    if different:
+        hint = "step a parameter once, on its gradient of the whole window"
+    elif most > 1:
+        hint = "step and free each gradient in the parameter's own hook of the last backward"
+    elif not is_refused or changed:
+        hint = "refuse a clip by the norm of all gradients before the first backward"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _windows(case: Case) -> Iterator[Any]:
+    sizes = [1] * 5
+    microbatches = case.split(case.batch(sum(sizes)), sizes)
+    return GradientAccumulation(2).windows(microbatches, count=case.workload.count)
+
+
+def _maker(case: Case) -> MakeOptimizer:
+    rate = LEARNING_RATES.get(case.dtype, LEARNING_RATE)
+    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False)
+
+
+def _stepped_after(case: Case) -> dict[str, Any]:
+    """Train by hand with a step after the backward of each window; return the weights."""
+    module = case.build()
+    optimizer = _maker(case)([one for one in module.parameters() if one.requires_grad])
+    with seeded(case.seed):
+        for window in _windows(case):
+            optimizer.zero_grad()
+            for microbatch in window:
+                (case.workload.loss(module, microbatch) / window.loss_divisor).backward()
+            optimizer.step()
+    return module.state_dict()
+
+
+def _clipped(case: Case, optimizer: Steps, train: Callable[..., Any]) -> tuple[bool, int]:
+    """Return whether a window with a clip is refused, and how many weights have changed."""
+    module = case.build()
+    before = {name: value.clone() for name, value in _tensors(module.state_dict()).items()}
+    found = optimizer(module.parameters(), _maker(case))
+    window = next(_windows(case))
+    try:
+        train(module, window, case.workload.loss, found, clip_norm=CLIP_NORM)
+        is_refused = False
+    except ValueError:
+        is_refused = True
+    return is_refused, _num_different(before, module.state_dict())
+
+
+def _hooked(module: nn.Module, call: Callable[[Tensor], None]) -> list[Any]:
+    return [
+        parameter.register_post_accumulate_grad_hook(call)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _num_gradients(module: nn.Module) -> int:
+    return sum(parameter.grad is not None for parameter in module.parameters())
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _num_different(expected: dict[str, Any], found: dict[str, Any]) -> int:
+    others = _tensors(found)
+    return sum(not torch.equal(value, others[name]) for name, value in _tensors(expected).items())
+
+
+ROUTING_JUDGED = (Judged("keep_routing", lambda model: None),)
+ROUTING_GATES = (Gate("recompute/routing", routing, {"keep_routing": Takes("keep")}),)
+IN_BACKWARD_JUDGED = (Judged("StepInBackward", lambda parameters, make: None),)
+IN_BACKWARD_GATES = (
+    Gate("grad-accum/in-backward", stepped_in_backward, {"StepInBackward": Takes("optimizer")}),
+)
