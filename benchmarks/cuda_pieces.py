@@ -141,7 +141,7 @@ def _plan_within(setting: Setting, limit: float, keys: Sequence[str]) -> Figures
     timed = setting.timed[0]
     with Planner(
         setting.models[timed.model].workload(timed.length),
-        device="cpu" if setting.is_dry else setting.card,
+        device=setting.profile,
         dtype=setting.dtype,
         optimizer="adamw",
         context_bytes=0,

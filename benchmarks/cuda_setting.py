@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
 from curry_train.core.measure import is_out_of_memory
 from curry_train.core.timing import time_in_turns
+from curry_train.plan.device import DeviceProfile, find_profile, profile_of
 from curry_train.plan.planner import Infeasible
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case, Workload
@@ -172,6 +173,11 @@ class Setting:
     def card(self) -> str:
         name: str = cuda.get_device_name() if cuda.is_available() else self.target
         return name
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """The rates of the device for plans: from its data sheet if there is one, or measured."""
+        return find_profile("cpu") if self.is_dry else profile_of(self.device)
 
     @property
     def seconds_left(self) -> float:

@@ -216,7 +216,7 @@ class Comparison:
     def _planner(self, only: Sequence[str]) -> Planner:
         return Planner(
             self.planned,
-            device="cpu" if self.setting.is_dry else self.setting.card,
+            device=self.setting.profile,
             dtype=self.setting.dtype,
             optimizer="adamw",
             by_reserved=False,

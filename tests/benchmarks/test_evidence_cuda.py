@@ -17,6 +17,7 @@ import cuda_traces
 import evidence_cuda
 from cuda_setting import Row
 from curry_train.plan.cuda_step import PredictedTraining, cuda_memory
+from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
 
 
@@ -224,6 +225,17 @@ def test_plans_of_a_table_are_compared_with_their_peers(dry, monkeypatch):
     assert plan["peak_of_peer"] <= 1
     assert plan["time_of_peer"]["median"] > 0
     assert table["not_measured"] == {}
+
+
+def test_plans_are_made_for_the_card_that_torch_names(dry, monkeypatch):
+    """A profile is not found by the name of a card, `NVIDIA H200`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    evidence = cuda_setting.EVIDENCE
+    table = cuda_strategies.Comparison.__new__(cuda_strategies.Comparison)
+    table.setting, table.planned = evidence, dry.models["toy"].workload(16)
+    assert table._planner(()).profile is evidence.profile is find_profile("h200")
+    assert dry.profile is find_profile("cpu")
 
 
 def test_the_least_peak_at_equal_time_is_that_of_a_plan_as_fast():
