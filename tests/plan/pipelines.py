@@ -40,7 +40,7 @@ class Part(nn.Module):
         self.register_buffer("cosine", model.cosine)
         self.register_buffer("sine", model.sine)
         if recompute:
-            recompute_blocks(self)
+            recompute_blocks(self, blocks="layers.*")
 
     def forward(self, x):
         x = x if self.embedding is None else self.embedding(x)
