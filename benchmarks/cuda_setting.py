@@ -189,7 +189,8 @@ EVIDENCE = Setting(
     dtype=torch.bfloat16,
     models=LLAMAS,
     lengths=(2048, 4096, 8192),
-    timed=(Timed("1B", 4096, 4, 12), Timed("8B", 4096, 1, 12), Timed("3B", 8192, 1, 12)),
+    # With fewer samples the optimizer's step of 8B owns the peak, whatever the strategy.
+    timed=(Timed("1B", 4096, 4, 12), Timed("8B", 4096, 2, 8), Timed("3B", 8192, 1, 12)),
     limits=(24, 80),
     most_samples=256,
     head=(8192, 4096, 128_256),

@@ -57,7 +57,7 @@ PLANNED_FOR = (
 def strategies(setting: Setting) -> Iterator[Row]:
     """Peak and time of each strategy and peer, and of a plan at the peak of each."""
     for timed in setting.timed:
-        yield Row(timed.key, partial(_strategies, setting, timed), seconds=270)
+        yield Row(timed.key, partial(_strategies, setting, timed), seconds=300)
 
 
 def compiled(setting: Setting) -> Iterator[Row]:
@@ -130,7 +130,7 @@ def _compiled(setting: Setting, timed: Timed) -> Figures:
 
 def llama_of_transformers(setting: Setting, timed: Timed) -> Workload:
     """Make a workload of transformers' Llama in the sizes of a built-in one."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[attr-defined]
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = setting.models[timed.model]
     config = LlamaConfig(
@@ -276,7 +276,7 @@ def compared(
             **plans.get(name, {}),
         }
         peer = peer_of(name)
-        if peer in seconds:
+        if peer is not None and peer in seconds:
             row["peer"] = peer
             row["time_of_peer"] = asdict(paired_ratio(times, seconds[peer]))
             row["peak_of_peer"] = peaks[name] / peaks[peer]

@@ -1,4 +1,4 @@
-"""What only a CUDA device runs, under a stand-in whose streams run as late as they may.
+"""Streams and figures of CUDA, under a stand-in whose streams run as late as they may.
 
 python -m pytest tests/benchmarks/test_cuda_branches.py
 """
