@@ -334,3 +334,29 @@ def test_a_pipeline_prints_its_stages_and_does_not_fit_where_its_heaviest_stage_
         refused = pipeline_of(*arguments)
         assert refused.exit_code == 2
         assert message in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--parallel", "fsdp2"), "--parallel shares a training among ranks: give --ranks"),
+        (
+            ("--parallel", "fsdp2", "--mesh", "dp=2", "--mesh", "dp=4"),
+            "--fits alone takes several meshes: give --mesh once",
+        ),
+    ],
+)
+def test_ranks_that_are_missing_or_too_many_are_refused(arguments, message):
+    options = ("--model", "mlp", "--target", "h100", "--budget", "1GiB")
+    found = CliRunner().invoke(plan_command, [*options, *arguments])
+    assert found.exit_code == 2
+    assert message in " ".join(found.output.split())
+
+
+def test_the_fewest_gpus_take_several_meshes():
+    meshes = ("--mesh", "replicate=1,shard=1", "--mesh", "replicate=1,shard=2")
+    options = ("--model", "mlp", "--fits", "h100", "--parallel", "hsdp", "--global-batch", "2")
+    found = CliRunner().invoke(plan_command, [*options, *meshes])
+    assert found.exit_code == 0, found.output
+    assert "replicate=1,shard=1" in found.output
+    assert "replicate=1,shard=2" in found.output

@@ -200,3 +200,35 @@ def test_chunks_of_a_parameter_are_those_that_fsdp2_makes(length, num_chunks):
     for mine, theirs in zip(chunks, expected, strict=True):
         assert torch.equal(mine, theirs)
         assert (mine.shape, mine.stride()) == (theirs.shape, theirs.stride())
+
+
+def stop_with_module(model, mesh):
+    raise SystemExit(f"{model} " * 200)
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "message"),
+    [
+        (lambda model, mesh: mesh["data"], r"raised KeyError: .*dimensions are dp$"),
+        (lambda model: model, r"raised TypeError: .* takes 1 positional argument"),
+        (
+            stop_with_module,
+            r"stop_with_module raised SystemExit: .* \[\.\.\.\] \(.*test_ranks.py:\d+\)",
+        ),
+        (lambda model, mesh: 3, "returned int: return the module to train"),
+    ],
+)
+def test_a_parallelize_that_fails_is_one_line_with_its_place(parallelize, message):
+    with one_rank({"dp": 2}) as mesh, pytest.raises(ValueError, match=message) as refused:
+        Sharding(parallelize, 2).parallelize(nn.Linear(2, 2), mesh)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 700
+
+
+def test_options_of_fsdp2_without_it_are_refused():
+    with pytest.raises(ValueError, match="set parallel to one of them"):
+        Sharding(reshard_after_forward=False)
+    with pytest.raises(ValueError, match="rank 1 is none of 1 ranks: set their number"):
+        Sharding("fsdp2", rank=1)
+    with pytest.raises(ValueError, match="fsdp2 has a mesh of 1 dimension, such as dp=8"):
+        Sharding("fsdp2", mesh={"dp": 2, "tp": 2})

@@ -226,9 +226,11 @@ def _lengths(context: click.Context, option: click.Parameter, text: str | None) 
         raise click.BadParameter(f"{text!r} is no list of lengths, such as 512,1024") from error
 
 
-def _mesh(context: click.Context, option: click.Parameter, text: str | None) -> dict[str, int]:
+def _meshes(
+    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> list[dict[str, int]]:
     try:
-        return parse_mesh(text) if text else {}
+        return [parse_mesh(text) for text in texts]
     except ValueError as error:
         raise click.BadParameter(str(error)) from error
 
@@ -265,7 +267,14 @@ def sharding_options(command: Any) -> Any:
         click.option(
             "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
         ),
-        click.option("--mesh", callback=_mesh, metavar="SIZES", help="Ranks, as dp=8,tp=8."),
+        click.option(
+            "--mesh",
+            "meshes",
+            multiple=True,
+            callback=_meshes,
+            metavar="SIZES",
+            help="Ranks, as dp=8,tp=8; --fits takes several.",
+        ),
         click.option(
             "--rank", default=0, type=click.IntRange(0), show_default=True, help="The rank to plan."
         ),
@@ -466,8 +475,12 @@ def _find_ranks(
     spec: str, kernels: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
 ) -> FewestGpus | PipelinePeaks | None:
     """Find what `--fits` or a pipeline asks for; None where a budget is planned for."""
+    meshes = shared.pop("meshes")
     if (fits := shared.pop("fits")) is not None:
-        return _find_fewest(spec, fits, shared, global_batch, settings)
+        return _find_fewest(spec, fits, meshes, shared, global_batch, settings)
+    if len(meshes) > 1:
+        raise ValueError("--fits alone takes several meshes: give --mesh once")
+    shared["mesh"] = meshes[0] if meshes else {}
     if is_pipeline(shared["mesh"]):
         return _find_peaks(spec, kernels, shared, global_batch, settings)
     return None
@@ -489,23 +502,30 @@ def _print_ranks(
 
 # Options that `--fits` takes; the others belong to the plan for a budget.
 OPTIONS_OF_FITS = (
-    *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "mesh"),
+    *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
     *("rank", "reshard_after_forward", "precision", "links", "json_path", "plot_path"),
 )
 
 
 def _find_fewest(
-    spec: str, gpu: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
+    spec: str,
+    gpu: str,
+    meshes: list[dict[str, int]],
+    shared: dict[str, Any],
+    global_batch: int,
+    settings: dict[str, Any],
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
     _refuse_others(OPTIONS_OF_FITS, "--fits tries settings by itself")
+    kind = shared.pop("parallel") or "fsdp2"
+    links = shared.pop("links")
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
             find_profile(gpu),
             global_batch=global_batch,
-            links=shared.pop("links"),
-            sharding=Sharding(shared.pop("parallel") or "fsdp2", **shared),
+            links=links,
+            sharding=[Sharding(kind, mesh=mesh, **shared) for mesh in meshes or [{}]],
             tell=show_message,
             **settings,
         )
@@ -527,7 +547,7 @@ def _refuse_others(taken: Sequence[str], why: str) -> None:
 # Options that the ranks of a pipeline take.
 OPTIONS_OF_PIPELINES = (
     *("spec", "budget_bytes", "global_batch", "target", "dtype", "optimizer", "seed", "parallel"),
-    *("mesh", "json_path"),
+    *("meshes", "json_path"),
 )
 
 
@@ -583,7 +603,11 @@ def plot_fewest(found: FewestGpus, path: str) -> None:
 
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     axes = figure.add_subplot()
-    names = [str(one.num_gpus) for one in found.attempts]
+    several = len({one.num_gpus for one in found.attempts}) < len(found.attempts)
+    names = [
+        f"{one.num_gpus}\n{one.sharding.mesh_text}" if several else str(one.num_gpus)
+        for one in found.attempts
+    ]
     peaks = [one.peak_bytes / BYTES_PER_GIB for one in found.attempts]
     colours = ["#4C72B0" if one.fits else "#BBBBBB" for one in found.attempts]
     bars = axes.bar(names, peaks, color=colours)
@@ -615,6 +639,8 @@ def _sharing(
 ) -> dict[str, Any]:
     """Return the way in which ranks share the training, and their links, for the planner."""
     sharding = Sharding(parallel, **options)
+    if parallel is not None and not sharding.is_shared and not options["mesh"]:
+        raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
     if verify and sharding.is_shared:
         raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
     return {"sharding": sharding, "links": links}

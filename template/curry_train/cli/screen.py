@@ -30,7 +30,7 @@ LONGEST_OPTION_COLUMN = 20
 BRIEF_OPTIONS = (
     *("context_bytes", "device", "dtype", "batch_size", "ranks", "lengths", "seed"),
     *("page_path", "snapshot_out", "json_path", "rank", "reshard_after_forward", "precision"),
-    *("mesh", "also", "microbatch", "without", "links", "chunked_loss"),
+    *("meshes", "also", "microbatch", "without", "links", "chunked_loss"),
 )
 BRIEF_LABEL = "Also: "
 

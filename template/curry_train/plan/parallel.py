@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from ..core.wording import require_whole
-from ..workloads.models import import_callable
+from ..workloads.models import describe_raised, import_callable
+from ..workloads.workload import WorkloadError
 
 Parallelize = Callable[[nn.Module, Any], nn.Module | None]
 
@@ -71,7 +72,8 @@ class Sharding:
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "mesh", dict(self.mesh) or {"dp": ranks})
         if not 0 <= self.rank < ranks:
-            raise ValueError(f"rank {self.rank} is none of {ranks} ranks: use 0 to {ranks - 1}")
+            use = f"use 0 to {ranks - 1}" if ranks > 1 else "set their number with ranks or mesh"
+            raise ValueError(f"rank {self.rank} is none of {ranks} ranks: {use}")
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(
                 f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
@@ -85,8 +87,8 @@ class Sharding:
             if len(self.mesh) != wanted:
                 example = MESH_EXAMPLES.get(str(kind), "dp=8")
                 raise ValueError(
-                    f"{kind} has a mesh of {wanted} dimensions, such as {example}, got "
-                    f"{self.mesh_text}"
+                    f"{kind} has a mesh of {wanted} dimension{'s' * (wanted > 1)}, such as "
+                    f"{example}, got {self.mesh_text}"
                 )
         elif isinstance(kind, str) and ":" not in kind:
             raise ValueError(
@@ -95,10 +97,11 @@ class Sharding:
             )
         uses_fsdp2 = isinstance(kind, str) and (kind == "hsdp" or kind.startswith("fsdp2"))
         options = (self.reshard_after_forward, self.precision)
-        if kind is not None and not uses_fsdp2 and any(one is not None for one in options):
+        if not uses_fsdp2 and any(one is not None for one in options):
+            without = "set parallel to one of them" if kind is None else f"{self.name} sets its own"
             raise ValueError(
                 "reshard_after_forward and precision are options of fsdp2, hsdp and "
-                f"{TENSOR_PARALLEL_KIND}: {self.name} sets its own"
+                f"{TENSOR_PARALLEL_KIND}: {without}"
             )
 
     @property
@@ -179,7 +182,7 @@ class Sharding:
         way = self.kind or own
         function = import_callable(way) if isinstance(way, str) else way
         assert callable(function), "check_way has found one"
-        result = function(module, mesh)
+        result = _call_way(function, module, mesh, name=self.name or "parallelize")
         if result is None:
             return module
         if not isinstance(result, nn.Module):
@@ -215,6 +218,19 @@ class Sharding:
             fully_shard(block, **options)
         fully_shard(module, **options)
         return module
+
+
+def _call_way(way: Callable[..., Any], module: nn.Module, mesh: Any, *, name: str) -> Any:
+    try:
+        return way(module, mesh)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        # The user's code may raise anything, or end Python.
+        raise WorkloadError(
+            f"{name} raised {describe_raised(error, called=way)}; its arguments are the model and "
+            f"the mesh, whose dimensions are {', '.join(mesh.mesh_dim_names)}"
+        ) from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:

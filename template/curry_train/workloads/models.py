@@ -14,6 +14,7 @@ import json
 import shlex
 import sys
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -328,10 +329,9 @@ INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
 def describe_raised(error: BaseException, *, called: Callable[..., Any] | None = None) -> str:
     """Format an error as `TypeError: its message (model.py:12)`.
 
-    `called` is the user's function that was called, for an error in the call itself, before any
-    line of the function ran.
+    `called` is the user's function, for an error in the call itself, before a line of it ran.
     """
-    message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
+    message = textwrap.shorten(error.msg if isinstance(error, SyntaxError) else str(error), 400)
     place = _place(error, called)
     return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
 
