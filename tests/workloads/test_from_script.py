@@ -4,6 +4,7 @@ python -m pytest tests/workloads/test_from_script.py
 """
 
 import atexit
+import copy
 import importlib.util
 import runpy
 import socket
@@ -15,7 +16,10 @@ from click.testing import CliRunner
 from user_scripts import DATA, SCRIPTS
 
 from curry_train.cli.main import main
+from curry_train.plan import plan
+from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
+from curry_train.workloads.from_trainer import SteppedTogether
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case, WorkloadError
 
@@ -80,10 +84,19 @@ def step_of(workload):
 def run_to_the_end(folder, name, monkeypatch):
     """Run a script as Python would, and return what it has trained."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *SCRIPTS[name][1]])
-    monkeypatch.setattr(torch, "compile", lambda model: model)
+    monkeypatch.setattr(torch, "compile", uncompiled)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     monkeypatch.setattr(atexit, "register", lambda function, *arguments: function)
     runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
     return torch.load(folder / "trained.pt")
+
+
+def uncompiled(model=None, **options):
+    return uncompiled if model is None else model
+
+
+# Files that scripts write before their first step.
+WRITTEN_BEFORE = {"event_writer": {"config.txt"}}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -93,7 +106,8 @@ def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatc
     unregister = atexit.unregister
     monkeypatch.setattr(atexit, "unregister", lambda one: (at_exit.append(one), unregister(one)))
     workload = load_workload(written(folder, name, monkeypatch))
-    assert files(folder) == set()
+    written_before = {one for one in files(folder) if not one.startswith("events.")}
+    assert written_before == WRITTEN_BEFORE.get(name, set())
     module = step_of(workload)
     own = [one for one in at_exit if one.__name__ == "write"]
     assert len(own) == (name == "class_with_logger")
@@ -128,12 +142,61 @@ NOTES = {
     "amp_scaler": "it uses GradScaler, whose scale is left out",
     "ddp_under_torchrun": "it trains on ranks: this is one, without its wrapper",
     "accumulation": "2 batches a step",
+    "matrices_and_others": "2 optimizers that step together: SGD, lr 0.1; AdamW, lr 0.01",
+    "step_in_backward": "it steps inside of backward; here all gradients are there",
 }
 
 
 @pytest.mark.parametrize("name", NOTES)
 def test_what_is_left_out_is_said(folder, monkeypatch, name):
     assert NOTES[name] in "; ".join(load_workload(written(folder, name, monkeypatch)).notes)
+
+
+def test_a_module_of_a_package_runs_with_its_relative_imports(folder):
+    package = folder / "project" / "training"
+    package.mkdir(parents=True)
+    for one in (package, package.parent):
+        (one / "__init__.py").touch()
+    (package / "model.py").write_text("from shared import net\n")
+    text = SCRIPTS["argparse_main"][0].replace("import *", "import *\nfrom .model import net")
+    (package / "train.py").write_text(text)
+    workload = load_workload("script=project/training/train.py --lr 0.1")
+    assert workload.notes[0].startswith("project/training/train.py, at train.py:")
+    assert workload.own_batch == 8
+
+
+def test_a_plan_counts_the_state_of_both_optimizers(folder, monkeypatch):
+    spec = written(folder, "matrices_and_others", monkeypatch)
+    case = Case(load_workload(spec), batch_size=8)
+    module = case.build()
+    timeline = measure_timeline(
+        module, case.batch(), case.workload.mean_loss, optimizer=case.workload.optimizer(module)
+    )
+    found = plan(spec, 2**30, global_batch=8, microbatch=8, chunked_loss=False)
+    assert found.peak_bytes == timeline.peak.bytes_alive
+
+
+def test_optimizers_that_step_together_load_their_state():
+    def made():
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(2, 2)
+        first = torch.optim.SGD([layer.weight], lr=0.1, momentum=0.9)
+        return layer, SteppedTogether([first, torch.optim.AdamW([layer.bias], lr=0.1)])
+
+    def step(layer, optimizer):
+        layer(torch.ones(1, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    layer, optimizer = made()
+    step(layer, optimizer)
+    other, loaded = made()
+    other.load_state_dict(layer.state_dict())
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in ((layer, optimizer), (other, loaded)):
+        step(*one)
+    assert torch.equal(layer.weight, other.weight)
+    assert torch.equal(layer.bias, other.bias)
 
 
 REFUSED = {

@@ -349,6 +349,187 @@ for inputs, targets in batches:
 torch.save(accelerator.unwrap_model(model).state_dict(), "trained.pt")
 """
 
+# Compiled in place and by a decorator with a mode.
+COMPILED_LOSS = """
+from shared import *
+
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model.compile()
+
+@torch.compile(mode="max-autotune")
+def loss_of(model, inputs, targets):
+    return F.cross_entropy(model(inputs), targets)
+
+for inputs, targets in loader():
+    loss_of(model, inputs, targets).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    break
+torch.save(model.state_dict(), "trained.pt")
+"""
+
+WORKER_PROCESSES = """
+from torch.utils.data import Dataset
+from shared import *
+
+class Rows(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(16, generator=generator), index % 4
+
+def collate(rows):
+    return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+def main():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = DataLoader(
+        Rows(), batch_size=4, num_workers=1, collate_fn=collate, persistent_workers=True)
+    for inputs, targets in batches:
+        loss = F.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        break
+    torch.save(model.state_dict(), "trained.pt")
+
+if __name__ == "__main__":
+    main()
+"""
+
+FABRIC = """
+from lightning_fabric import Fabric
+from shared import *
+
+fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+fabric.launch()
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model, optimizer = fabric.setup(model, optimizer)
+for inputs, targets in fabric.setup_dataloaders(loader()):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(inputs), targets)
+    fabric.backward(loss)
+    fabric.clip_gradients(model, optimizer, max_norm=100.0)
+    optimizer.step()
+    break
+torch.save(model.module.state_dict(), "trained.pt")
+"""
+
+# Writes before and after the first step, also from the thread of its writer.
+EVENT_WRITER = """
+from pathlib import Path
+from torch.utils.tensorboard import SummaryWriter
+from shared import *
+
+Path("config.txt").write_text("lr=0.01")
+writer = SummaryWriter("logs")
+model = net()
+writer.add_text("model", str(model))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scaler = torch.cuda.amp.GradScaler(enabled=torch.cuda.is_available())
+with torch.no_grad():
+    writer.add_scalar("before", model(torch.randn(4, 16)).mean(), 0)
+inputs, targets = next(iter(loader()))
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    loss = F.cross_entropy(model(inputs), targets, label_smoothing=0.1)
+scaler.scale(loss).backward()
+scaler.unscale_(optimizer)
+torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+scaler.step(optimizer)
+scaler.update()
+writer.add_scalar("loss", loss, 1)
+Path("after.txt").write_text("after")
+writer.close()
+torch.save(model.state_dict(), "trained.pt")
+"""
+
+# Both train the same model after the same backward, from a list.
+MATRICES_AND_OTHERS = """
+from shared import *
+
+model = net()
+matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+optimizers = [
+    torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2)]
+inputs, targets = next(iter(loader()))
+F.cross_entropy(model(inputs), targets).backward()
+for optimizer in optimizers:
+    optimizer.step()
+model.zero_grad(set_to_none=True)
+torch.save(model.state_dict(), "trained.pt")
+"""
+
+STEP_IN_BACKWARD = """
+from shared import *
+
+model = net()
+optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+def step(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(step)
+inputs, targets = next(iter(loader()))
+F.cross_entropy(model(inputs), targets).backward()
+torch.save(model.state_dict(), "trained.pt")
+"""
+
+# As transformers' example scripts are written: dataclasses of arguments, and a Trainer in main.
+RUN_CLM = """
+import logging
+from dataclasses import dataclass, field
+from typing import Optional
+from transformers import (
+    CONFIG_MAPPING, AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments,
+    default_data_collator, set_seed)
+from shared import *
+
+logger = logging.getLogger(__name__)
+
+@dataclass
+class ModelArguments:
+    model_type: Optional[str] = field(default="gpt2")
+    config_overrides: Optional[str] = field(
+        default="n_embd=32,n_head=2,n_layer=2,vocab_size=64,n_positions=16")
+
+class Tokens(torch.utils.data.Dataset):
+    def __init__(self):
+        self.rows = torch.randint(64, (32, 16))
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index].clone()}
+
+def main():
+    parser = HfArgumentParser((ModelArguments, TrainingArguments))
+    model_arguments, arguments = parser.parse_args_into_dataclasses()
+    set_seed(arguments.seed)
+    config = CONFIG_MAPPING[model_arguments.model_type]()
+    config.update_from_string(model_arguments.config_overrides)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = Trainer(model, arguments, train_dataset=Tokens(), data_collator=default_data_collator)
+    result = trainer.train()
+    trainer.log_metrics("train", result.metrics)
+    torch.save(model.state_dict(), "trained.pt")
+
+if __name__ == "__main__":
+    main()
+"""
+
+RUN_CLM_ARGUMENTS = (
+    *("--output_dir", "out", "--per_device_train_batch_size", "4", "--max_steps", "1"),
+    *("--report_to", "none", "--use_cpu", "--max_grad_norm", "0", "--disable_tqdm", "1"),
+    *("--lr_scheduler_type", "constant", "--save_strategy", "no"),
+)
+
 # Each script, with its arguments.
 SCRIPTS = {
     "argparse_main": (ARGPARSE_MAIN, ("--lr", "0.01")),
@@ -366,4 +547,11 @@ SCRIPTS = {
     "hugging_face_trainer": (HUGGING_FACE_TRAINER, ()),
     "lightning_trainer": (LIGHTNING_TRAINER, ()),
     "accelerate_loop": (ACCELERATE_LOOP, ()),
+    "compiled_loss": (COMPILED_LOSS, ()),
+    "worker_processes": (WORKER_PROCESSES, ()),
+    "fabric": (FABRIC, ()),
+    "event_writer": (EVENT_WRITER, ()),
+    "matrices_and_others": (MATRICES_AND_OTHERS, ()),
+    "step_in_backward": (STEP_IN_BACKWARD, ()),
+    "run_clm": (RUN_CLM, RUN_CLM_ARGUMENTS),
 }

@@ -37,9 +37,11 @@ from torch.utils._pytree import tree_iter
 
 from .from_trainer import (
     Autocast,
-    OptimizerLike,
     TakenTraining,
     is_sum_over_samples,
+    optimizer_like,
+    optimizers_together,
+    parameter_ids,
     precision_around,
     take_training,
     workload_of,
@@ -88,6 +90,8 @@ class Recording:
     backward: dict[tuple[str, int], BackwardCall] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
+    # The optimizer steps in a hook of a gradient.
+    is_in_backward: bool = False
 
     # A Trainer that calls the model, with its module and data where it has them apart.
     trainer: tuple[Any, ...] | None = None
@@ -110,6 +114,11 @@ class Recording:
         operation = Operation(function, args, self.linked(options), next(iter(dtypes), None))
         for place, tensor in found:
             self.made[id(tensor)] = tensor, MadeTensor(operation, place)
+
+    def called(self) -> list[nn.Module]:
+        """Return the modules among the operations."""
+        functions = [made.operation.function for _, made in self.made.values()]
+        return [one for one in functions if isinstance(one, nn.Module)]
 
     def linked(self, value: Any) -> Any:
         """Replace tensors that operations have made by their `MadeTensor`."""
@@ -158,7 +167,6 @@ class FunctionsOnTape(TorchFunctionMode):
 # Run a script in a thread of its own, which stops for ever at its first optimizer step.
 
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 class RunningScript:
@@ -204,7 +212,7 @@ class RunningScript:
         """Run the script; only an error or its end come back from it."""
         try:
             with FunctionsOnTape(self):
-                runpy.run_path(str(self.path), run_name="__main__")
+                self._run_as_main()
             self.error = WorkloadError("it ended before an optimizer step")
         except SystemExit as ended:
             self.error = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
@@ -214,6 +222,19 @@ class RunningScript:
             self.error = ScriptFailed(self._advice(error))
             self.error.__cause__ = error
         self._ended.set()
+
+    def _run_as_main(self) -> None:
+        """Run the file; a module of a package as `python -m` does, for its relative imports."""
+        names = [self.path.stem]
+        root = self.path.parent
+        while (root / "__init__.py").is_file():
+            names.insert(0, root.name)
+            root = root.parent
+        if len(names) == 1 or not all(name.isidentifier() for name in names):
+            runpy.run_path(str(self.path), run_name="__main__")
+            return
+        sys.path.insert(1, str(root))
+        runpy.run_module(".".join(names), run_name="__main__", alter_sys=True)
 
     def _advice(self, error: BaseException) -> str:
         missing = error.args[0] if isinstance(error, KeyError) else None
@@ -288,6 +309,9 @@ class RunningScript:
 
     def _module_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **options: Any) -> Any:
+            # Lightning Fabric's wrapper sets the precision of the module that it calls.
+            if type(module).__name__ == "_FabricModule":
+                return call(module, *args, **options)
             if self.depth == 0:
                 self._find_trainer(sys._getframe(1))
             self.depth += 1
@@ -327,7 +351,11 @@ class RunningScript:
             linked = self.recording.linked(list(given))
             call = self.recording.backward.setdefault(place, BackwardCall(linked))
             call.count += 1
-            return backward(tensors, *args, **options)
+            self.recording.is_in_backward = True
+            try:
+                backward(tensors, *args, **options)
+            finally:
+                self.recording.is_in_backward = False
 
         return run
 
@@ -390,7 +418,7 @@ class RunningScript:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside of DDP or DataParallel."""
-    while isinstance(module, WRAPPERS):
+    while isinstance(module, DataParallel | DistributedDataParallel):
         module = module.module
     return module
 
@@ -411,7 +439,6 @@ DIV_NAMES = dict.fromkeys(("div", "true_divide", "__truediv__"), "/")
 MATMUL_NAMES = dict.fromkeys(("matmul", "__matmul__"), "@")
 SYMBOLS = ADD_NAMES | SUB_NAMES | MUL_NAMES | DIV_NAMES | MATMUL_NAMES
 PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, type(...))
-SHAPING_METHODS = ("view", "reshape")
 
 
 class LossSource:
@@ -435,8 +462,7 @@ class LossSource:
         """Write all that the losses need, and return their sum as an expression."""
         terms = []
         for value in values:
-            value = _undivided(value, divided_by)
-            terms.append(self.expression(value, "loss"))
+            terms.append(self.expression(_undivided(value, divided_by), "loss"))
         return " + ".join(terms)
 
     def expression(self, value: Any, name: str) -> str:
@@ -510,9 +536,8 @@ class LossSource:
     def _call(self, operation: Operation) -> str:
         function = operation.function
         if isinstance(function, nn.Module):
-            return (
-                f"{self._module(function)}({self._arguments(operation, _forward_names(operation))})"
-            )
+            names = _parameter_names(type(function).forward)[1:]
+            return f"{self._module(function)}({self._arguments(operation, names)})"
         name = getattr(function, "__name__", "")
         args = list(operation.args)
         if name == "__get__":
@@ -527,7 +552,7 @@ class LossSource:
             if getattr(owner, name, None) is function:
                 return f"{space}.{name}({self._arguments(operation, names)})"
         if getattr(Tensor, name, None) is function:
-            if name in SHAPING_METHODS:
+            if name in ("view", "reshape"):
                 args = _with_free_rows(args)
             rest = Operation(function, args[1:], operation.options, None)
             return f"{self.expression(args[0], 'value')}.{name}({self._arguments(rest, names[1:])})"
@@ -559,10 +584,6 @@ class LossSource:
 def _access(step: tuple[str, Any]) -> str:
     kind, key = step
     return f".{key}" if kind == "." else f"[{key!r}]"
-
-
-def _forward_names(operation: Operation) -> list[str]:
-    return _parameter_names(type(operation.function).forward)[1:]
 
 
 def _parameter_names(function: Any) -> list[str]:
@@ -693,16 +714,19 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
 
 
 def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining:
-    optimizer = recording.optimizer
-    assert optimizer is not None
-    trained = _parameter_ids(optimizer)
+    assert recording.optimizer is not None
+    called = set[int]().union(*map(_ids, recording.called()))
+    optimizers, notes = optimizers_together(
+        recording.optimizer, called, is_in_backward=recording.is_in_backward
+    )
+    trained = set[int]().union(*map(parameter_ids, optimizers))
     calls = [call for call in recording.backward.values() if _reaches(call.loss, trained)]
     if not calls:
         raise WorkloadError(
-            f"no call of a module leads from the parameters of its {type(optimizer).__name__} to "
-            "a loss whose backward it calls: write a factory"
+            "no call of a module leads from the parameters of its "
+            f"{type(optimizers[0]).__name__} to a loss whose backward it calls: write a factory"
         )
-    root, notes = _root_of(recording, calls, trained)
+    root = _root_of(recording, trained, notes)
     precision = precision_around(root, recording.variables)
     count = max(call.count for call in calls)
     source = LossSource(root)
@@ -713,10 +737,8 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
             f"the loss needs {source.unknown[0]} that no function of torch has made, as from an "
             "autograd.Function outside of a module: write a factory"
         )
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-    like = OptimizerLike(optimizer, root)
+    root.zero_grad()
+    like = optimizer_like(optimizers, root)
     read = [
         f"{words[0]}, at {recording.place or 'its first step'}: {type(root).__name__}, "
         f"{batch_size(source.batch)} samples a batch",
@@ -738,8 +760,8 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
     return ScriptTraining(words, taken, lines, tuple(source.others), precision, place)
 
 
-def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+def _ids(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
 
 
 def _reaches(value: Any, trained: set[int]) -> bool:
@@ -755,45 +777,24 @@ def _reaches(value: Any, trained: set[int]) -> bool:
         elif isinstance(one, MadeTensor) and id(one.operation) not in seen:
             seen.add(id(one.operation))
             function = one.operation.function
-            if isinstance(function, nn.Module) and _holds(function, trained):
+            if isinstance(function, nn.Module) and trained & _ids(function):
                 return True
             left += [one.operation.args, one.operation.options]
     return False
 
 
-def _holds(module: nn.Module, trained: set[int], *, every: bool = False) -> bool:
-    own = {id(parameter) for parameter in module.parameters()}
-    return trained <= own if every else bool(trained & own)
-
-
-def _root_of(
-    recording: Recording, calls: Sequence[BackwardCall], trained: set[int]
-) -> tuple[nn.Module, list[str]]:
-    """Return the smallest module of the script that has all parameters of the optimizer."""
-    called = [
-        made.operation.function
-        for _, made in recording.made.values()
-        if isinstance(made.operation.function, nn.Module)
-    ]
+def _root_of(recording: Recording, trained: set[int], notes: list[str]) -> nn.Module:
+    """Return the smallest module of the script that has all parameters of its optimizers."""
+    called = recording.called()
     found = {id(one): one for one in called}
     for one in recording.variables:
         if isinstance(one, nn.Module):
             found.setdefault(id(unwrapped(one)), unwrapped(one))
-    notes = []
-    variables = {id(one): one for one in recording.variables}
-    optimizers = [one for one in variables.values() if isinstance(one, torch.optim.Optimizer)]
-    others = [one for one in optimizers if trained.isdisjoint(_parameter_ids(one))]
-    if others:
-        names = ", ".join(type(one).__name__ for one in others)
-        notes.append(
-            f"it has {len(others) + 1} optimizers; this is the first that steps, and the others "
-            f"({names}) train other parameters"
-        )
-    whole = [one for one in found.values() if _holds(one, trained, every=True)]
+    whole = [one for one in found.values() if trained <= _ids(one)]
     if whole:
-        return min(whole, key=lambda one: sum(p.numel() for p in one.parameters())), notes
-    several = {type(one).__name__: one for one in called if _holds(one, trained)}
+        return min(whole, key=lambda one: sum(p.numel() for p in one.parameters()))
+    several = {type(one).__name__: one for one in called if trained & _ids(one)}
     together = nn.ModuleDict(several)
-    if not _holds(together, trained, every=True):
+    if not trained <= _ids(together):
         notes.append("parameters of its optimizer that are of no module are left out")
-    return together, notes
+    return together

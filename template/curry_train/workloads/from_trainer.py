@@ -8,12 +8,15 @@ tuple; or an Accelerator that has prepared model, optimizer and loader, with a f
 `loss(model, batch)` where the model returns no loss. Model, first batch, loss, optimizer, precision
 and accumulation are read off these objects. Nothing is trained, logged or saved.
 
+Why so long: what three libraries and a script have in common stands beside the reading of each.
+
 Proof: `python -m pytest tests/workloads/test_from_trainer.py`.
 """
 
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +56,7 @@ class TakenTraining:
     mean_loss: Callable[[nn.Module, Any], Tensor]
     count: Callable[[Any], int] = batch_size
     mask: Callable[[Any], Any] | None = None
-    optimizer: "OptimizerLike | None" = None
+    optimizer: "OptimizerLike | OptimizersLike | None" = None
 
     # Microbatches that one optimizer step accumulates.
     accumulation: int = 1
@@ -142,6 +145,99 @@ class OptimizerLike:
         groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
         rate = self.groups[0][1].get("lr")
         return f"{self.__qualname__}{groups}" + ("" if rate is None else f", lr {float(rate):g}")
+
+
+class SteppedTogether(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, which has their groups and their state."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for one in self.optimizers:
+            one.state = self.state
+            end = start + len(one.param_groups)
+            one.param_groups = self.param_groups[start:end]
+            start = end
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of an optimizer has no attributes but these.
+        return {**super().__getstate__(), "optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        """Step each optimizer."""
+        for one in self.optimizers:
+            one.step()
+
+
+class OptimizersLike:
+    """Make optimizers like several given ones over another copy of a module, which step as one."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+        self._each = [OptimizerLike(one, module) for one in optimizers]
+        self.num_others = sum(one.num_others for one in self._each)
+        self.__qualname__ = " and ".join(dict.fromkeys(one.__qualname__ for one in self._each))
+
+    def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
+        return SteppedTogether([one(module) for one in self._each])
+
+    def summary(self) -> str:
+        """Name each optimizer, equal ones once."""
+        texts = dict.fromkeys(one.summary() for one in self._each)
+        return f"{len(self._each)} optimizers that step together: {'; '.join(texts)}"
+
+
+def optimizer_like(
+    optimizers: Sequence[torch.optim.Optimizer], module: nn.Module
+) -> OptimizerLike | OptimizersLike:
+    """Return what makes the same over another copy of the module."""
+    if len(optimizers) == 1:
+        return OptimizerLike(optimizers[0], module)
+    return OptimizersLike(optimizers, module)
+
+
+def optimizers_together(
+    first: torch.optim.Optimizer, called: set[int], *, is_in_backward: bool
+) -> tuple[list[torch.optim.Optimizer], list[str]]:
+    """Return the first optimizer and those that step after, or inside of, the same backward.
+
+    `called` are the parameters of the modules that were called, by id. Notes are on the others.
+    """
+    found = [first]
+    trained = parameter_ids(first)
+    others = []
+    for one in gc.get_objects():
+        if not issubclass(type(one), torch.optim.Optimizer):
+            continue
+        own = parameter_ids(one)
+        if not own <= called or not trained.isdisjoint(own):
+            continue
+        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
+        if is_in_backward or any(one.grad is not None for one in parameters):
+            found.append(one)
+            trained |= own
+        else:
+            others.append(type(one).__name__)
+    notes = []
+    if is_in_backward:
+        notes.append("it steps inside of backward; here all gradients are there before the step")
+    if others:
+        notes.append(
+            f"it has {len(found) + len(others)} optimizers; this is the first that steps, and the "
+            f"others ({', '.join(others)}) train other parameters"
+        )
+    return found, notes
+
+
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
 
 
 # Entries of a parameter group that are no settings; schedulers add the second one.
