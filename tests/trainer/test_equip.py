@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from curry_train import loop
 from curry_train.core import memory_recorder
 from curry_train.loop import equip
 from curry_train.plan.planner import Planner
-from curry_train.primitives import recompute_blocks
+from curry_train.primitives import GradientAccumulation, recompute_blocks, train_window
 from curry_train.runs import RunError, SpikeConfig, newest_whole
+from curry_train.workloads.from_trainer import take_training, workload_of
 from curry_train.workloads.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -160,6 +162,85 @@ def losses(folder):
     return [one["loss"] for one in events(folder) if one["kind"] == "step"]
 
 
+def sft_trainer(folder, steps, dropout=0.1):
+    """Return an SFTTrainer of TRL over random tokens, with dropout in its attention."""
+    reason = "TRL is not installed; pip install --no-deps trl datasets pyarrow pandas"
+    trl = pytest.importorskip("trl", reason=reason)
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=dropout, pad_token_id=0)
+    words = {"<pad>": 0, "<eos>": 1} | {str(word): word for word in range(2, 64)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    arguments = trl.SFTConfig(
+        str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=steps,
+        save_steps=2,
+        logging_steps=1,
+        learning_rate=1e-3,
+        max_grad_norm=0,
+        lr_scheduler_type="constant",
+        # TRL turns recompute on by itself.
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    rows = [{"input_ids": row.tolist()} for row in torch.randint(2, 64, (16, 17))]
+    return trl.SFTTrainer(
+        LlamaForCausalLM(config),
+        arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+
+
+@pytest.mark.long
+def test_one_line_in_an_sft_trainer_of_trl_is_equal_to_the_bit(tmp_path):
+    plain = sft_trainer(tmp_path / "plain", STEPS)
+    plain.train()
+    added = sft_trainer(tmp_path / "added", STEPS)
+    equip(added, journal=tmp_path / "run", **ADDED)
+    attention = added.model.model.layers[0].self_attn
+    runs = []
+    attention.register_forward_hook(lambda *_: runs.append(1))
+    added.train()
+    assert torch.equal(weights(added.model), weights(plain.model))
+    # Twice for each of the batches of each step.
+    assert len(runs) == 2 * 2 * STEPS
+    assert len(losses(tmp_path / "run")) == STEPS
+    assert newest_whole(tmp_path / "added") is not None
+
+
+@pytest.mark.long
+def test_a_step_read_off_an_sft_trainer_is_its_own_first_step(tmp_path):
+    workload = workload_of(take_training(sft_trainer(tmp_path / "read", 1, dropout=0.0)), "")
+    trainer = sft_trainer(tmp_path / "trained", 1, dropout=0.0)
+    seen = []
+    step = trainer.training_step
+
+    def training_step(model, inputs, *arguments):
+        seen.append({name: value.clone() for name, value in inputs.items()})
+        return step(model, inputs, *arguments)
+
+    trainer.training_step = training_step
+    trainer.train()
+    module = workload.build()
+    window = next(GradientAccumulation(2).windows(iter(seen), count=workload.count))
+    train_window(module, window, workload.loss, workload.optimizer(module))
+    assert len(seen) == 2
+    assert torch.equal(weights(module), weights(trainer.model))
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_the_bit(
     tmp_path, library
@@ -267,6 +348,55 @@ def test_a_model_that_the_trainer_builds_again_is_changed_again(tmp_path):
     trainer.train()
     assert trainer.model is not first
     assert Block.runs == 6
+
+
+def test_a_model_that_configure_model_builds_is_changed_once(tmp_path):
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        def configure_model(self):
+            if not hasattr(self, "model"):
+                self.model = Model()
+
+        def training_step(self, batch):
+            return (self.model(batch[0]) - batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = dict.fromkeys(quiet, False) | {"max_steps": 1, "accelerator": "cpu"}
+    trainer = pytorch_lightning.Trainer(**options)
+    assert trainer.callbacks == []
+    equip(trainer, apply=recompute_blocks, journal=tmp_path / "run")
+    module = Module()
+    loader = DataLoader(TensorDataset(samples()), batch_size=2)
+    Block.runs = 0
+    trainer.fit(module, loader)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, loader)
+    assert Block.runs == 2 * 2 * 3
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_model_that_is_shared_in_configure_model_is_refused(tmp_path, monkeypatch):
+    import pytorch_lightning
+
+    class Module(pytorch_lightning.LightningModule):
+        def configure_model(self):
+            self.model = Shared()
+
+    class Shared(Model):
+        pass
+
+    monkeypatch.setattr(loop, "FSDPModule", Shared)
+    trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False)
+    equip(trainer, apply=recompute_blocks)
+    module = Module()
+    for callback in trainer.callbacks:
+        callback.setup(trainer, module, "fit")
+    with pytest.raises(ValueError, match="apply the technique there, before fully_shard"):
+        module.configure_model()
 
 
 def test_what_can_not_be_added_is_refused(tmp_path):
