@@ -576,7 +576,8 @@ class Planner:
             fingerprint=blocks,
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
-            | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)},
+            | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)}
+            | {"routing": self.whole_steps.routing_peaks(best)},
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),

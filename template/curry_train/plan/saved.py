@@ -284,6 +284,8 @@ class Plan:
         lines += self._cuda_lines()
         nothing = "no block is repeated: name some with --blocks to plan for them"
         lines += ["", *(_blocks(self.options) or [nothing]), "", *textwrap.wrap(self.why, 80)]
+        if routing := self.settings.get("routing"):
+            lines += textwrap.wrap(_routing_text(routing, self.budget_bytes), 80)
         for reason in self.settings.get("left_out", ()):
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
@@ -415,6 +417,16 @@ def _blocks(options: Mapping[str, Option]) -> list[str]:
         what = "as it is" if option.kind == NONE_KIND else str(option)
         lines.append(_cut(f"{shown}: {what}"))
     return lines
+
+
+def _routing_text(peaks: Mapping[str, int], budget_bytes: int) -> str:
+    """Describe the peak by how tokens are spread over experts."""
+    worst = peaks["worst_bytes"]
+    over = f", {format_bytes(worst - budget_bytes)} over the budget" if worst > budget_bytes else ""
+    return (
+        f"Experts: a peak of {format_bytes(peaks['even_bytes'])} where each gets as many tokens, "
+        f"and of {format_bytes(worst)} where all tokens choose the same experts{over}."
+    )
 
 
 def _cut(line: str) -> str:

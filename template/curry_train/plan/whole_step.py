@@ -4,6 +4,8 @@ The chain of blocks predicts a peak from blocks measured alone. `WholeSteps` est
 candidate from shapes, corrects the chain by the difference, and searches for the fastest options
 that fit. With several ranks, the whole step is that of one rank in its wrapping.
 
+Why so long: the search, and the figures that it reads of whole steps.
+
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
 """
 
@@ -16,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .. import primitives
 from ..core.measure import tensors_in
+from ..primitives.routing import MOST_EXPERTS, ROUTING_CLASS
 from ..workloads.workload import map_tensors
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
@@ -510,6 +514,24 @@ class WholeSteps:
             step, chain.profile, self.links, dtype=dtype, steps=steps, scale=scale
         )
 
+    def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
+        """Return the peak where each expert gets as many tokens, and where all choose the same.
+
+        None where shapes do not depend on the routing.
+        """
+        routes = any(ROUTING_CLASS.search(type(one).__name__) for one in self._modules())
+        if self.sketch.why_real is None or not routes:
+            return None
+        peaks = {}
+        for name, even in (("even_bytes", True), ("worst_bytes", False)):
+            with ForcedRouting(even=even):
+                step = self.recorded(candidate)
+            peaks[name] = step.peak_bytes + self.overhead(step)
+        return peaks
+
+    def _modules(self) -> list[nn.Module]:
+        return [*self.sketch.build().modules()]
+
     def communication(self, candidate: Candidate) -> dict[str, Any] | None:
         """Describe the time and the collectives of a candidate that was estimated.
 
@@ -533,6 +555,46 @@ class WholeSteps:
             candidate.chunked_loss,
             tuple(candidate.options.items()),
         )
+
+
+class ForcedRouting(TorchFunctionMode):
+    """Let a router send the tokens to all experts evenly, or all tokens to the first experts.
+
+    The scores of the experts that are chosen stay those of the model.
+    """
+
+    def __init__(self, *, even: bool) -> None:
+        super().__init__()
+        self.even = even
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        scores: Any = args[0] if args else None
+        if func in (torch.topk, Tensor.topk) and _are_scores(scores, found[1]):
+            indices = self._indices(scores, found[1])
+            return torch.return_types.topk((scores.gather(-1, indices), indices))
+        if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
+            return self._indices(scores, found.unsqueeze(-1)).squeeze(-1)
+        return found
+
+    def _indices(self, scores: Tensor, found: Tensor) -> Tensor:
+        """Return as many experts for each token as were chosen."""
+        size = found.shape[-1]
+        if self.even:
+            places = torch.arange(found.numel(), device=found.device) % scores.shape[-1]
+            return places.view(found.shape)
+        return torch.arange(size, device=found.device).expand(found.shape).contiguous()
+
+
+def _are_scores(scores: Any, found: Any) -> bool:
+    """Check for the scores of experts for tokens, of which some were chosen for each."""
+    return (
+        isinstance(scores, Tensor)
+        and scores.is_floating_point()
+        and scores.dim() > 1
+        and 1 < scores.shape[-1] <= MOST_EXPERTS
+        and found.shape[:-1] == scores.shape[:-1]
+    )
 
 
 def length_of(batch: Any) -> int:
