@@ -26,6 +26,7 @@ from curry_train.plan.profiler import (
     PARAMETERS_GROUP,
 )
 from curry_train.plan.rank_step import ShardChunks, one_rank
+from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 from ranks import predict, small
 
@@ -232,3 +233,27 @@ def test_options_of_fsdp2_without_it_are_refused():
         Sharding("fsdp2", rank=1)
     with pytest.raises(ValueError, match="fsdp2 has a mesh of 1 dimension, such as dp=8"):
         Sharding("fsdp2", mesh={"dp": 2, "tp": 2})
+
+
+def test_a_parallelize_that_shares_nothing_is_named():
+    never = pytest.warns(UserWarning, match="no rank communicates with another")
+    with Sketch(mlp(depth=2, width=4), sharding=Sharding(ranks.keep, 2)) as sketch, never:
+        sketch.step(1)
+
+
+class Misnamed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner.gone(x)
+
+
+def test_a_forward_that_fails_after_parallelize_is_one_line():
+    shared = Sharding(lambda model, mesh: Misnamed(model), 2)
+    message = r"a forward of Misnamed after parallelize raised AttributeError: .*test_ranks.py"
+    failed = pytest.raises(ValueError, match=message)
+    with failed, Sketch(mlp(depth=2, width=4), sharding=shared) as sketch:
+        sketch.step(1)
+    assert not torch.distributed.is_initialized()

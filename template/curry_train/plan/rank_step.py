@@ -37,6 +37,8 @@ from ..core.measure import (
     local_tensors,
 )
 from ..core.rerun import seeded
+from ..workloads.models import describe_raised
+from ..workloads.workload import WorkloadError
 from .profiler import (
     ACTIVATIONS_GROUP,
     COLLECTIVES_GROUP,
@@ -199,6 +201,10 @@ def peak_of_running_rank(
 
 # Record a step of the rank as plans record steps.
 
+NOTHING_SHARED_WARNING = (
+    "no rank communicates with another in a step: parallelize has shared nothing, and each rank "
+    "trains a model of its own"
+)
 UNSYNCED_WARNING = (
     "the last microbatch of a window does not sync its gradients, and the optimizer steps without "
     "them: call set_requires_gradient_sync(True) before it"
@@ -256,16 +262,14 @@ def record_rank_step(
         warnings.warn(UNSYNCED_WARNING, stacklevel=2)
     run = functools.partial(run_recorded_step, needs_gradients=is_synced)
 
-    def called_loss(_: nn.Module, batch: Any) -> Tensor:
-        return loss(program.called, batch)
-
+    called_loss = functools.partial(_loss_of, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
             _warm_up(program, called_loss, give_state, is_synced=is_synced)
             if accumulated:
                 gc.collect()
                 group = GRADIENTS_GROUP
-                _run_microbatch(program, loss, syncs=syncs_each)
+                _run_microbatch(program, called_loss, syncs=syncs_each)
         layers = divide(program.module, blocks=list(blocks) or None)
 
         record = functools.partial(_begin_record, program, make, layers, records)
@@ -273,12 +277,25 @@ def record_rank_step(
         if accumulated:
             middle = record()
             with middle.running, middle:
-                _run_microbatch(program, loss, syncs=syncs_each)
+                _run_microbatch(program, called_loss, syncs=syncs_each)
         lives = record()
         held: list[Tensor] = []
         with lives.running, lives, holding_output(program.module, held if keeps_output else None):
             run(program.module, program.batch, called_loss, optimizer, lives)
+    if not lives.course.collectives:
+        warnings.warn(NOTHING_SHARED_WARNING, stacklevel=2)
     return RankRecord(program, lives, middle)
+
+
+def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of the wrapped module; what a wrong wrapping raises is one line."""
+    try:
+        return loss(program.called, batch)
+    except (AssertionError, AttributeError, LookupError, TypeError) as error:
+        raise WorkloadError(
+            f"a forward of {type(program.called).__name__} after parallelize raised "
+            f"{describe_raised(error)}"
+        ) from error
 
 
 def _begin_record(
