@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from curry_train.plan.device import PROFILES
 from curry_train.plan.estimate import Sketch
@@ -29,6 +30,7 @@ from curry_train.plan.rank_time import (
     time_of_window,
 )
 from curry_train.plan.saved import Plan
+from curry_train.workloads.models import mlp
 from ranks import small
 
 # Every first dimension is a multiple of 64, so that no parameter is padded.
@@ -174,16 +176,28 @@ def test_a_plan_of_ranks_has_the_time_of_its_communication():
     options = {"device": "cpu", "chunked_loss": False, "without": ("sac", "regions", "full")}
     links = Links(1e6, 1e6)
     sharding = Sharding("fsdp2", 8)
-    slow = plan(MODEL, 2**30, **options, global_batch=8, sharding=sharding, links=links)
+    model = mlp(depth=2, width=64)
+    num_bytes = sum(parameter.nbytes for parameter in model.build().parameters())
+    slow = plan(model, 2**30, **options, global_batch=8, sharding=sharding, links=links)
     found = slow.communication
     parts = ("compute_seconds", "exposed_seconds", "optimizer_seconds")
     assert math.isclose(slow.step_seconds, sum(found[name] for name in parts))
-    assert found["communication_seconds"] > found["exposed_seconds"] > 0.9 * 2 * BYTES / 1e6
-    assert found["collectives"][REDUCE_SCATTER_KIND] == {"calls": UNITS, "bytes": BYTES}
+    assert found["communication_seconds"] > found["exposed_seconds"] > num_bytes / 1e6
+    assert found["collectives"][REDUCE_SCATTER_KIND]["bytes"] >= num_bytes
     text = " ".join(slow.explain().split())
     assert "estimated, not measured" in text
     assert "0.001 GB/s within nodes of 8" in text
     assert Plan.from_json(slow.to_json()).communication == found
+
+
+def test_state_that_fsdp2_moves_to_the_host_is_refused_on_a_gpu():
+    def offloaded(model, mesh):
+        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    sharding = Sharding(offloaded, 2)
+    refused = pytest.raises(ValueError, match="CPUOffloadPolicy is not planned for")
+    with refused, Sketch(mlp(depth=2, width=4), kernels="cuda", sharding=sharding) as sketch:
+        sketch.step(1)
 
 
 def test_links_are_read_as_they_are_written_and_known_by_gpu():

@@ -51,7 +51,7 @@ from .optimizers import (
     make_optimizer,
     take_eagerly,
 )
-from .parallel import Sharding
+from .parallel import Sharding, refuse_cpu_offload
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -679,6 +679,8 @@ class Sketch:
                 called = self.sharding.parallelize(
                     module, self._mesh, blocks=map(module.get_submodule, units), own=own
                 )
+            if self.kernels == "cuda":
+                refuse_cpu_offload(called)
             optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
             return RankProgram(module, called, batch, optimizer)
 

@@ -233,6 +233,20 @@ def _call_way(way: Callable[..., Any], module: nn.Module, mesh: Any, *, name: st
         ) from error
 
 
+def refuse_cpu_offload(module: nn.Module) -> None:
+    """Raise an error for parameters that FSDP2 moves to host memory, which no plan follows."""
+    # Imported here because a plan of one rank needs no sharding.
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+    units = [one for one in module.modules() if isinstance(one, FSDPModule)]
+    groups = [group for one in units for group in one._get_fsdp_state()._fsdp_param_groups]
+    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
+        raise ValueError(
+            "FSDP2's CPUOffloadPolicy is not planned for: parameters, gradients and optimizer "
+            "state would count as memory of the GPU; leave offload_policy out of fully_shard"
+        )
+
+
 def parse_mesh(text: str) -> dict[str, int]:
     """Read a mesh as it is written, `dp=8,tp=8`."""
     sizes: dict[str, int] = {}
