@@ -20,7 +20,6 @@ from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .optimizers import make_optimizer
-from .rank_time import optimizer_seconds
 from .saved import NONE_KIND, OFFLOAD_KIND, Option
 from .solve import Choice, Stage, least_peak, solve
 
@@ -185,7 +184,8 @@ class Chain:
 
     @property
     def optimizer_seconds(self) -> float:
-        return optimizer_seconds(self.steps[0], self.profile)
+        step = self.steps[0]
+        return self.profile.optimizer_seconds(step.fixed, step.gradients)
 
     def fixed_with(self, optimizer: str) -> int:
         """Return the bytes of parameters, buffers, batch and state with another optimizer."""

@@ -199,6 +199,13 @@ class DeviceProfile:
         dispatch = self.dispatch_seconds + numpy.asarray(extra_seconds, dtype=numpy.float64)
         return numpy.asarray(numpy.maximum(numpy.maximum(products, moves), dispatch))
 
+    def optimizer_seconds(self, fixed_bytes: int, gradient_bytes: int) -> float:
+        """Predict the time of the optimizer step, which is limited by bandwidth.
+
+        It reads gradients and parameters, and writes state and parameters.
+        """
+        return (2 * fixed_bytes + gradient_bytes) / self.bytes_per_second
+
     def to_json(self) -> str:
         """Write the profile as JSON text."""
         return json.dumps(asdict(self), indent=2)

@@ -35,7 +35,6 @@ from .rank_time import (
     Links,
     RankSeconds,
     links_of,
-    optimizer_seconds,
     time_of_window,
 )
 
@@ -385,4 +384,6 @@ class _Search:
             return time_of_window(step, self.device, self.links, dtype=dtype, steps=steps)
         times = self.device.operation_seconds(step.flops, step.moved, dtype=dtype)
         one = float(times[step.moved > 0].sum())
-        return RankSeconds(steps * one, optimizer=optimizer_seconds(step, self.device))
+        return RankSeconds(
+            steps * one, optimizer=self.device.optimizer_seconds(step.fixed, step.gradients)
+        )

@@ -44,7 +44,7 @@ from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory, make_optimizer
 from .parallel import Sharding
 from .profiler import Timeline
-from .rank_time import Links, links_of
+from .rank_time import Links
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -299,7 +299,7 @@ class Planner:
             solve=self._again,
             overhead=self._overhead,
             lengths=lengths,
-            links=links or links_of(self.profile.name),
+            links=links,
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved

@@ -349,19 +349,11 @@ def time_of_window(
     options: dict[str, Any] = {"dtype": dtype, "scale": scale}
     assert step.course is not None, "only a step of one rank of several has a course"
     last = time_of_course(step.course, profile, links, **options)
-    found = last + RankSeconds(optimizer=optimizer_seconds(step, profile))
+    found = last + RankSeconds(optimizer=profile.optimizer_seconds(step.fixed, step.gradients))
     if steps > 1:
         middle = time_of_course(step.middle_course or step.course, profile, links, **options)
         found += middle.times(steps - 1)
     return found
-
-
-def optimizer_seconds(step: "Microbatches", profile: DeviceProfile) -> float:
-    """Predict the time of the optimizer step, which is limited by bandwidth.
-
-    It reads gradients and parameters, and writes state and parameters.
-    """
-    return (2 * step.fixed + step.gradients) / profile.bytes_per_second
 
 
 def count_window(step: "Microbatches", steps: int) -> dict[str, dict[str, int]]:

@@ -29,7 +29,7 @@ from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .parallel import Sharding
-from .rank_time import OTHER_LINKS, Links, RankSeconds, count_window, time_of_window
+from .rank_time import Links, RankSeconds, count_window, links_of, time_of_window
 from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
@@ -128,7 +128,8 @@ class WholeSteps:
         links: Links | None = None,
     ) -> None:
         self.lengths = lengths
-        self.links = links or OTHER_LINKS
+        # None for those of the device.
+        self._links = links
         self.sketch = sketch
         self.overhead = overhead
         self.chain = chain
@@ -510,9 +511,11 @@ class WholeSteps:
         # FSDP2 computes in the dtype of gathered parameters.
         dtype = self.sketch.sharding.precision
         dtype = dtype or str(self.sketch.case.dtype).removeprefix("torch.")
-        return time_of_window(
-            step, chain.profile, self.links, dtype=dtype, steps=steps, scale=scale
-        )
+        links = self._links_of(chain)
+        return time_of_window(step, chain.profile, links, dtype=dtype, steps=steps, scale=scale)
+
+    def _links_of(self, chain: Chain) -> Links:
+        return self._links or links_of(chain.profile.name)
 
     def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
         """Return the peak where each expert gets as many tokens, and where all choose the same.
@@ -540,11 +543,13 @@ class WholeSteps:
         step = self._rank_steps.get(self._key(candidate))
         if step is None:
             return None
-        seconds = self.chain(candidate).seconds(candidate.microbatch, candidate.options)
+        chain = self.chain(candidate)
+        links = self._links_of(chain)
+        seconds = chain.seconds(candidate.microbatch, candidate.options)
         return self.rank_seconds(candidate, seconds).to_json() | {
             "collectives": count_window(step, candidate.steps),
-            "links": self.links.to_json(),
-            "text": f"Links: {self.links}.",
+            "links": links.to_json(),
+            "text": f"Links: {links}.",
         }
 
     @staticmethod
