@@ -155,7 +155,7 @@ def stepped_in_backward(
     gate = "grad-accum/in-backward"
     required = "weights bit-equal, at most 1 gradient at a time, a clip refused"
     beside = sys.modules[getattr(optimizer, "__module__", __name__)]
-    taken: Callable[..., Any] = train or getattr(beside, "train_window", train_window)
+    taken: Any = train or getattr(beside, "train_window", train_window)
     expected, again = (_stepped_after(case) for _ in range(2))
     if _num_different(expected, again):
         why = "a loop by hand does not repeat itself bit for bit"
@@ -193,7 +193,8 @@ def stepped_in_backward(
 
 
 def _windows(case: Case) -> Iterator[Any]:
-    sizes = [1] * 5
+    # BatchNorm in training needs two samples.
+    sizes = [2] * 5
     microbatches = case.split(case.batch(sum(sizes)), sizes)
     return GradientAccumulation(2).windows(microbatches, count=case.workload.count)
 

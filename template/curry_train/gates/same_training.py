@@ -590,7 +590,8 @@ class FormsModel(nn.Module):
         carried = [x.square()]
         mask = (x.mean(-1, keepdim=True) > -1).to(x)
         total = x.new_zeros(())
-        for layer in self.layers:
+        layers: Any = self.layers
+        for layer in layers:
             layer.num_calls = 0
             layer.seen.clear()
             x, sizes = layer(x, carried, mask=mask, given=GivenByName(mask * 0.5))
