@@ -250,3 +250,11 @@ def test_contexts_need_plain_recompute():
     with pytest.raises(ValueError, match="use_reentrant"):
         keep_routing(model)
     assert RecomputeOptions().context_fn is None
+
+
+@pytest.mark.parametrize("name", ["TopNGating", "TopKGate", "NoisyTopkRouter", "MoEGate"])
+def test_a_gate_that_recomputes_alone_is_found_by_the_name_of_its_class(name):
+    gate = type(name, (SharpRouter,), {})()
+    model = nn.ModuleDict({"gate": gate, "experts": nn.Linear(WIDTH, WIDTH)})
+    recompute_blocks(model, blocks="gate")
+    assert keep_routing(model) == ["gate"]

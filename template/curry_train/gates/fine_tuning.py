@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/gates/test_adapters.py`.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -35,7 +35,7 @@ BUFFER_SHIFT = 1.0
 def routing(case: Case, *, keep: Keep = keep_routing) -> Verdict:
     """Compare a step whose routers are disturbed before backward with the plain one.
 
-    Small buffers of the routed blocks move, as a bias that balances the load does, and `topk`
+    Buffers with a number for each expert move, as a bias that balances the load does, and `topk`
     takes the smallest scores, as another kernel does at a tie. Counters must count forward alone.
     """
     gate = "recompute/routing"
@@ -52,12 +52,13 @@ def routing(case: Case, *, keep: Keep = keep_routing) -> Verdict:
     if not compare(plain, again).bit_equal:
         why = "the plain step does not repeat itself bit for bit"
         return not_applicable(gate, required=required, why=why)
-    without = _compared(case, plain, routed, keep=None)
+    counts = _expert_counts(case)
+    without = _compared(case, plain, routed, counts, keep=None)
     if isinstance(without, Parity) and without.holds:
-        why = "the gradients do not depend on what was disturbed: topk, and small buffers"
+        why = "the gradients do not depend on what was disturbed: topk, and a bias of its experts"
         return not_applicable(gate, required=required, why=why)
 
-    found = _compared(case, plain, routed, keep=keep)
+    found = _compared(case, plain, routed, counts, keep=keep)
     hint = ""
     if isinstance(found, str):
         hint = "the recomputed run takes another way: repeat each choice of the first run"
@@ -80,8 +81,29 @@ def _step(
         return record(module, loss.detach())
 
 
+def _expert_counts(case: Case) -> set[int]:
+    """Return among how many experts `topk` chooses in a step."""
+    counts = set()
+
+    def noted(choose: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+            counts.add(scores.shape[-1])
+            return choose(scores, *args, **kwargs)
+
+        return chosen
+
+    with _replaced_topk(noted):
+        _step(case, case.build())
+    return counts
+
+
 def _compared(
-    case: Case, plain: StepRecord, routed: Sequence[str], *, keep: Keep | None
+    case: Case,
+    plain: StepRecord,
+    routed: Sequence[str],
+    counts: Collection[int],
+    *,
+    keep: Keep | None,
 ) -> Parity | str:
     """Compare a disturbed step under recompute with the plain one; an error is a string."""
     module = case.build()
@@ -90,14 +112,14 @@ def _compared(
         keep(module)
     blocks = [module.get_submodule(name) for name in routed]
     try:
-        return compare(plain, _step(case, module, lambda: _disturbed(blocks)))
+        return compare(plain, _step(case, module, lambda: _disturbed(blocks, counts)))
     except RuntimeError as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
 @contextlib.contextmanager
-def _disturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Move small buffers, and let `topk` take the smallest scores.
+def _disturbed(blocks: Sequence[nn.Module], counts: Collection[int]) -> Iterator[None]:
+    """Move buffers with a number for each expert, and let `topk` take the smallest scores.
 
     A buffer that nothing else has written gets its value back; another one differs then.
     """
@@ -105,7 +127,7 @@ def _disturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
         buffer
         for block in blocks
         for buffer in block.buffers()
-        if buffer.is_floating_point() and buffer.numel() <= MOST_EXPERTS
+        if buffer.is_floating_point() and buffer.numel() in counts
     }
     values = {buffer: buffer.detach().clone() for buffer in buffers}
     moved = {}
@@ -114,14 +136,20 @@ def _disturbed(blocks: Sequence[nn.Module]) -> Iterator[None]:
         shift = torch.rand(buffer.shape, generator=generator) * BUFFER_SHIFT
         buffer.data.add_(shift.to(buffer))
         moved[buffer] = buffer.detach().clone()
-    with (
-        mock.patch.object(torch, TOP_CHOICE, _reversed(torch.topk)),
-        mock.patch.object(Tensor, TOP_CHOICE, _reversed(Tensor.topk)),
-    ):
+    with _replaced_topk(_reversed):
         yield
     for buffer, value in values.items():
         if torch.equal(buffer, moved[buffer]):
             buffer.data.copy_(value)
+
+
+@contextlib.contextmanager
+def _replaced_topk(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    with (
+        mock.patch.object(torch, TOP_CHOICE, replaced(torch.topk)),
+        mock.patch.object(Tensor, TOP_CHOICE, replaced(Tensor.topk)),
+    ):
+        yield
 
 
 def _reversed(choose: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ CHOOSING_FUNCTIONS = frozenset(
 # A choice among more is none of a router, and its scores would take memory.
 MOST_EXPERTS = 1024
 # Classes of modules that route, by their names.
-ROUTING_CLASS = re.compile(r"router|moe|expert", re.IGNORECASE)
+ROUTING_CLASS = re.compile(r"router|routing|gating|moe|expert|top.?[kn]", re.IGNORECASE)
 CONTEXT_FIELD = "context_fn"
 
 
@@ -177,8 +177,9 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
 
     Call this after `recompute_blocks`, `recompute_segments` or `apply_sac`. Return the names of the
     blocks; a model without experts has none. `blocks` is a glob over module names, or several, for
-    experts whose classes are named otherwise than router, MoE or experts. Small buffers of these
-    blocks, such as a bias that balances the load, may change between forward and backward.
+    experts whose classes are named otherwise than router, gating, MoE, experts or top-k. Small
+    buffers of these blocks, such as a bias that balances the load, may change between forward and
+    backward.
     """
     found = dict(_recomputing(model))
     if blocks is None:
