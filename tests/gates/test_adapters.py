@@ -29,7 +29,7 @@ def test_the_estimate_of_an_optimizer_with_codes_of_one_byte_holds():
     assert verdict.passed, verdict
 
 
-@pytest.mark.parametrize("model", ["small", "dropout", ROUTED], ids=str)
+@pytest.mark.parametrize("model", ["small", "dropout", ROUTED], ids=["small", "dropout", "routed"])
 def test_a_step_in_backward_holds(model):
     verdict = fine_tuning.stepped_in_backward(case_of(model))
     assert verdict.passed, verdict
