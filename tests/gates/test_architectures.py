@@ -8,6 +8,7 @@ import torch
 import transformers as hf
 
 from curry_train.gates import discover
+from curry_train.primitives.chunked_loss import apply_chunked_loss
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -266,3 +267,17 @@ def test_the_loss_of_routers_is_trained_and_couples_samples():
     (verdict,) = verdicts("routed", "grad-accum/uneven").values()
     assert verdict.passed is None
     assert "couples samples" in verdict.hint
+
+
+def test_the_loss_of_routers_stays_in_the_loss_where_the_head_runs_in_chunks():
+    (verdict,) = verdicts("routed", "memory-plan/chunked-loss").values()
+    assert verdict.passed, verdict
+    case = Case(load_workload(f"{__file__}:routed"))
+    plain, chunked, dropped = (case.build() for _ in range(3))
+    apply_chunked_loss(chunked, chunk_tokens=5)
+    dropped.router_aux_loss_coef = 0.0
+    whole, ours, without = (
+        case.workload.mean_loss(module, case.batch()).item() for module in (plain, chunked, dropped)
+    )
+    assert ours == pytest.approx(whole, rel=1e-6)
+    assert whole - without > 0.01

@@ -315,6 +315,7 @@ def saving(
     stream: SampleStream | None = None,
     resume: str | int | None = "latest",
     keep_settings: bool = False,
+    trained_only: bool = False,
     resume_hint: str | None = None,
     in_background: bool = False,
     journal: bool = False,
@@ -333,8 +334,9 @@ def saving(
     `stream` is data that resume from one integer, such as a `curry_train.data.Stream`; the loop
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
     keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
-    differ. `resume_hint` is the command that resumes from a state, for messages, with `{}` for the
-    state.
+    differ. `trained_only` saves adapters without their frozen base, of which a hash is saved: a
+    load onto another base is an error. `resume_hint` is the command that resumes from a state, for
+    messages, with `{}` for the state.
     """
     no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = PolicyConfig.from_config(policy)
@@ -345,7 +347,7 @@ def saving(
     if stream is None:
         saved_objects["data-position"] = position
     objects = {"config": config, "extra": saved_objects, "generators": generators}
-    state = TrainingState(model, optimizer, scheduler, scaler, **objects)
+    state = TrainingState(model, optimizer, scheduler, scaler, trained_only=trained_only, **objects)
     return AttachedRun(
         state,
         policy_config,

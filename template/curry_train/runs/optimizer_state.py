@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .format import TensorFacts
+from .layout import default_algorithm, new_hash
 from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, StateMismatch
 from .values import (
     CollectedTensors,
@@ -93,6 +94,94 @@ def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 def same_memory(first: Tensor, second: Tensor) -> bool:
     """Return whether changing one tensor changes the other."""
     return first is second or memory_of(first) == memory_of(second) or not first.numel()
+
+
+# The frozen base of a model, of which a checkpoint of adapters has a hash alone.
+
+
+class FrozenBase:
+    """The parameters that do not train, which `trained_only` leaves out of a checkpoint.
+
+    The hash is computed again if a parameter is another one or was written to. A write through
+    `.data` is not seen, so merge adapters after the last save.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._hashes: dict[tuple[str, Any], str] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        named = self.model.named_parameters(remove_duplicate=False)
+        frozen = {name: one.detach() for name, one in named if not one.requires_grad}
+        return bare_names(self.model, frozen)
+
+    def leave_out(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that are not of the base, nor of a quantised parameter in it."""
+        names = self.tensors().keys()
+        return {name: value for name, value in state.items() if names.isdisjoint(_starts(name))}
+
+    def content(self, algorithm: str | None = None) -> dict[str, Any]:
+        """Return the JSON that a checkpoint has in place of the base."""
+        chosen = algorithm or default_algorithm()
+        parameters = [one for one in self.model.parameters() if not one.requires_grad]
+        key = (chosen, tuple((id(one), one._version) for one in parameters))
+        if key not in self._hashes:
+            self._hashes = {key: self._hash(chosen)}
+        return {
+            "algorithm": chosen,
+            "hash": self._hashes[key],
+            "num_parameters": len(parameters),
+        }
+
+    def _hash(self, algorithm: str) -> str:
+        hasher = new_hash(algorithm)
+        for name, tensor in sorted(self.tensors().items()):
+            for piece in _pieces(tensor, name):
+                elements: Any = piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                hasher.update(f"{name} {piece.dtype} {list(piece.shape)} ".encode())
+                hasher.update(memoryview(elements))
+        return str(hasher.hexdigest())
+
+
+def require_base(saved: Any, base: FrozenBase | None) -> None:
+    """Raise StateMismatch unless the model has the base that a checkpoint was saved on."""
+    if type(saved) is not dict or not all(
+        type(saved.get(name)) is str for name in ("algorithm", "hash")
+    ):
+        raise DamagedCheckpoint("the saved state has an invalid base: a hash and its algorithm")
+    if base is None:
+        raise StateMismatch(
+            "the checkpoint holds the parameters that train alone: load the base that they were "
+            "trained on, and pass trained_only=True"
+        )
+    found = base.content(saved["algorithm"])["hash"]
+    if found != saved["hash"]:
+        raise StateMismatch(
+            f"the checkpoint was trained on another base: the hash of the frozen parameters was "
+            f"{saved['hash']:.32} and is {found}; load the base that it was trained on"
+        )
+
+
+def _starts(name: str) -> Iterator[str]:
+    """Yield the name and what begins it: an entry of a quantised weight is `weight.absmax`."""
+    steps = name.split(".")
+    for number in range(1, len(steps) + 1):
+        yield ".".join(steps[:number])
+
+
+def _pieces(tensor: Tensor, name: str) -> Iterator[Tensor]:
+    """Yield the plain tensors of a frozen parameter; a quantised one has several."""
+    if hasattr(tensor, "to_local") or tensor.is_meta:
+        what = "without values (device meta)" if tensor.is_meta else "in shards"
+        raise ValueError(
+            f"trained_only hashes each frozen parameter, and {name} is {what}: leave it out"
+        )
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield elements_of(tensor)
+        return
+    for attribute in flatten()[0]:
+        yield from _pieces(getattr(tensor, attribute), f"{name}.{attribute}")
 
 
 # Optimizer state keyed by parameter name, so that it loads in another order or sharding.

@@ -20,10 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .format import MODEL_PREFIX, Contents, Loading, LoadReport, Snapshot, TensorFacts
 from .optimizer_state import (
+    FrozenBase,
     OptimizerState,
     ReadState,
     bare_names,
     parameter_names,
+    require_base,
     same_memory,
     split_ties,
     upgraded,
@@ -153,7 +155,8 @@ class TrainingState:
     The loop sets three counters: `position` counts the samples consumed, `step` the optimizer's
     steps, and `microstep` the backward passes since the last step. `extra` holds any other objects
     with `state_dict` and `load_state_dict`, by name. The first rank's state is saved; with an
-    attribute `of_each_rank = True`, the state of every rank.
+    attribute `of_each_rank = True`, the state of every rank. With `trained_only` the parameters
+    that do not train are a hash, and a load needs them in the model.
     """
 
     def __init__(
@@ -167,8 +170,10 @@ class TrainingState:
         extra: Mapping[str, Any] | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
         group: Any = None,
+        trained_only: bool = False,
     ) -> None:
         self.model = model
+        self.base = FrozenBase(model) if trained_only else None
         self.config = dict(config or {})
         self.group = group
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -193,7 +198,7 @@ class TrainingState:
         """
         ranks = Ranks(self.group)
         tensors = CollectedTensors()
-        own, ties, model_values = self._model_state(tensors)
+        own, ties, model_values = self._model_state(tensors, self.base)
         copied = set(tensors.by_name) - set(own)
         copied |= own.keys() & set(self._buffer_names())
         gradients = self._gradients(ranks.rank, tensors) if self.microstep else {}
@@ -227,6 +232,8 @@ class TrainingState:
             "optimizers": optimizers,
             "parts": parts,
         }
+        if self.base is not None:
+            values["base"] = self.base.content()
         rank_values = {"random": random.values, "parts": own_parts, "gradients": gradients}
         return Snapshot(taken, values, rank_values, ties, self.optimizers)
 
@@ -262,8 +269,11 @@ class TrainingState:
         ranks = Ranks(self.group)
         check_values(contents)
         values = contents.values
+        base = self.base if "base" in values else None
+        if "base" in values and strict:
+            require_base(values["base"], base)
         try:
-            own, ties, model_values = self._model_state(CollectedTensors())
+            own, ties, model_values = self._model_state(CollectedTensors(), base)
         except ValueError as error:
             raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         report = LoadReport()
@@ -460,16 +470,15 @@ class TrainingState:
         return restore_random_state(state, self.generators)
 
     def _model_state(
-        self, tensors: CollectedTensors
+        self, tensors: CollectedTensors, base: FrozenBase | None
     ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
         """Return the model's tensors, the ties between their names, and its other state as JSON.
 
         All its tensors go into `tensors`, also those in the other state.
         """
-        state = {
-            MODEL_PREFIX + name: value
-            for name, value in bare_names(self.model, self.model.state_dict()).items()
-        }
+        named = bare_names(self.model, self.model.state_dict())
+        chosen = named if base is None else base.leave_out(named)
+        state = {MODEL_PREFIX + name: value for name, value in chosen.items()}
         plain = {}
         for name, value in state.items():
             # The extra state of a module may have another shape at each save.
