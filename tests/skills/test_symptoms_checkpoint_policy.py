@@ -12,7 +12,7 @@ import torch
 from store_models import WIDTH, network, new_state, train
 from symptoms import rows_of, rows_with_a_test, symptom
 
-from curry_train.runs import LockedRun, StateMismatch, Store, saving
+from curry_train.runs import LockedRun, StateMismatch, Store, TrainingState, saving
 
 
 def test_every_row_has_a_test():
@@ -48,6 +48,30 @@ def test_a_state_that_does_not_fit_is_refused_and_a_partial_load_is_a_fresh_star
         assert torch.equal(other.model[3].weight, before)
         store.load(saved, new_state(seed=1))
     assert other.model(torch.ones(2, WIDTH)).shape == (2, 5)
+
+
+@symptom("a LoRA checkpoint is as large as the whole model, or loads onto another base")
+def test_adapters_are_saved_alone_and_load_onto_their_base(tmp_path):
+    def adapted(seed):
+        state = new_state(seed=seed)
+        state.model[0].requires_grad_(requires_grad=False)
+        return state.model
+
+    def state_of(model, **options):
+        trained = [one for one in model.parameters() if one.requires_grad]
+        return TrainingState(model, torch.optim.AdamW(trained), **options)
+
+    with Store(tmp_path) as store:
+        whole = store.save("recovery", 1, state_of(adapted(0)))
+        alone = store.save("recovery", 2, state_of(adapted(0), trained_only=True))
+        assert alone.num_bytes < whole.num_bytes
+        store.load(alone, state_of(adapted(0), trained_only=True))
+        with pytest.raises(StateMismatch, match="another base"):
+            store.load(alone, state_of(adapted(1), trained_only=True))
+    adapters = {name: value for name, value in adapted(0).state_dict().items() if name[0] != "0"}
+    other = adapted(1)
+    other.load_state_dict(adapters, strict=False)  # the wrong fix: nothing compares the base
+    assert not torch.equal(other[0].weight, adapted(0)[0].weight)
 
 
 @symptom("`LockedRun`: ... is held by process ...")
