@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from ..core.parity import Parity, StepRecord, check_comparable, compare, record
 from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, StepInBackward, train_window
-from ..primitives.recompute import recompute_blocks
-from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..workloads.workload import Case
-from .same_training import LEARNING_RATE, LEARNING_RATES
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable
 
 # A gate of recompute: a router that is disturbed between forward and backward.
@@ -30,9 +27,11 @@ Keep = Callable[[nn.Module], Any]
 TOP_CHOICE = "topk"
 # How far a bias that balances the load moves; scores of a softmax are at most 1.
 BUFFER_SHIFT = 1.0
+# A choice among more is none of a router.
+MOST_CHOICES = 1024
 
 
-def routing(case: Case, *, keep: Keep = keep_routing) -> Verdict:
+def routing(case: Case, *, keep: Keep | None = None) -> Verdict:
     """Compare a step whose routers are disturbed before backward with the plain one.
 
     Buffers with a number for each expert move, as a bias that balances the load does, and `topk`
@@ -40,6 +39,10 @@ def routing(case: Case, *, keep: Keep = keep_routing) -> Verdict:
     """
     gate = "recompute/routing"
     required = "bit-equal though each router is disturbed before backward"
+    # Imported here because steps in backward need no recompute.
+    from ..primitives.recompute import recompute_blocks
+    from ..primitives.routing import keep_routing
+
     probe = case.build()
     recompute_blocks(probe, blocks=case.blocks)
     routed = keep_routing(probe)
@@ -58,7 +61,7 @@ def routing(case: Case, *, keep: Keep = keep_routing) -> Verdict:
         why = "the gradients do not depend on what was disturbed: topk, and a bias of its experts"
         return not_applicable(gate, required=required, why=why)
 
-    found = _compared(case, plain, routed, counts, keep=keep)
+    found = _compared(case, plain, routed, counts, keep=keep or keep_routing)
     hint = ""
     if isinstance(found, str):
         hint = "the recomputed run takes another way: repeat each choice of the first run"
@@ -106,6 +109,8 @@ def _compared(
     keep: Keep | None,
 ) -> Parity | str:
     """Compare a disturbed step under recompute with the plain one; an error is a string."""
+    from ..primitives.recompute import recompute_blocks
+
     module = case.build()
     recompute_blocks(module, blocks=case.blocks)
     if keep is not None:
@@ -154,7 +159,7 @@ def _replaced_topk(replaced: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 def _reversed(choose: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not scores.is_floating_point() or scores.shape[-1] > MOST_EXPERTS:
+        if not scores.is_floating_point() or scores.shape[-1] > MOST_CHOICES:
             return choose(scores, *args, **kwargs)
         if scores.grad_fn is None:
             return choose(-scores, *args, **kwargs)
@@ -228,7 +233,7 @@ def _windows(case: Case) -> Iterator[Any]:
 
 
 def _maker(case: Case) -> MakeOptimizer:
-    rate = LEARNING_RATES.get(case.dtype, LEARNING_RATE)
+    rate = 1e-2 if case.dtype.itemsize == 2 else 1e-3
     return lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False)
 
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -68,7 +68,6 @@ from .rank_step import (
     one_rank,
     record_rank_step,
 )
-from .rank_time import CourseRecorder, StepCourse
 from .shapes import (
     LARGEST_DRAW,
     NEEDS_VALUES_ERRORS,
@@ -80,6 +79,9 @@ from .shapes import (
     pretended,
 )
 from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
+
+if TYPE_CHECKING:
+    from .rank_time import StepCourse
 
 # Trial step: check whether a training step can be estimated from shapes alone.
 
@@ -380,11 +382,10 @@ class StepEstimate:
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
-    # Of a rank of several: its microbatch before the last one of a window, and the order in which
-    # the operations of both wait for collectives.
+    # Of a rank: a microbatch before the last of a window, and when both wait for collectives.
     middle_bytes: int = 0
-    course: StepCourse | None = None
-    middle_course: StepCourse | None = None
+    course: "StepCourse | None" = None
+    middle_course: "StepCourse | None" = None
 
     @property
     def peak_bytes(self) -> int:
@@ -432,6 +433,9 @@ class RankLives(RankStorages, PricedLives):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        # Imported here because a plan of one GPU needs no times of ranks.
+        from .rank_time import CourseRecorder
+
         self._recorder = CourseRecorder()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -442,7 +446,7 @@ class RankLives(RankStorages, PricedLives):
         return out
 
     @property
-    def course(self) -> StepCourse:
+    def course(self) -> "StepCourse":
         return self._recorder.finish(self.flops, self.moved)
 
 

@@ -18,7 +18,7 @@ import functools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory, make_optimizer
 from .parallel import Sharding
 from .profiler import Timeline
-from .rank_time import Links
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -57,6 +56,9 @@ from .whole_step import (
     length_of,
     order,
 )
+
+if TYPE_CHECKING:
+    from .rank_time import Links
 
 # Explain a plan: why a candidate won, or what would help where nothing fits.
 
@@ -262,7 +264,7 @@ class Planner:
         context_bytes: int | None = None,
         by_reserved: bool = True,
         lengths: Sequence[int] = (),
-        links: Links | None = None,
+        links: "Links | None" = None,
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from .. import primitives
 from ..core.measure import tensors_in
-from ..primitives.routing import MOST_EXPERTS, ROUTING_CLASS
 from ..workloads.workload import map_tensors
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .parallel import Sharding
-from .rank_time import Links, RankSeconds, count_window, links_of, time_of_window
 from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
@@ -38,6 +36,9 @@ from .saved import (
     Option,
     apply_options,
 )
+
+if TYPE_CHECKING:
+    from .rank_time import Links, RankSeconds
 
 # Check candidates against an estimate of the whole step, and correct the chain of blocks.
 
@@ -125,7 +126,7 @@ class WholeSteps:
         solve: Callable[[Candidate, int], Candidate],
         overhead: Callable[..., int] = lambda *steps: 0,
         lengths: Sequence[int] = (),
-        links: Links | None = None,
+        links: "Links | None" = None,
     ) -> None:
         self.lengths = lengths
         # None for those of the device.
@@ -488,7 +489,7 @@ class WholeSteps:
             return candidate.steps * of_microbatch + chain.optimizer_seconds
         return self.rank_seconds(candidate, of_microbatch).total
 
-    def rank_seconds(self, candidate: Candidate, of_microbatch: float) -> RankSeconds:
+    def rank_seconds(self, candidate: Candidate, of_microbatch: float) -> "RankSeconds":
         """Predict the time of an optimizer step of one rank of several.
 
         A step that was not estimated waits as the plain step of the chain's size does.
@@ -507,14 +508,19 @@ class WholeSteps:
 
     def _window(
         self, chain: Chain, step: StepEstimate, *, steps: int, scale: float = 1.0
-    ) -> RankSeconds:
+    ) -> "RankSeconds":
+        # Imported here because a plan of one GPU needs no times of ranks.
+        from .rank_time import time_of_window
+
         # FSDP2 computes in the dtype of gathered parameters.
         dtype = self.sketch.sharding.precision
         dtype = dtype or str(self.sketch.case.dtype).removeprefix("torch.")
         links = self._links_of(chain)
         return time_of_window(step, chain.profile, links, dtype=dtype, steps=steps, scale=scale)
 
-    def _links_of(self, chain: Chain) -> Links:
+    def _links_of(self, chain: Chain) -> "Links":
+        from .rank_time import links_of
+
         return self._links or links_of(chain.profile.name)
 
     def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
@@ -522,6 +528,8 @@ class WholeSteps:
 
         None where shapes do not depend on the routing.
         """
+        from ..primitives.routing import ROUTING_CLASS
+
         routes = any(ROUTING_CLASS.search(type(one).__name__) for one in self._modules())
         if self.sketch.why_real is None or not routes:
             return None
@@ -543,6 +551,8 @@ class WholeSteps:
         step = self._rank_steps.get(self._key(candidate))
         if step is None:
             return None
+        from .rank_time import count_window
+
         chain = self.chain(candidate)
         links = self._links_of(chain)
         seconds = chain.seconds(candidate.microbatch, candidate.options)
@@ -593,6 +603,8 @@ class ForcedRouting(TorchFunctionMode):
 
 def _are_scores(scores: Any, found: Any) -> bool:
     """Check for the scores of experts for tokens, of which some were chosen for each."""
+    from ..primitives.routing import MOST_EXPERTS
+
     return (
         isinstance(scores, Tensor)
         and scores.is_floating_point()
