@@ -249,6 +249,7 @@ def test_one_bit_or_one_figure_makes_runs_differ():
     assert _different_figure(straight, straight[:1]) == "step 2 was not trained after the resume"
 
 
+@pytest.mark.long
 def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(
     tmp_path, monkeypatch
 ):

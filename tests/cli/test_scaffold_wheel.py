@@ -176,6 +176,7 @@ def test_project_passes_its_own_tests_without_the_bundle(
     assert " passed" in ran.stdout
 
 
+@pytest.mark.long
 def test_make_train_creates_the_environment_once_and_trains(
     environment: Path, clone: Bundle, tmp_path: Path
 ) -> None:

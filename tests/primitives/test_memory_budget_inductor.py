@@ -54,6 +54,7 @@ def gradients_on_ranks():
     return found
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_same_gradients_and_fewer_bytes_under_ddp_and_fsdp2():
     for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
         for equal, saved in found.values():
