@@ -72,7 +72,7 @@ def hugging_face(setting: Setting) -> Iterator[Row]:
     yield Row(timed.key, partial(_hugging_face, setting, timed), seconds=150)
 
 
-# What people use today, and our own strategies.
+# Strategies: those of torch, torchtitan and Hugging Face, and our own.
 
 
 def _whole(model: nn.Module, sample: Sample, **options: Any) -> list[str]:

@@ -124,7 +124,7 @@ SLOW = replace(PROFILES["cpu"], bytes_per_second=1.0, dispatch_seconds=1e-9)
 SLOW_LINKS = Links(0.5, 0.5)
 GATHER = Collective(ALL_GATHER_KIND, 3, (0, 1), blocks_stream=True)
 SCATTER = Collective(REDUCE_SCATTER_KIND, 3, (0, 1), blocks_stream=True)
-# What is gathered, and its copy into the parameters.
+# Rows of a unit of FSDP2: the gather of its parameters, and their copy.
 UNIT = ((1, GATHER), (0, 1e-6))
 
 
@@ -141,7 +141,7 @@ def seconds_of(rows, waits):
         ([*UNIT, (0, 2), *UNIT, (0, 2)], {1: [0], 4: [3]}, 3 + 1),
         # Gradients are scattered while backward goes on, and the last ones at its end.
         ([(0, 4), (2, SCATTER), (0, 4), (2, SCATTER)], {1: [0], 3: [2]}, 3),
-        # What is needed at once is waited for.
+        # A gather whose output the next operation reads is waited for in full.
         ([(0, 4), (0, replace(GATHER, blocks_stream=False)), (0, 1)], {2: [1]}, 3),
     ],
 )

@@ -27,8 +27,6 @@ Keep = Callable[[nn.Module], Any]
 TOP_CHOICE = "topk"
 # How far a bias that balances the load moves; scores of a softmax are at most 1.
 BUFFER_SHIFT = 1.0
-# A choice among more is none of a router.
-MOST_CHOICES = 1024
 
 
 def routing(case: Case, *, keep: Keep | None = None) -> Verdict:
@@ -158,8 +156,10 @@ def _replaced_topk(replaced: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 
 def _reversed(choose: Callable[..., Any]) -> Callable[..., Any]:
+    from ..primitives.routing import MOST_EXPERTS
+
     def chosen(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not scores.is_floating_point() or scores.shape[-1] > MOST_CHOICES:
+        if not scores.is_floating_point() or scores.shape[-1] > MOST_EXPERTS:
             return choose(scores, *args, **kwargs)
         if scores.grad_fn is None:
             return choose(-scores, *args, **kwargs)

@@ -75,7 +75,7 @@ CLIPPED_SHARE = 0.5
 # The scale of the losses under a scaler, and one under which every gradient overflows.
 LOSS_SCALE = 2.0**10
 OVERFLOWING_SCALE = 2.0**127
-# What two windows count.
+# Steps of the optimizer and of its schedule in two windows.
 TWO_WINDOWS = {"steps": 2, "schedule steps": 2}
 Train = Callable[..., Any]
 Windows = Callable[[Any, int, Callable[[Any], int]], Any]  # of microbatches, steps and count

@@ -574,7 +574,7 @@ class EveryForm(nn.Module):
             self.mean.lerp_(x.mean((0, 1)).to(self.mean), 0.1)
             self.largest = torch.maximum(self.largest, x.abs().max().to(self.largest))
         carried.append(torch.tanh(x))
-        # What another run counts, writes or appends changes what it computes.
+        # A recomputed run that counted or appended again would compute another output.
         counted = 0.01 * (self.num_calls + len(self.seen))
         return x + counted * self.mean.to(x) / (1 + self.largest.to(x)), {"size": x.square().mean()}
 

@@ -254,7 +254,7 @@ def stepping(
     return step
 
 
-# What the stages of a pipeline ask of each other before their first step, and of their sends.
+# Messages between stages: the shapes that they exchange before the first step, and their sends.
 
 
 @dataclass
