@@ -10,6 +10,7 @@ from saving_cost import Round, figures, main
 
 def test_savers_are_compared_and_no_file_is_left_behind(tmp_path, capsys):
     words = ["--mib", "12", "--every", "3", "--batch", "4", "--rounds", "1", "--small-steps", "60"]
+    words += ["--small-batches", "4", "8"]
     words += ["--savers", "none", "ours", "dcp", "--folder", str(tmp_path)]
     main([*words, "--json", str(tmp_path / "found.json")])
     found = json.loads((tmp_path / "found.json").read_text())
@@ -18,9 +19,11 @@ def test_savers_are_compared_and_no_file_is_left_behind(tmp_path, capsys):
     for each in found["savers"].values():
         assert min(each["all_steps"], each["steps_under_way"], each["slowest_step"]) > 0
     assert found["savers"]["none"]["all_steps"] == 1
-    assert found["small"]["lowest"] <= found["small"]["loop"] <= found["small"]["highest"]
+    assert [each["batch"] for each in found["small"]] == [4, 8]
+    for each in found["small"]:
+        assert each["lowest"] <= each["loop"] <= each["highest"]
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-    assert capsys.readouterr().out.count(", at most") == 3
+    assert capsys.readouterr().out.count(", at most") == 4
 
 
 def test_the_figures_compare_a_round_with_the_one_without_a_save_beside_it():

@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_store.py
 """
 
+import io
 import json
 import math
 import os
@@ -18,6 +19,21 @@ from store_models import equal, new_state, tensors_of, train
 from curry_train.runs import DamagedCheckpoint, SavedRun, SaveError, StepExists, Store
 from curry_train.runs.files import LocalFiles
 from curry_train.runs.layout import Metric, folder_name, read_manifest, step_of
+from curry_train.runs.state import TrainingState
+from curry_train.runs.values import PLAIN_DTYPES
+
+
+class Values:
+    """A part of the state that holds tensors by name."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def state_dict(self):
+        return dict(self.values)
+
+    def load_state_dict(self, values):
+        self.values = values
 
 
 @pytest.fixture
@@ -171,6 +187,56 @@ def test_torchs_own_load_reads_a_checkpoint(store):
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
         )
     assert equal(found, expected)
+
+
+def written_by_torch(tensor):
+    stream = io.BytesIO()
+    torch.serialization.set_crc32_options(False)
+    torch.save(tensor, stream)
+    torch.serialization.set_crc32_options(True)
+    return stream.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_each_tensor_is_the_file_that_torch_save_makes(store, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"empty": torch.zeros(0, 3), "number": torch.tensor(2.5), "view": torch.ones(9)[2:5]}
+    tensors |= {"transposed": torch.arange(6.0).reshape(2, 3).t(), "large": torch.ones(2**18 + 1)}
+    for dtype in sorted(PLAIN_DTYPES, key=str):
+        size = 12 * dtype.itemsize
+        content = torch.randint(0, 2, (size,), dtype=torch.uint8, generator=generator)
+        tensors[str(dtype)] = content.view(dtype).reshape(3, 4)
+    # The second step has the same shapes and other values.
+    for step in (1, 2):
+        values = {name: value * 2 if name == "number" else value for name, value in tensors.items()}
+        state = TrainingState(torch.nn.Linear(2, 2), extra={"tensors": Values(values)})
+        folder = tmp_path / store.save("rollback", step, state).folder
+        written = (folder / "__0_0.distcp").read_bytes()
+        for name, value in values.items():
+            # A view is saved without the rest of its storage.
+            assert written_by_torch(value.clone()) in written, name
+        tensors["number"] = values["number"]
+
+
+def test_the_newest_is_found_from_its_own_manifest(store, monkeypatch):
+    for step in (1, 2, 3, 4):
+        store.save("rollback" if step % 2 else "recovery", step, new_state())
+    read = []
+
+    def noted(files, folder):
+        read.append(folder)
+        return read_manifest(files, folder)
+
+    monkeypatch.setattr("curry_train.runs.store.read_manifest", noted)
+    assert store.latest().step == 4
+    assert sorted(read) == ["recovery/step-00000004.dcp", "rollback/step-00000003.dcp"]
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(store, tmp_path):
+    for step in (1, 2, 3):
+        saved = store.save("rollback", step, new_state())
+    (tmp_path / saved.folder / "state.json").unlink()
+    assert store.latest().step == 2
 
 
 def test_a_run_can_be_read_while_it_is_written(tmp_path):

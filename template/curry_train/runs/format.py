@@ -13,6 +13,8 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_hostile.
 
 import contextlib
 import dataclasses
+import functools
+import io
 import json
 import math
 import os
@@ -26,9 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
-    FileSystemBase,
     FileSystemReader,
-    FileSystemWriter,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
@@ -51,6 +51,8 @@ from .values import PLAIN_DTYPES
 # Torch's index, a pickle, is written for other tools; this package reads the JSON.
 METADATA_FILE_NAME = ".metadata"
 INDEX_FILE_NAME = "index.json"
+# Above this, the bytes of a tensor take longer than torch's file around them.
+MOST_FRAMED_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -94,61 +96,27 @@ class HashingFolder:
         self.entries[name] = FileEntry(stream.num_bytes, stream.hexdigest())
 
 
-class _HashedTorchFiles(FileSystemBase):
-    """The file system interface of torch's checkpoint writer, on top of a HashingFolder."""
-
-    def __init__(self, folder: HashingFolder) -> None:
-        self._folder = folder
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with self._folder.create(os.fspath(path)) as stream:
-            yield stream
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return suffix
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        raise NotImplementedError("files of a checkpoint are never renamed")
-
-    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        return path
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Do nothing: the store has already made the folder."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        return False
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        raise NotImplementedError("files of a checkpoint are never removed one by one")
-
-
-class HashingWriter(FileSystemWriter):
-    """Torch's checkpoint writer over a HashingFolder.
+class TensorWriter:
+    """Writes the tensors of one rank to a HashingFolder, as torch's checkpoint writer does.
 
     `write` returns the part of this rank, and `write_metadata` joins the parts of all ranks.
     """
 
-    def __init__(self, folder: HashingFolder) -> None:
-        # HashingFolder syncs its files. Torch would sync all file systems of the machine.
-        super().__init__("", sync_files=False)
-        self.fs: Any = _HashedTorchFiles(folder)
+    def __init__(self, folder: HashingFolder, rank: int) -> None:
         self.folder = folder
+        self._name = f"__{rank}_0.distcp"
 
-    def write(self, plan: Any, planner: Any) -> RankFiles:
-        # The manifest has a better hash, and these sums take as long as the writing itself.
-        sums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            results = self.write_data(plan, planner).value()
-        finally:
-            torch.serialization.set_crc32_options(sums)
-        return RankFiles(self.folder.entries, tuple(map(_item, results)))
+    def write(self, items: Sequence[WriteItem], tensors: Sequence[Tensor]) -> RankFiles:
+        places = []
+        with self.folder.create(self._name) as stream, _without_sums():
+            for item, tensor in zip(items, tensors, strict=True):
+                begin = stream.tell()
+                _write_tensor(tensor, stream)
+                index = item.index
+                offset = None if index.offset is None else list(index.offset)
+                place = (self._name, begin, stream.tell() - begin)
+                places.append((index.fqn, offset, index.index, *place))
+        return RankFiles(self.folder.entries, tuple(places))
 
     def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> dict[str, FileEntry]:
         """Write the index for torch and as JSON; it contains no path of this machine."""
@@ -176,11 +144,62 @@ def readable(data: bytes, most_bytes: int, what: str) -> bytes:
     return data
 
 
-def _item(result: WriteResult) -> tuple[Any, ...]:
-    index = result.index
-    place = result.storage_data
-    offset = None if index.offset is None else list(index.offset)
-    return index.fqn, offset, index.index, place.relative_path, place.offset, place.length
+@contextlib.contextmanager
+def _without_sums() -> Iterator[None]:
+    """Leave out the CRC-32 sums of torch's files in this thread.
+
+    The manifest has a better hash, and these sums take as long as the writing itself.
+    """
+    sums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(sums)
+
+
+def _write_tensor(tensor: Tensor, stream: Any) -> None:
+    """Write the file that `torch.save` makes of a tensor.
+
+    For a small tensor, `torch.save` would take much longer than the bytes themselves.
+    """
+    tensor = tensor.detach().cpu()
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
+        tensor = tensor.clone()
+    is_plain = type(tensor) is Tensor and tensor.is_contiguous()
+    is_view = tensor.is_conj() or tensor.is_neg()
+    frame = None
+    if is_plain and not is_view and 0 < tensor.nbytes <= MOST_FRAMED_BYTES:
+        frame = _frame_of(tensor.dtype, tuple(tensor.shape))
+    if frame is None:
+        torch.save(tensor, stream)
+        return
+    stream.write(frame[0])
+    stream.write(_bytes_of(tensor))
+    stream.write(frame[1])
+
+
+@functools.lru_cache(maxsize=4096)
+def _frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes] | None:
+    """Return what `torch.save` writes before and after the bytes of a tensor of this kind.
+
+    None if that depends on the bytes; files of two different tensors are compared.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    written = []
+    for byte in (0, 1):
+        content = torch.full((size,), byte, dtype=torch.uint8)
+        with io.BytesIO() as stream, _without_sums():
+            torch.save(content.view(dtype).reshape(shape), stream)
+            written.append(stream.getvalue())
+    begin = len(os.path.commonprefix(written))
+    frames = {(data[:begin], data[begin + size :]) for data in written}
+    are_bytes = [data[begin : begin + size] for data in written] == [bytes(size), b"\1" * size]
+    return frames.pop() if are_bytes and len(frames) == 1 else None
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def _place(item: tuple[Any, ...]) -> tuple[MetadataIndex, _StorageInfo]:
@@ -712,17 +731,16 @@ class ShardedLayout:
         planner = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
         )
-        self._writer = HashingWriter(folder)
+        self._writer = TensorWriter(folder, ranks.rank)
         self._metadata: Any = None
 
         def local() -> Any:
             planner.set_up_planner(dict(snapshot.tensors), is_coordinator=ranks.first)
-            self._writer.set_up_storage_writer(ranks.first, rank=ranks.rank, use_collectives=True)
             return planner.create_local_plan()
 
         def central(plans: list[Any]) -> list[Any]:
             plans, self._metadata = planner.create_global_plan(plans)
-            return self._writer.prepare_global_plan(plans)
+            return plans
 
         self._plan = planner.finish_plan(ranks.exchange(local, central))
         self.tensors: list[Tensor] = [
@@ -731,21 +749,11 @@ class ShardedLayout:
 
     def write(self, tensors: Sequence[Tensor]) -> RankFiles:
         """Write these values in place of `self.tensors`."""
-        return self._writer.write(self._plan, _Given(self._plan.items, tensors))
+        return self._writer.write(self._plan.items, tensors)
 
     def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
         """Write the files that join all parts; called on the first rank after they are written."""
         return self._writer.write_metadata(self._metadata, parts)
-
-
-class _Given:
-    """Replaces torch's planner during the write: returns the given value of each item."""
-
-    def __init__(self, items: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        self._tensors = {item.index: tensor for item, tensor in zip(items, tensors, strict=True)}
-
-    def resolve_data(self, item: Any) -> Tensor:
-        return self._tensors[item.index]
 
 
 def _tensor(value: Any, name: str) -> Tensor:

@@ -246,8 +246,16 @@ class SavedRun:
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        resumable = [saved for kind in RESUMABLE_KINDS for saved in self.committed(kind)]
-        return max(resumable, key=_newness, default=None)
+        newest = [self._newest(kind) for kind in RESUMABLE_KINDS]
+        return max((saved for saved in newest if saved), key=_newness, default=None)
+
+    def _newest(self, kind: str) -> SavedCheckpoint | None:
+        """Return the last of `committed(kind)`, without reading the manifests of the others."""
+        folders = self._folders(kind)
+        for folder in sorted(folders, key=_step_in, reverse=True):
+            with contextlib.suppress(DamagedCheckpoint):
+                return self._saved(folder, read_manifest(self.files, folder))
+        return None
 
     def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
@@ -382,6 +390,11 @@ class SavedRun:
 class _Content:
     contents: Contents
     read_into: Callable[[Mapping[str, Tensor]], None]
+
+
+def _step_in(folder: str) -> int:
+    kind, _, name = folder.partition("/")
+    return step_of(kind, name) or 0
 
 
 def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
