@@ -581,8 +581,7 @@ class SavingPolicy:
         replaced = self._give_up_line(folder) if is_new_line else False
 
         def is_saved() -> bool:
-            committed = {saved.folder for saved in self.store.committed(kind)}
-            return folder in committed and self._is_good(folder) and not replaced
+            return self._is_good(folder) and not replaced and self.store.is_committed(folder)
 
         if ranks.agree(is_saved):
             self._note(f"{folder} was not saved: it already exists")

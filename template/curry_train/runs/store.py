@@ -231,6 +231,14 @@ class SavedRun:
                 committed.append(self._saved(folder, read_manifest(self.files, folder)))
         return sorted(committed, key=lambda saved: saved.step)
 
+    def is_committed(self, folder: str) -> bool:
+        """Return whether `committed` would return the checkpoint in this folder."""
+        try:
+            read_manifest(self.files, folder)
+        except DamagedCheckpoint:
+            return False
+        return True
+
     def damaged(self, kind: str) -> dict[str, str]:
         """Return the folders of a kind that `committed` leaves out, with the reason.
 
