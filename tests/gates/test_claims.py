@@ -80,8 +80,9 @@ def test_a_skill_names_every_claim_of_its_gates(technique):
 
 
 def test_claims_are_listed_with_their_gates():
-    listed = list_claims([gates()["sac/refused"]])
-    assert listed == "sac.refused  sac/refused  A policy that saves nothing useful is an error."
+    listed = list_claims([gates()["recompute/off"]])
+    text = "Nothing is recomputed in eval mode and without gradients."
+    assert listed == f"recompute.off  recompute/off  {text}"
 
 
 def test_gates_that_take_longer_run_where_they_are_asked_for():

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_sac.py`.
 """
 
+import copy
 import functools
 
 import torch
@@ -16,8 +17,9 @@ from torch.utils.checkpoint import (
 )
 
 from curry_train.core.blocks import find_blocks
-from curry_train.primitives.regions import apply_regions
-from curry_train.primitives.sac import apply_sac
+from curry_train.primitives import regions
+from curry_train.primitives.regions import RegionReport, apply_regions, report_regions
+from curry_train.primitives.sac import POLICIES, apply_sac, remove_sac
 from curry_train.workloads.workload import Workload
 
 aten = torch.ops.aten
@@ -216,6 +218,67 @@ def every_call_kept(model, sample):
     return names
 
 
+def lost_in_copies(model, policy="save_expensive", *, blocks=None):
+    names = apply_sac(model, policy, blocks=blocks)
+
+    def without(memo):
+        del model.__deepcopy__
+        other = copy.deepcopy(model)
+        remove_sac(other)
+        return other
+
+    model.__deepcopy__ = without
+    return names
+
+
+def another_default(model, policy="every_second_matmul", *, blocks=None):
+    return apply_sac(model, policy, blocks=blocks)
+
+
+def default_for_a_misspelled_name(model, policy, *, blocks=None):
+    is_known = not isinstance(policy, str) or policy in POLICIES
+    return apply_sac(model, policy if is_known else "save_expensive", blocks=blocks)
+
+
+def overwritten_unseen(model, policy, *, blocks=None):
+    return apply_sac(model, policy, blocks=blocks, allow_cache_entry_mutation=True)
+
+
+def by_position_alone(model, *ignored, blocks=None):
+    """Drop the arguments by name where nothing is trained."""
+    names = list(find_blocks(model, blocks))
+    for name in names:
+        block = model.get_submodule(name)
+
+        def forward(*args, own=block.forward, block=block, **kwargs):
+            return own(*args, **kwargs) if block.training else own(*args)
+
+        block.forward = forward
+    return names
+
+
+def also_ignored(model, *, blocks=None, also=()):
+    return apply_regions(model, blocks=blocks)
+
+
+def also_unchecked(model, *, blocks=None, also=()):
+    """Take a pattern that matches nothing."""
+    try:
+        return apply_regions(model, blocks=blocks, also=also)
+    except ValueError:
+        return apply_regions(model, blocks=blocks)
+
+
+def first_row_alone(model, batch, loss):
+    whole = report_regions(model, batch, loss)
+    return RegionReport(whole.kept_bytes, whole.unreached[:1])
+
+
+def half_of_the_bytes(model, batch, loss):
+    whole = report_regions(model, batch, loss)
+    return RegionReport(whole.kept_bytes // 2, whole.unreached)
+
+
 FAULTS = [
     planted("sac.policy-parity", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
     planted("sac.policy-parity", "detached", apply=detached, hint="gets no gradient"),
@@ -300,4 +363,36 @@ FAULTS = [
         hint="matches nothing, keeps cheap operations alone, MUST_CPU_OFFLOAD",
     ),
     planted("sac.refused", "no-op", apply=no_op, hint="matches nothing"),
+    planted("sac.wrong-policy", "any-policy", apply=any_policy, hint="an empty list"),
+    planted(
+        "sac.wrong-policy",
+        "default-for-a-misspelled-name",
+        apply=default_for_a_misspelled_name,
+        hint="a name that is not there",
+    ),
+    planted("sac.overwritten", "unseen", apply=overwritten_unseen, hint="is overwritten"),
+    planted("sac.policy-forms", "no-lists", apply=without_lists, hint="a list|raised"),
+    planted("sac.policy-forms", "no-functions", apply=without_functions, hint="a function|raised"),
+    planted("sac.policy-forms", "another-default", apply=another_default, hint="the default"),
+    planted("sac.policy-copies", "lost-in-copies", apply=lost_in_copies, hint="a copy|raised"),
+    planted(
+        "sac.off",
+        "a-policy-in-eval",
+        policies=torch_policy([aten.mm.default, aten.addmm.default]),
+        hint="a policy on|raised",
+    ),
+    planted("sac.off", "regions-in-eval", regions=regions_of_everything, hint="regions on|raised"),
+    planted("sac.off", "by-position-alone", regions=by_position_alone, hint="raised"),
+    planted("sac.report", "first-row-alone", report=first_row_alone, hint="differs from a count"),
+    planted(
+        "sac.report", "half-of-the-bytes", report=half_of_the_bytes, hint="3 tensors of a block"
+    ),
+    planted("sac.also", "ignored", apply=also_ignored, report=report_regions, hint="run the mod"),
+    planted("sac.also", "unchecked", apply=also_unchecked, report=report_regions, hint="refuse"),
+    planted(
+        "sac.regions-overwritten",
+        "versions-not-compared",
+        patches=[(regions, "check_unchanged", lambda tensor, version: None)],
+        hint="compare the versions",
+    ),
 ]

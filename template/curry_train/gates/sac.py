@@ -2,16 +2,22 @@
 
 Each gate takes the technique as an argument, so that its tests can plant a wrong one.
 
+Why so long: the gates of one technique share the count of its products and the planted blocks.
+
 Proof: `python -m pytest tests/gates/test_sac.py`.
 """
 
 import contextlib
-from collections import defaultdict
+import copy
+import pickle
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,6 +38,7 @@ from ..core.measure import (
     measure_memory,
     recompute_flops,
 )
+from ..core.parity import StepRecord, compare, record_step
 from ..core.rerun import seeded, untouched
 from ..primitives import sac
 from ..primitives.regions import apply_regions, report_regions
@@ -39,7 +46,15 @@ from ..primitives.sac import PolicyError, apply_sac
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
 from .same_training import (
+    PLANTED_BATCH_SIZE,
+    PLANTED_DEPTH,
+    PLANTED_MIB,
+    PLANTED_WIDTH,
+    OverwritingBlock,
+    ReportedBlock,
+    every_form,
     in_place,
+    planted_blocks,
     same_in_every_form,
     same_training,
     sample_of,
@@ -60,6 +75,8 @@ from .verdict import (
 # mode costs all of them. Regions without one cost 0.16 of them in a transformer, and up to 0.72 in
 # blocks of few operations with many norms.
 MOST_CALL_OVERHEAD = 0.9
+# Calls of attention in a block, at most.
+MOST_ATTENTIONS = 100
 Policies = Callable[..., list[str]]  # takes a model, a policy, and the blocks to apply it to
 
 
@@ -110,6 +127,10 @@ def products(case: Case, *, apply: Policies = apply_sac) -> Verdict:
         "a list": ([*sac.EXPENSIVE_OPERATIONS], 0),
         "a function": (_keep_expensive, 0),
     }
+    if of_calls := getattr(sys.modules[apply.__module__], "Policy", None):
+        attentions = {("attention", number) for number in range(MOST_ATTENTIONS)}
+        policy = of_calls("the first product", calls=frozenset({("matmul", 0), *attentions}))
+        policies["a call"] = policy, others + sum(sum(flops[1:]) for flops in per_call)
     found = {}
     for name, (policy, expected) in policies.items():
         module = case.build()
@@ -247,36 +268,322 @@ def _cost_of_torch_sac(case: Case) -> _SacCost | str:
     return _SacCost(held, calls - python_calls(case, lambda module, case: None))
 
 
-def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
-    """Check that useless policies are errors.
+# Policies that are no policy: of each a text that the error has to contain.
+WRONG_POLICIES: dict[str, tuple[Any, str]] = {
+    "matches nothing": (["aten.linear", "aten.scaled_dot_product_attention"], "aten.linear"),
+    "keeps cheap operations alone": (lambda *call, **options: _keep_cheap(*call, **options), ""),
+    "MUST_CPU_OFFLOAD": (
+        lambda context, operation, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD,
+        "MUST_CPU_OFFLOAD",
+    ),
+    "returns no answer": (lambda context, operation, *args, **kwargs: None, "None"),
+    "returns a number": (lambda context, operation, *args, **kwargs: 1, "1"),
+    "a name that is not there": ("save_expensiv", "save_expensive"),
+    "the wrong way round": ("recompute_matmuls", "recompute_matmuls"),
+    "an empty list": ([], "[]"),
+    "a number": (3, "3"),
+    "a list of numbers": ([3], "3"),
+    "a name without a namespace": (["mm"], "mm"),
+    "a name of too many words": (["aten.mm.default.out"], "aten.mm.default.out"),
+    "an operation that is not there": (["aten.addmn"], "addmm"),
+    "an overload that is not there": (["aten.mm.fast"], "fast"),
+    "an operation that writes in place": (["aten.mm", torch.ops.aten.add_.Tensor], "aten.add_"),
+}
 
-    One saves nothing, one saves only cheap operations, and one returns MUST_CPU_OFFLOAD.
+
+def refusals(case: Case, *, apply: Policies = apply_sac) -> Verdict:
+    """Check that useless policies are errors, and so is a saved output that is overwritten.
+
+    A policy may save nothing, or only cheap operations, or be no policy at all. The error has to
+    name what is wrong.
     """
     gate = "sac/refused"
-    refused = []
+    required = f"{len(WRONG_POLICIES) + 1} of {len(WRONG_POLICIES) + 1}"
     if not product_flops(case):
-        return not_applicable(gate, required="3 of 3", why="the blocks have no matrix product")
+        return not_applicable(gate, required=required, why="the blocks have no matrix product")
 
-    wrong = {
-        "matches nothing": ["aten.linear", "aten.scaled_dot_product_attention"],
-        "keeps cheap operations alone": _keep_cheap,
-        "MUST_CPU_OFFLOAD": lambda context, operation, *args, **kwargs: (
-            CheckpointPolicy.MUST_CPU_OFFLOAD
-        ),
-    }
-    for name, policy in wrong.items():
+    accepted = []
+    for name, (policy, text) in WRONG_POLICIES.items():
         module = case.build()
         try:
             apply(module, policy, blocks=case.blocks)
             with untouched(module):
                 case.workload.mean_loss(module, case.batch())
-        except ValueError:
-            refused.append(name)
-    accepted = [name for name in wrong if name not in refused]
+            accepted.append(name)
+        except ValueError as error:
+            if text not in str(error):
+                accepted.append(f"{name} (the error does not name {text})")
+    if not _raises_where_overwritten(apply, "save_expensive"):
+        accepted.append("an output that is overwritten")
     hint = ""
     if accepted:
         hint = f"accepts these policies, and silently recomputes: {', '.join(accepted)}"
-    return Verdict(gate, not accepted, f"{len(refused)} of 3 refused", "3 of 3", hint)
+    num_refused = len(WRONG_POLICIES) + 1 - len(accepted)
+    return Verdict(gate, not accepted, f"{num_refused} refused", required, hint)
+
+
+def _raises_where_overwritten(apply: Callable[..., Any], *policy: str) -> bool:
+    module = planted_blocks(OverwritingBlock).build()
+    apply(module, *policy, blocks=None)
+    x = torch.randn(2, PLANTED_WIDTH)
+    try:
+        module(x).sum().backward()
+    except RuntimeError:
+        return True
+    return False
+
+
+# Forms in which one policy is given: the same operations by name, as text, as objects, or chosen by
+# a function.
+
+
+class _ChoosesExpensive:
+    """A policy without a name of its own, that answers True or False."""
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        return operation in sac.EXPENSIVE_OPERATIONS
+
+
+def _prefers_expensive(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keeps = operation in sac.EXPENSIVE_OPERATIONS
+    return CheckpointPolicy.PREFER_SAVE if keeps else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _forms() -> dict[str, dict[str, Any]]:
+    """Return the forms of two policies, by the name of the policy."""
+    products = sorted(map(str, sac.MATMULS))
+    packets = sorted({name.rpartition(".")[0] for name in products})
+    return {
+        "save_expensive": {
+            "a list": [*sac.EXPENSIVE_OPERATIONS],
+            "a function": _prefers_expensive,
+            "an object": _ChoosesExpensive(),
+        },
+        "save_matmuls": {
+            "names of overloads": [f"torch.ops.{name}" for name in products],
+            "names of operations": packets,
+            "operations": [getattr(torch.ops.aten, name.split(".")[1]) for name in packets],
+        },
+    }
+
+
+def policy_forms(case: Case, *, apply: Policies = apply_sac) -> Verdict:
+    """Compare the operations of a step under a policy in each form, and in copies of the model.
+
+    A copy is one by `deepcopy`, and one that was pickled. Without a policy `save_expensive` holds.
+    """
+    gate = "sac/policies"
+    required = "the operations of the policy by its name"
+    if not product_flops(case):
+        return not_applicable(gate, required=required, why="the blocks have no matrix product")
+
+    def executed(policy: Any, change: Callable[[Any], Any] = lambda module: module) -> Any:
+        module = case.build()
+        options = {} if policy is None else {"policy": policy}
+        apply(module, **options, blocks=case.blocks)
+        module = change(module)
+        with seeded(case.seed), set_checkpoint_early_stop(False), _Executed() as operations:
+            _ = case.workload.mean_loss(module, case.batch()).backward()
+        return operations.counts
+
+    found: dict[str, bool] = {}
+    for name, forms in _forms().items():
+        with _where_outputs_can_be_kept(case, partial(apply_sac, policy=name, blocks=case.blocks)):
+            expected = executed(name)
+        found |= {form: executed(policy) == expected for form, policy in forms.items()}
+        if name == "save_expensive":
+            found["the default"] = executed(None) == expected
+            for way, change in _copies(case).items():
+                found[way] = executed(name, change) == expected
+    differing = [form for form, is_alike in found.items() if not is_alike]
+    num_alike = len(found) - len(differing)
+    hint = ""
+    if differing:
+        hint = f"recomputes other operations than the policy by its name: {', '.join(differing)}"
+    return Verdict(gate, not hint, f"{num_alike} of {len(found)} forms alike", required, hint)
+
+
+class _Executed(TorchDispatchMode):
+    """Count the calls of each operation, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _copies(case: Case) -> dict[str, Callable[[Any], Any]]:
+    """Return the ways to copy a model that the plain one allows."""
+    ways: dict[str, Callable[[Any], Any]] = {
+        "a copy": copy.deepcopy,
+        "a pickled copy": lambda module: pickle.loads(pickle.dumps(module)),
+    }
+    possible = {}
+    for way, change in ways.items():
+        with contextlib.suppress(Exception):  # a model may hold what cannot be copied
+            change(case.build())
+            possible[way] = change
+    return possible
+
+
+# Regions and policies are off where nothing is trained.
+
+
+def inactive(
+    case: Case, *, policies: Policies = apply_sac, regions: Callable[..., Any] = apply_regions
+) -> Verdict:
+    """Compare eval mode, and a forward without gradients, with the plain model.
+
+    Compared are loss, gradients, buffers, generators and what autograd saves, on the model and on
+    blocks with arguments of every form.
+    """
+    gate = "sac/off"
+    required = "as the plain model, to the bit"
+    find_blocks(case.build(), case.blocks)
+    changes = {"a policy": policies, "regions": regions}
+    differing = []
+    num_compared = 0
+    for one in (case, replace(case, workload=every_form(), blocks=None)):
+        try:
+            plain, again = (_idle(one, one.build()) for _ in range(2))
+        except (RuntimeError, TypeError):  # the plain model does not run in eval mode
+            continue
+        if _difference(plain, again):
+            continue
+        for name, change in changes.items():
+            module = one.build()
+            change(module, blocks=one.blocks)
+            num_compared += 1
+            if what := _difference(plain, _idle(one, module)):
+                differing.append(f"{name} on {one.workload.name}: {what}")
+    hint = ""
+    if differing:
+        hint = "be active only while module.training and torch.is_grad_enabled()"
+    measured = f"{len(differing)} of {num_compared} differ {'; '.join(differing)}".rstrip()
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """A step in eval mode, the sizes of what it saves, and the loss of a model in training.
+
+    That loss is one without gradients.
+    """
+
+    step: StepRecord
+    saved: list[int]
+    loss: Tensor
+
+
+def _idle(case: Case, module: nn.Module) -> _Idle:
+    batch = case.batch()
+    loss = case.workload.mean_loss
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with seeded(case.seed), saved_tensors_hooks(pack, lambda tensor: tensor):
+        step = record_step(module.eval(), batch, loss)
+    with seeded(case.seed), torch.no_grad():
+        return _Idle(step, saved, loss(module.train(), batch))
+
+
+def _difference(plain: _Idle, other: _Idle) -> str:
+    found = compare(plain.step, other.step)
+    if not found.bit_equal:
+        return f"in eval mode {found.describe(most=1)}"
+    if plain.saved != other.saved:
+        return "saves other tensors in eval mode"
+    return "" if torch.equal(plain.loss, other.loss) else "another loss without gradients"
+
+
+# The report of regions, on planted blocks whose tensors are counted by hand.
+
+# Of a block: its tensors that stay saved.
+NUM_REPORTED_HELD = 6
+# Of a block: where a tensor is saved, the node that made it, and what the edit names.
+REPORTED_ROWS = (
+    (".act", "SigmoidBackward0", 'also=["*.act"]'),
+    ("", "TanhBackward0", "move the expression"),
+    (".layers", "SinBackward0", "compute the input of 3"),
+)
+
+
+def reported(
+    case: Case, *, apply: Callable[..., Any] = apply_regions, report: Any | None = None
+) -> Verdict:
+    """Compare the report of regions on planted blocks with a count by hand, and follow an edit.
+
+    `also` has to free what the report names, to train as before, and to refuse a module that draws
+    random numbers or is not there.
+    """
+    gate = "sac/report"
+    required = f"{NUM_REPORTED_HELD} tensors of a block held, 3 reported, 1 freed by an edit"
+    find_blocks(case.build(), case.blocks)
+    ours = report or getattr(sys.modules[apply.__module__], "report_regions", None)
+    if ours is None:
+        why = "no report_regions stands beside the implementation"
+        return not_applicable(gate, required=required, why=why)
+
+    workload = planted_blocks(ReportedBlock)
+    with seeded(case.seed):
+        batch = workload.batch(PLANTED_BATCH_SIZE)
+        models = {name: workload.build() for name in ("plain", "regions", "also")}
+    for model in models.values():
+        model.load_state_dict(models["plain"].state_dict())
+    apply(models["regions"])
+    apply(models["also"], also=["*.act"])
+    found = ours(models["regions"], batch, workload.loss)
+    before, after = (
+        measure_memory(models[name], batch, workload.loss).held_bytes
+        for name in ("regions", "also")
+    )
+    steps = [record_step(model, batch, workload.loss) for model in models.values()]
+
+    num_held = found.kept_bytes / 2**20 / PLANTED_MIB / PLANTED_DEPTH
+    freed = (before - after) / 2**20 / PLANTED_MIB / PLANTED_DEPTH
+    wrong = _wrong_rows(found)
+    hint = ""
+    if num_held != NUM_REPORTED_HELD or wrong:
+        hint = f"the report differs from a count by hand: {wrong or 'the bytes that are held'}"
+    elif freed != 1 or not all(compare(steps[0], step).bit_equal for step in steps):
+        hint = "run the modules that `also` names again in backward, and nothing else"
+    elif not (_refuses(apply, "*.act", noise=0.1) and _refuses(apply, "*.gelu", noise=0.0)):
+        hint = "refuse an `also` that matches nothing, and a module that draws random numbers"
+    elif not _raises_where_overwritten(apply):
+        hint = "compare the versions of tensors that are needed again in backward"
+    measured = f"{num_held:g} tensors of a block held, {len(found.unreached) / PLANTED_DEPTH:g} "
+    measured += f"reported; {freed:g} freed by an edit"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _wrong_rows(report: Any) -> str:
+    """Name what the rows and the table do not have as counted by hand; empty if all is right."""
+    rows = [(row.module, row.made_by, row.nbytes / 2**20) for row in report.unreached]
+    table = report.table()
+    total = PLANTED_DEPTH * PLANTED_MIB
+    lines = [f"{NUM_REPORTED_HELD * total:,.2f} MiB, of which {3 * total:,.2f} not reached"]
+    for place, made_by, edit in REPORTED_ROWS:
+        lines += [f"{total:,.2f} MiB in *{place}, computed by {made_by}", edit]
+        for number in range(PLANTED_DEPTH):
+            if (f"{number}{place}", made_by, PLANTED_MIB) not in rows:
+                return f"{number}{place} of {made_by}"
+    return next((line for line in lines if line not in table), "")
+
+
+def _refuses(apply: Callable[..., Any], also: str, *, noise: float) -> bool:
+    model = planted_blocks(partial(ReportedBlock, noise)).build()
+    try:
+        apply(model, also=[also])
+        model(torch.randn(2, PLANTED_WIDTH))
+    except ValueError as error:
+        return also.rpartition(".")[2] in str(error)
+    return False
 
 
 def _freeing_regions(given: Implementation, present: Any) -> Apply:
@@ -329,6 +636,13 @@ GATES = (
     ),
     Gate("sac/products", products, POLICY_TAKES),
     Gate("sac/regions", regions, {"apply_regions": Takes("apply")}),
+    Gate("sac/report", reported, {"apply_regions": Takes("apply")}),
+    Gate("sac/policies", policy_forms, POLICY_TAKES),
+    Gate(
+        "sac/off",
+        inactive,
+        {"apply_sac": Takes("policies"), "apply_regions": Takes("regions")},
+    ),
     Gate("sac/refused", refusals, POLICY_TAKES),
 )
 

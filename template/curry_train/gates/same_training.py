@@ -617,3 +617,78 @@ def same_in_every_form(gate: str, case: Case, apply: Apply, **options: Any) -> V
     find_blocks(case.build(), case.blocks)
     forms = replace(case, workload=every_form(), blocks=None, batch_size=FORMS_BATCH_SIZE)
     return same_training(gate, forms, apply, can_leave_out=False, **options)
+
+
+# Blocks whose tensors are counted by hand.
+
+PLANTED_WIDTH = 256
+PLANTED_DEPTH = 3
+PLANTED_BATCH_SIZE = 64
+PLANTED_MIB = 4 * PLANTED_BATCH_SIZE * PLANTED_WIDTH / 2**20  # of one tensor
+
+
+def planted_blocks(block: Callable[[], nn.Module]) -> Workload:
+    """Make a workload of a few blocks of one kind."""
+    return Workload(
+        name="planted blocks",
+        build=lambda: nn.Sequential(*[block() for _ in range(PLANTED_DEPTH)]),
+        batch=lambda size: torch.randn(size, PLANTED_WIDTH),
+        loss=lambda module, batch: module(batch).square().sum(),
+    )
+
+
+class OwnNorm(nn.Module):
+    """A norm that is known by its name, as those of libraries are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(PLANTED_WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class OwnActivation(nn.Module):
+    """An activation of two operations; with `noise` it draws random numbers."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.noise:
+            x = x + self.noise * torch.randn_like(x)
+        return x * torch.sigmoid(x)
+
+
+class ReportedBlock(nn.Module):
+    """Products after a norm, an activation, an expression and a sine.
+
+    Regions keep the outputs of the first three products, what the activation multiplies, and the
+    inputs of the last two products.
+    """
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.norm = OwnNorm()
+        self.layers = nn.ModuleList(nn.Linear(PLANTED_WIDTH, PLANTED_WIDTH) for _ in range(4))
+        self.act = OwnActivation(noise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        x = torch.tanh(torch.sin(second(self.act(first(self.norm(x))))))
+        return fourth(torch.sin(third(x)))
+
+
+class OverwritingBlock(nn.Module):
+    """A block that overwrites the output of its product, which its norm needs in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(PLANTED_WIDTH, PLANTED_WIDTH, bias=False)
+        self.norm = nn.LayerNorm(PLANTED_WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        normed: Tensor = self.norm(x)
+        return normed + x.mul_(0.5)
