@@ -129,7 +129,7 @@ LLAMAS = {
     "3B": LlamaShape(28, 3072, 24, 8, 8192, 128_256),
     "8B": LlamaShape(32, 4096, 32, 8, 14336, 128_256),
 }
-TOYS = {"toy": LlamaShape(3, 32, 2, 1, 64, 256)}
+TOYS = {"toy": LlamaShape(2, 32, 2, 1, 64, 256)}
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,9 @@ def llama_of_transformers(setting: Setting, timed: Timed) -> Workload:
 
 
 def _own_checkpointing(model: nn.Module, sample: Sample) -> list[str]:
-    model.gradient_checkpointing_enable()  # type: ignore[operator]
+    newer: Any = getattr(model, "activation_checkpointing_enable", None)
+    older: Any = model.gradient_checkpointing_enable
+    (newer or older)()
     return [""]
 
 
