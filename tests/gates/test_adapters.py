@@ -7,7 +7,7 @@ import pytest
 from faulty_fine_tuning import ADAPTED, ROUTED, coded
 from saboteurs import case_of, faults, gates
 
-from curry_train.gates import fine_tuning, memory_plan
+from curry_train.gates import memory_plan, routers, windows_by_hand
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import Case
 
@@ -31,12 +31,12 @@ def test_the_estimate_of_an_optimizer_with_codes_of_one_byte_holds():
 
 @pytest.mark.parametrize("model", ["small", "dropout", ROUTED], ids=["small", "dropout", "routed"])
 def test_a_step_in_backward_holds(model):
-    verdict = fine_tuning.stepped_in_backward(case_of(model))
+    verdict = windows_by_hand.stepped_in_backward(case_of(model))
     assert verdict.passed, verdict
 
 
 def test_a_model_without_a_router_is_not_judged():
-    verdict = fine_tuning.routing(case_of("small"))
+    verdict = routers.routing(case_of("small"))
     assert verdict.passed is None
     assert "no block that recomputes has a router" in verdict.hint
 

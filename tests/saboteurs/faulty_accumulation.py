@@ -241,7 +241,35 @@ def joined_with_old_ones_detached(model, window, loss, optimizer, *, joint_loss=
     return train_window(model, window, loss, optimizer, joint_loss=of_last, **options)
 
 
+class AnySteps(GradientAccumulation):
+    """Any number of steps is taken."""
+
+    def __post_init__(self):
+        pass
+
+
+class AtLeastOneTerm(GradientAccumulation):
+    """A microbatch without terms counts as one."""
+
+    def windows(self, microbatches, *, count=None, group=None):
+        least = None if count is None else lambda microbatch: max(1, count(microbatch))
+        yield from super().windows(microbatches, count=least, group=group)
+
+
+class NoEmptyMicrobatch(GradientAccumulation):
+    """A microbatch without terms is refused."""
+
+    def windows(self, microbatches, *, count=None, group=None):
+        for window in super().windows(microbatches, count=count, group=group):
+            if count is not None and not all(map(count, window)):
+                raise ValueError("count returned 0 for a microbatch")
+            yield window
+
+
 FAULTS = [
+    planted("grad-accum.wrong-input", "any-steps", accumulation=AnySteps, hint="0 steps"),
+    planted("grad-accum.wrong-input", "one-term", accumulation=AtLeastOneTerm, hint="no terms"),
+    planted("grad-accum.unusual-terms", "refused", accumulation=NoEmptyMicrobatch, hint="count"),
     planted("grad-accum.own-loop", "full-windows", accumulation=FullWindows, hint="zero at"),
     planted("grad-accum.own-loop", "never-zeroed", accumulation=NeverZeroed, hint="zero at"),
     planted("grad-accum.steps-of-config", "syncs-always", accumulation=SyncsAlways, hint="sync at"),

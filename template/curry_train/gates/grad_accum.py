@@ -4,7 +4,7 @@ Each gate takes the implementation as `train`, so that its tests can plant a wro
 batch is compared in eval mode: dropout and BatchNorm depend on the microbatch, and would differ for
 the right implementation too.
 
-Why so long: the gates of one technique share the loop by hand and its tolerance.
+Why so long: the gates of one technique, in one process and on two ranks.
 
 Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
@@ -13,8 +13,9 @@ import copy
 import functools
 import inspect
 import math
+import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,39 +37,34 @@ from ..core.parity import (
 from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from ..workloads.models import load_workload
-from ..workloads.workload import Case, Workload, batch_size
-from .fine_tuning import IN_BACKWARD_GATES, IN_BACKWARD_JUDGED
+from ..workloads.workload import Case, Workload
 from .fixtures import GradientSyncs, load_function, run_on_ranks
 from .trials import has_complex_parameters
 from .verdict import (
     Gate,
     Implementation,
     Judged,
-    NotApplicable,
     Takes,
     Verdict,
     not_applicable,
     with_errors,
 )
+from .windows_by_hand import (
+    DIVIDED_BATCH_FACTOR,
+    GRADIENT_TOLERANCES,
+    IN_BACKWARD_GATES,
+    IN_BACKWARD_JUDGED,
+    MOST_LEARNING_RATE,
+    Train,
+    Windows,
+    accumulate_by_hand,
+    reference_by_hand,
+    sgd_with_schedule,
+    windows_parity,
+)
 
-# Smallest tolerances, relative to a gradient's norm. Only the order of summation differs: a few
-# units of rounding. Losses are often computed in float32 in a model of float64.
-GRADIENT_TOLERANCES = {
-    torch.float32: 1e-6,
-    torch.float64: 1e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 2e-2,
-}
-# If the batch summed by hand over its microbatches differs by more than this, the tolerance is so
-# many times that difference.
-DIVIDED_BATCH_FACTOR = 3
-# Rounding is smaller by more than this in float64; the coupling of samples is not.
-ROUNDING_FACTOR = 4
-# Where a model does not run in float64, a difference above this is no rounding.
-COUPLED_DIFFERENCE = 1e-3
 # Errors by which DDP and FSDP2 refuse a model.
 ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
-MOST_LEARNING_RATE = 0.1
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
 # Of the gradient's own norm, so that every model is clipped.
 CLIPPED_SHARE = 0.5
@@ -77,8 +73,6 @@ LOSS_SCALE = 2.0**10
 OVERFLOWING_SCALE = 2.0**127
 # Steps of the optimizer and of its schedule in two windows.
 TWO_WINDOWS = {"steps": 2, "schedule steps": 2}
-Train = Callable[..., Any]
-Windows = Callable[[Any, int, Callable[[Any], int]], Any]  # of microbatches, steps and count
 
 
 def _our_windows(microbatches: Any, steps: int, count: Callable[[Any], int]) -> Any:
@@ -89,7 +83,7 @@ def equal_windows(
     case: Case, *, train: Train = train_window, windows: Windows = _our_windows
 ) -> Verdict:
     """Compare four equally weighted microbatches with one large batch."""
-    found = _parity(case, sizes=[case.batch_size] * 4, train=train, windows=windows)
+    found = windows_parity(case, sizes=[case.batch_size] * 4, train=train, windows=windows)
     return _verdict(
         "grad-accum/equal", found, "divide each summed loss once, by the terms of the whole window"
     )
@@ -99,7 +93,7 @@ def uneven_windows(
     case: Case, *, train: Train = train_window, windows: Windows = _our_windows
 ) -> Verdict:
     """Compare microbatches of different sizes and, if the loss can be masked, token counts."""
-    found = _parity(case, sizes=[1, 4, 2, 3], masked=True, train=train, windows=windows)
+    found = windows_parity(case, sizes=[1, 4, 2, 3], masked=True, train=train, windows=windows)
     return _verdict(
         "grad-accum/uneven",
         found,
@@ -112,7 +106,7 @@ def short_window(
 ) -> Verdict:
     """Compare six microbatches in windows of four, where the last window has two."""
     steps = _no_steps()
-    parity, tolerance = _parity(
+    parity, tolerance = windows_parity(
         case, sizes=[2] * 6, masked=True, steps=4, train=train, windows=windows, counted=steps
     )
     held = parity.holds and steps == TWO_WINDOWS
@@ -130,7 +124,7 @@ def once_per_window(
 ) -> Verdict:
     """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
     steps = _no_steps()
-    parity, tolerance = _parity(
+    parity, tolerance = windows_parity(
         case,
         sizes=[2] * 8,
         masked=True,
@@ -166,13 +160,13 @@ def scaled_window(
         return not_applicable(gate, required="gradients that can be scaled", why=why)
     options: dict[str, Any] = {"train": train, "windows": windows}
     sizes = [2] * 4
-    parity, tolerance = _parity(
+    parity, tolerance = windows_parity(
         case, sizes=sizes, clip_share=CLIPPED_SHARE, scale=LOSS_SCALE, **options
     )
 
     module = case.build().eval()
     before = copy.deepcopy(module.state_dict())
-    optimizer, scheduler = _optimizer(module, MOST_LEARNING_RATE)
+    optimizer, scheduler = sgd_with_schedule(module, MOST_LEARNING_RATE)
     microbatches = case.split(case.batch(sum(sizes)), sizes)
     (window,) = windows(microbatches, len(sizes), case.workload.count)
     scaler = torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE)
@@ -236,7 +230,7 @@ def random_numbers(
 
         with seeded(case.seed):
             if is_by_hand:
-                total = _accumulate_by_hand(module, microbatches, loss, case.workload.count)
+                total = accumulate_by_hand(module, microbatches, loss, case.workload.count)
             else:
                 optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
                 total = torch.tensor(train(module, window, loss, optimizer).loss)
@@ -259,19 +253,6 @@ def random_numbers(
     elif not found_parity.holds:
         hint = "run each microbatch once, in order, in the mode that the module has"
     return Verdict(gate, not hint, measured, required, hint)
-
-
-def _accumulate_by_hand(
-    module: nn.Module, microbatches: Sequence[Any], loss: Any, count: Callable[[Any], int]
-) -> torch.Tensor:
-    """Run forward and backward of each microbatch; return the mean loss of the window."""
-    terms = sum(map(count, microbatches))
-    total = torch.zeros(())
-    for microbatch in microbatches:
-        value = loss(module, microbatch) / terms
-        value.backward()
-        total = total.to(value) + value.detach()
-    return total
 
 
 def non_finite(
@@ -350,7 +331,7 @@ def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict
     of_windows = _OwnLoop(accumulation.from_config({"gradient_accumulation_steps": 4}))
     run: dict[str, Any] = {"train": of_windows.train, "windows": of_windows.windows}
     steps = _no_steps()
-    found = [_parity(case, sizes=sizes, steps=4, masked=True, counted=steps, **run)]
+    found = [windows_parity(case, sizes=sizes, steps=4, masked=True, counted=steps, **run)]
     is_right = of_windows.synced == [False, False, False, True, False, True]
     is_right = is_right and accumulation.from_config({}).steps == 1
 
@@ -359,7 +340,7 @@ def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict
         config = types.SimpleNamespace(micro=3, sync_each_batch=True)
         by_number = _OwnLoop(accumulation.from_config(config, key="micro"), terms=max(counts))
         run = {"train": by_number.train, "windows": by_number.windows}
-        found.append(_parity(case, sizes=sizes, steps=3, **run))
+        found.append(windows_parity(case, sizes=sizes, steps=3, **run))
         is_right = is_right and all(by_number.synced)
 
     hint = ""
@@ -473,6 +454,105 @@ def joint_loss(
     return Verdict(gate, parity.holds, parity.describe(), required, "" if parity.holds else hint)
 
 
+# Wrong input, on a window of three planted samples: of each what the error has to name.
+WrongUse = Callable[[Any, Train], Any]
+WRONG_USES: dict[str, tuple[WrongUse, str]] = {
+    "0 steps": (lambda kind, train: kind(steps=0), "steps"),
+    "1.5 steps": (lambda kind, train: kind(steps=1.5), "steps"),
+    "True steps": (lambda kind, train: kind(steps=True), "steps"),
+    "0 steps in a config": (lambda kind, train: kind.from_config({"k": 0}, key="k"), "k"),
+    "a word for sync_each_batch": (
+        lambda kind, train: kind(steps=2, sync_each_batch="yes"),
+        "sync_each_batch",
+    ),
+    "a negative index": (lambda kind, train: kind(steps=2).train_step_kwargs(-1), "-1"),
+    "an index after the window": (
+        lambda kind, train: _planted_window(kind).train_step_kwargs(3),
+        "index 3",
+    ),
+    "no data": (lambda kind, train: [*kind(steps=2).windows([])], "empty"),
+    "no terms": (lambda kind, train: _planted_window(kind, count=lambda one: 0), "count"),
+    "negative terms": (lambda kind, train: _planted_window(kind, count=lambda one: -1), "count"),
+    "half a term": (lambda kind, train: _planted_window(kind, count=lambda one: 0.5), "count"),
+    "a clip of 0": (lambda kind, train: _planted_step(kind, train, clip_norm=0.0), "clip_norm"),
+    "a clip of NaN": (lambda kind, train: _planted_step(kind, train, clip_norm=math.nan), "clip"),
+    "a loss of several numbers": (
+        lambda kind, train: _planted_step(kind, train, loss=lambda module, one: module(one)),
+        "loss",
+    ),
+    "a joint loss that syncs each batch": (
+        lambda kind, train: _planted_step(
+            kind, train, joint_loss=lambda values: sum(values), sync_each_batch=True
+        ),
+        "sync_each_batch",
+    ),
+}
+NUM_PLANTED_SAMPLES = 3
+
+
+def _planted_window(kind: Any, *, count: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+    samples = torch.arange(1.0, NUM_PLANTED_SAMPLES + 1).view(-1, 1, 1)
+    return next(kind(steps=NUM_PLANTED_SAMPLES, **options).windows([*samples], count=count))
+
+
+def _planted_step(
+    kind: Any,
+    train: Train,
+    *,
+    loss: Callable[..., torch.Tensor] = lambda module, one: module(one).sum(),
+    count: Callable[[Any], Any] | None = None,
+    sync_each_batch: bool = False,
+    **options: Any,
+) -> tuple[Any, torch.Tensor]:
+    """Train a weight of 1 on the inputs 1, 2 and 3; return the result and the weight."""
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    window = _planted_window(kind, count=count, sync_each_batch=sync_each_batch)
+    result = train(module, window, loss, optimizer, **options)
+    return result, module.weight.detach()
+
+
+def wrong_uses(
+    case: Case, *, accumulation: Any = GradientAccumulation, train: Train | None = None
+) -> Verdict:
+    """Check that wrong input is an error that names it, and that unusual input is not.
+
+    Without `count` each microbatch is a term, and some may have none. On a planted weight, whose
+    gradient is counted by hand. `train` is the `train_window` beside the accumulation.
+    """
+    gate = "grad-accum/refused"
+    beside = sys.modules[getattr(accumulation, "__module__", __name__)]
+    taken: Any = train or getattr(beside, "train_window", train_window)
+    accepted = []
+    for name, (use, text) in WRONG_USES.items():
+        try:
+            use(accumulation, taken)
+            accepted.append(name)
+        except (ValueError, TypeError) as error:
+            if text not in str(error):
+                accepted.append(f"{name} (the error does not name {text})")
+    # The inputs 1, 2 and 3 have these terms, and the gradient is 6 over their sum.
+    wrong = []
+    for terms in (None, [0, 0, 1], [2, 0, 1]):
+        count = None if terms is None else lambda one, terms=terms: terms[int(one) - 1]
+        num_terms = NUM_PLANTED_SAMPLES if terms is None else sum(terms)
+        result, weight = _planted_step(accumulation, taken, count=count)
+        found = [result.loss, result.grad_norm, 1 - weight.item()]
+        expected = 6 / num_terms
+        is_near = all(math.isclose(one, expected, rel_tol=1e-6) for one in found)
+        if not is_near or result.num_terms != num_terms:
+            wrong.append(f"terms {terms}")
+    hint = ""
+    if accepted:
+        hint = f"accepts this, or does not name it: {', '.join(accepted)}"
+    elif wrong:
+        hint = f"divide by the terms of the window: {', '.join(wrong)}"
+    measured = f"{len(WRONG_USES) - len(accepted)} refused, {3 - len(wrong)} of 3 sound steps right"
+    required = f"{len(WRONG_USES)} refused, 3 of 3"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
 def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
     """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window.
 
@@ -492,7 +572,7 @@ def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
 
     # Raises NotApplicable here and not in the other processes.
     batch = case.batch(2 * sum(RANK_SIZES))
-    _reference(case, [case.split(batch, 2 * RANK_SIZES)], batch)
+    reference_by_hand(case, [case.split(batch, 2 * RANK_SIZES)], batch)
     arguments: dict[str, Any] = {
         "spec": case.workload.spec,
         "seed": case.seed,
@@ -555,168 +635,10 @@ GATES = (
     Gate("grad-accum/non-finite", non_finite, TRAIN_TAKES),
     Gate("grad-accum/own-loop", own_loop, {"GradientAccumulation": Takes("accumulation")}),
     Gate("grad-accum/joint-loss", joint_loss, TRAIN_TAKES),
+    Gate("grad-accum/refused", wrong_uses, {"GradientAccumulation": Takes("accumulation")}),
     *IN_BACKWARD_GATES,
     Gate("grad-accum/two-ranks", two_ranks, TRAIN_BY_NAME),
 )
-
-
-def _parity(
-    case: Case,
-    *,
-    sizes: Sequence[int],
-    train: Train,
-    windows: Windows,
-    masked: bool = False,
-    steps: int | None = None,
-    clip_share: float | None = None,
-    scale: float | None = None,
-    counted: dict[str, int] | None = None,
-) -> tuple[Parity, float]:
-    """Compare accumulated gradients after the last window with large batches trained by hand.
-
-    `clip_share` clips to this share of the first window's gradient norm, and `scale` scales the
-    losses. Returns the comparison and its tolerance.
-    """
-    workload = case.workload
-    steps = steps or len(sizes)
-    batch = case.batch(sum(sizes))
-    if masked and workload.mask:
-        batch = workload.mask(batch)
-    microbatches = case.split(batch, sizes)
-
-    candidate = case.build().eval()
-    _same_twice(case, candidate)
-    starts = range(0, len(sizes), steps)
-    by_hand = [microbatches[start : start + steps] for start in starts]
-    norm = _gradient_norm(case, by_hand[0])
-    clip = None if clip_share is None else clip_share * norm
-    rate = _rate(candidate, clip or norm)
-    reference, tolerance = _reference(case, by_hand, batch, clip=clip, rate=rate)
-    optimizer, scheduler = _optimizer(candidate, rate)
-    options: dict[str, Any] = {"clip_norm": clip, "scheduler": scheduler}
-    if scale is not None:
-        options["scaler"] = torch.amp.GradScaler(case.device.type, init_scale=scale)
-    if counted is not None:
-        optimizer.register_step_post_hook(lambda *_: counted.update(steps=counted["steps"] + 1))
-    for window in windows(microbatches, steps, workload.count):
-        loss = train(candidate, window, workload.loss, optimizer, **options).loss
-    if counted is not None:
-        counted["schedule steps"] = scheduler.last_epoch
-
-    last = torch.tensor(loss, dtype=reference.loss.dtype, device=reference.loss.device)
-    return compare(reference, record(candidate, last), tolerance=tolerance), tolerance
-
-
-def _rate(module: nn.Module, gradient_norm: float) -> float:
-    """Return a learning rate at which the first step changes the weights by a tenth at most."""
-    weights = math.hypot(*(one.detach().norm().item() for one in module.parameters()))
-    share = weights / gradient_norm if gradient_norm > 0 else 1.0
-    return MOST_LEARNING_RATE * min(1.0, share or 1.0)
-
-
-def _reference(
-    case: Case,
-    windows: Sequence[Sequence[Any]],
-    batch: Any,
-    *,
-    clip: float | None = None,
-    rate: float = 0.0,
-) -> tuple[StepRecord, float]:
-    """Train the batch by hand, a window at a time; return the last record and the tolerance.
-
-    The tolerance is that of the dtype, or more for a model whose gradients differ by more than that
-    when a loop by hand sums each window over its microbatches.
-    """
-    settings = {"clip": clip, "rate": rate}
-    whole, difference = _divided_difference(case, windows, batch, **settings)
-    check_comparable(whole)
-    tolerance = GRADIENT_TOLERANCES[case.dtype]
-    if difference > tolerance and not _is_rounding(case, windows, batch, difference, **settings):
-        why = (
-            f"a batch's loss or gradient differs by {difference:.1e} from the sum over its parts, "
-            "and not by rounding: the loss couples samples, or is not a sum, which a Workload has "
-            "to return"
-        )
-        raise NotApplicable(why, required="parts that add up to the batch")
-    return whole, max(tolerance, DIVIDED_BATCH_FACTOR * difference)
-
-
-def _divided_difference(
-    case: Case,
-    windows: Sequence[Sequence[Any]],
-    batch: Any,
-    **settings: Any,
-) -> tuple[StepRecord, float]:
-    """Train by hand on whole windows and on microbatches.
-
-    Returns the record of the whole windows, and the difference.
-    """
-    sizes = [sum(map(batch_size, window)) for window in windows]
-    whole = _by_hand(case, [[window] for window in case.split(batch, sizes)], **settings)
-    return whole, compare(whole, _by_hand(case, windows, **settings)).worst
-
-
-def _is_rounding(
-    case: Case,
-    windows: Sequence[Sequence[Any]],
-    batch: Any,
-    difference: float,
-    **settings: Any,
-) -> bool:
-    """Return whether a difference is much smaller in float64."""
-    precise = replace(case, dtype=torch.float64)
-    placed = [list(map(precise.place, window)) for window in windows]
-    try:
-        _, remaining = _divided_difference(precise, placed, precise.place(batch), **settings)
-    except (RuntimeError, TypeError):
-        # The model or the device computes in other dtypes alone.
-        scale = GRADIENT_TOLERANCES[case.dtype] / GRADIENT_TOLERANCES[torch.float32]
-        return difference <= COUPLED_DIFFERENCE * min(scale, 100)
-    return ROUNDING_FACTOR * remaining < difference
-
-
-def _by_hand(
-    case: Case, windows: Sequence[Sequence[Any]], *, clip: float | None = None, rate: float = 0.0
-) -> StepRecord:
-    """Train the windows in a plain loop that sums each over its microbatches."""
-    module = case.build().eval()
-    optimizer, scheduler = _optimizer(module, rate)
-    for window in windows:
-        optimizer.zero_grad()
-        count = sum(map(case.workload.count, window))
-        total = torch.zeros(())
-        for microbatch in window:
-            value = case.workload.loss(module, microbatch) / count
-            value.backward()
-            total = total.to(value) + value.detach()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-        scheduler.step()
-    return record(module, total)
-
-
-def _gradient_norm(case: Case, window: Sequence[Any]) -> float:
-    gradients = _by_hand(case, [window]).gradients.values()
-    return math.hypot(*(one.norm().item() for one in gradients if one is not None))
-
-
-def _optimizer(
-    module: nn.Module, rate: float
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=rate)
-    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
-def _same_twice(case: Case, module: nn.Module) -> None:
-    with torch.no_grad():
-        first, second = (case.workload.loss(module, case.batch()) for _ in range(2))
-    if not torch.equal(first, second):
-        raise ValueError(
-            f"{case.workload.name} gives {first.item():.6g} and then {second.item():.6g} for the "
-            "same batch in eval mode, so nothing can be compared: draw random numbers only if "
-            "module.training is set"
-        )
 
 
 def _verdict(gate: str, found: tuple[Parity, float], hint: str) -> Verdict:
@@ -753,7 +675,7 @@ def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[
     if plain.num_in_forward:
         reason = "the model itself communicates between ranks, which computes another function"
         return {kind: {"refused": reason} for kind in ("DDP", "FSDP2")}
-    reference, tolerance = _reference(case, [of_ranks], batch)
+    reference, tolerance = reference_by_hand(case, [of_ranks], batch)
 
     mesh = init_device_mesh("cpu", (num_ranks,))
     wraps: dict[str, Callable[[nn.Module], Any]] = {

@@ -46,7 +46,7 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
-from .fine_tuning import ROUTING_GATES, ROUTING_JUDGED
+from .routers import ROUTING_GATES, ROUTING_JUDGED
 from .same_training import (
     calls_counted,
     in_place,

@@ -1,13 +1,11 @@
-"""Gates of routers that recompute, and of optimizers that step in backward.
+"""A gate of routers that recompute: a disturbed one chooses the same experts again.
 
-Both disturb or watch a step while its backward runs. `keep_routing` belongs to recompute, and
-`StepInBackward` to grad-accum; the gates of each are listed there.
+It is disturbed between forward and backward. The gate is listed with those of recompute.
 
 Proof: `python -m pytest tests/gates/test_adapters.py`.
 """
 
 import contextlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from ..core.parity import Parity, StepRecord, check_comparable, compare, record
 from ..core.rerun import seeded
-from ..primitives.grad_accum import GradientAccumulation, StepInBackward, train_window
 from ..workloads.workload import Case
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable
 
@@ -170,124 +167,5 @@ def _reversed(choose: Callable[..., Any]) -> Callable[..., Any]:
     return chosen
 
 
-# A gate of grad-accum: parameters that step in backward.
-
-MakeOptimizer = Callable[[list[Tensor]], torch.optim.Optimizer]
-Steps = Callable[[Any, MakeOptimizer], Any]
-CLIP_NORM = 1.0
-
-
-def stepped_in_backward(
-    case: Case, *, optimizer: Steps = StepInBackward, train: Callable[..., Any] | None = None
-) -> Verdict:
-    """Compare windows whose parameters step in backward with a loop by hand that steps after it.
-
-    `train` is the `train_window` beside the optimizer's class. It must refuse a clip by the norm of
-    all gradients, of which most would have been applied before it is known.
-    """
-    gate = "grad-accum/in-backward"
-    required = "weights bit-equal, at most 1 gradient at a time, a clip refused"
-    beside = sys.modules[getattr(optimizer, "__module__", __name__)]
-    taken: Any = train or getattr(beside, "train_window", train_window)
-    expected, again = (_stepped_after(case) for _ in range(2))
-    if _num_different(expected, again):
-        why = "a loop by hand does not repeat itself bit for bit"
-        return not_applicable(gate, required=required, why=why)
-
-    module = case.build()
-    found = optimizer(module.parameters(), _maker(case))
-    most = 0
-
-    def count(parameter: Tensor) -> None:
-        nonlocal most
-        most = max(most, _num_gradients(module))
-
-    with seeded(case.seed):
-        for window in _windows(case):
-            # The last window has one microbatch, so no gradient waits for another one.
-            most = 0
-            hooks = _hooked(module, count)
-            taken(module, window, case.workload.loss, found)
-            for hook in hooks:
-                hook.remove()
-    different = _num_different(expected, module.state_dict())
-    most = max(most, _num_gradients(module))
-    is_refused, changed = _clipped(case, optimizer, taken)
-    measured = f"{different} weights differ, {most} gradients at a time; clip: "
-    measured += f"{'refused' if is_refused else 'taken'}, {changed} weights changed"
-    hint = ""
-    if different:
-        hint = "step a parameter once, on its gradient of the whole window"
-    elif most > 1:
-        hint = "step and free each gradient in the parameter's own hook of the last backward"
-    elif not is_refused or changed:
-        hint = "refuse a clip by the norm of all gradients before the first backward"
-    return Verdict(gate, not hint, measured, required, hint)
-
-
-def _windows(case: Case) -> Iterator[Any]:
-    # BatchNorm in training needs two samples.
-    sizes = [2] * 5
-    microbatches = case.split(case.batch(sum(sizes)), sizes)
-    return GradientAccumulation(2).windows(microbatches, count=case.workload.count)
-
-
-def _maker(case: Case) -> MakeOptimizer:
-    rate = 1e-2 if case.dtype.itemsize == 2 else 1e-3
-    return lambda parameters: torch.optim.AdamW(parameters, lr=rate, foreach=False)
-
-
-def _stepped_after(case: Case) -> dict[str, Any]:
-    """Train by hand with a step after the backward of each window; return the weights."""
-    module = case.build()
-    optimizer = _maker(case)([one for one in module.parameters() if one.requires_grad])
-    with seeded(case.seed):
-        for window in _windows(case):
-            optimizer.zero_grad()
-            for microbatch in window:
-                (case.workload.loss(module, microbatch) / window.loss_divisor).backward()
-            optimizer.step()
-    return module.state_dict()
-
-
-def _clipped(case: Case, optimizer: Steps, train: Callable[..., Any]) -> tuple[bool, int]:
-    """Return whether a window with a clip is refused, and how many weights have changed."""
-    module = case.build()
-    before = {name: value.clone() for name, value in _tensors(module.state_dict()).items()}
-    found = optimizer(module.parameters(), _maker(case))
-    window = next(_windows(case))
-    try:
-        train(module, window, case.workload.loss, found, clip_norm=CLIP_NORM)
-        is_refused = False
-    except ValueError:
-        is_refused = True
-    return is_refused, _num_different(before, module.state_dict())
-
-
-def _hooked(module: nn.Module, call: Callable[[Tensor], None]) -> list[Any]:
-    return [
-        parameter.register_post_accumulate_grad_hook(call)
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    ]
-
-
-def _num_gradients(module: nn.Module) -> int:
-    return sum(parameter.grad is not None for parameter in module.parameters())
-
-
-def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
-
-
-def _num_different(expected: dict[str, Any], found: dict[str, Any]) -> int:
-    others = _tensors(found)
-    return sum(not torch.equal(value, others[name]) for name, value in _tensors(expected).items())
-
-
 ROUTING_JUDGED = (Judged("keep_routing", lambda model: None),)
 ROUTING_GATES = (Gate("recompute/routing", routing, {"keep_routing": Takes("keep")}),)
-IN_BACKWARD_JUDGED = (Judged("StepInBackward", lambda parameters, make: None),)
-IN_BACKWARD_GATES = (
-    Gate("grad-accum/in-backward", stepped_in_backward, {"StepInBackward": Takes("optimizer")}),
-)
