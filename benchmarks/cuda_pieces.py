@@ -353,7 +353,9 @@ class PieceFile:
 
     def _read(self, *, again: bool) -> None:
         known = json.loads(self.path.read_text())
-        for fact in ("dry_run", "device", "torch"):
+        # Predictions are made before, on another machine.
+        facts = ["dry_run"] if self.facts["piece"] == "predict" else ["dry_run", "device", "torch"]
+        for fact in facts:
             if known[fact] != self.facts[fact]:
                 raise SystemExit(
                     f"{self.path} has rows of {fact} {known[fact]!r}, and this is "

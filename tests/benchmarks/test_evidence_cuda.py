@@ -121,6 +121,13 @@ def test_a_file_of_another_kind_of_run_is_not_continued(dry, piece):
         cuda_pieces.run_piece("loss", replace(dry, is_dry=False))
 
 
+def test_predictions_of_another_version_of_torch_stay(dry):
+    path = dry.folder / "predict.json"
+    facts = {"dry_run": True, "device": "cpu", "torch": "2.0", "starts": {}}
+    path.write_text(json.dumps(facts | {"rows": {"a row": {}}}))
+    assert cuda_pieces.PieceFile("predict", dry, again=False).rows == {"a row": {}}
+
+
 def test_a_row_that_leaves_memory_behind_gets_a_new_process_for_the_next(dry, monkeypatch):
     monkeypatch.setattr(cuda_setting.StandInCuda, "memory_reserved", lambda self: 2**21)
     assert cuda_pieces.run_piece("memory", dry) == cuda_pieces.ANEW_STATUS
