@@ -2,6 +2,7 @@
 
     python benchmarks/finetune.py --json evidence/finetune.json   # all: minutes on two cores
     python benchmarks/finetune.py --only Lion lora mixtral        # some, printed
+    python benchmarks/finetune.py --only dora --json evidence/finetune.json   # added to the others
 
 `make finetune` installs the libraries beside the project's own environment and runs all rows. A row
 is predicted from shapes alone, or says why the model was measured instead. Routers are perturbed
@@ -13,6 +14,7 @@ Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 import argparse
 import copy
 import importlib.metadata
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -85,12 +87,30 @@ def main() -> None:
         print(line_of(row), flush=True)
     plans = [plan_row(name) for name in PLANNED if name in wanted]
     routing = perturbed_runs(NUM_PERTURBED) if {*EXPERTS} & {*wanted} else None
-    results = {"summary": summary_of(rows), "rows": rows, "plans": plans, "routing": routing}
-    print(results["summary"], plans, routing)
+    print(summary_of(rows), plans, routing)
     if options.json:
         facts = provenance(torch.device("cpu"))
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-        write_json(options.json, facts | {"versions": versions} | results)
+        found = facts | {"versions": versions, "rows": rows, "plans": plans, "routing": routing}
+        path = Path(options.json)
+        if options.only and path.exists():
+            found = beside_earlier(found, json.loads(path.read_text()), known)
+        write_json(options.json, found | {"summary": summary_of(found["rows"])})
+
+
+def beside_earlier(
+    found: dict[str, Any], earlier: dict[str, Any], known: list[str]
+) -> dict[str, Any]:
+    """Add the rows of an earlier record by the same versions, in the order of all names."""
+    for name in ("torch", "python", "device", "versions"):
+        if found[name] != earlier[name]:
+            sys.exit(f"{name} of the record is {earlier[name]}, here {found[name]}: run all rows")
+    again = {row["name"] for row in found["rows"]}
+    merged = dict(found, command=earlier["command"], routing=found["routing"] or earlier["routing"])
+    for part in ("rows", "plans"):
+        rows = [row for row in earlier[part] if row["name"] in {*known} - again] + found[part]
+        merged[part] = sorted(rows, key=lambda row: known.index(row["name"]))
+    return merged
 
 
 def rows_of(wanted: list[str]) -> Iterator[dict[str, Any]]:

@@ -148,6 +148,15 @@ def merged_and_adapted_again() -> Made:
     return adapted(merged.merge_and_unload())
 
 
+def merged_and_unmerged() -> Made:
+    """Adapters that were merged into the base to evaluate, and are trained on apart from it."""
+    model, batch = adapted(llama())
+    adapters: Any = model
+    adapters.merge_adapter()
+    adapters.unmerge_adapter()
+    return model, batch
+
+
 def two_adapters() -> Made:
     """One of two adapters is trained; the other is frozen."""
     from peft import LoraConfig
@@ -175,16 +184,42 @@ def prompt_tuning() -> Made:
     return get_peft_model(llama(), config), words()
 
 
+def is_quantised(module: nn.Module, name: str) -> bool:
+    """Return whether torchao changes a module: each linear layer but the head."""
+    return isinstance(module, nn.Linear) and "lm_head" not in name
+
+
 def lora_on_torchao_int8() -> Made:
-    """A base of which each linear layer but the head is torchao's int8 tensor."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     base = llama()
-    quantize_(
-        base,
-        Int8WeightOnlyConfig(),
-        filter_fn=lambda one, name: isinstance(one, nn.Linear) and "lm_head" not in name,
-    )
+    quantize_(base, Int8WeightOnlyConfig(), filter_fn=is_quantised)
+    return adapted(base)
+
+
+def lora_on_torchao_int4() -> Made:
+    """Values of 4 bits that take a byte each: the layout of torchao that runs on a CPU.
+
+    `Int4WeightOnlyConfig` packs two values into a byte, with a scale and a zero for each group;
+    its kernels run on CUDA and XPU alone, so no row measures them.
+    """
+    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+
+    base = llama()
+    config = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))
+    quantize_(base, config, filter_fn=is_quantised)
+    return adapted(base)
+
+
+def lora_on_torchao_nf4() -> Made:
+    """The layout of QLoRA: two values in a byte, and a scale of 8 bits for each 32 of them."""
+    from torchao.quantization.quantize_.workflows import to_nf4
+
+    base = llama()
+    for name, module in base.named_modules():
+        if is_quantised(module, name):
+            packed = to_nf4(module.weight.detach(), block_size=32, scaler_block_size=8)
+            module.weight = nn.Parameter(packed, requires_grad=False)
     return adapted(base)
 
 
@@ -250,7 +285,8 @@ def mixtral() -> Made:
 ADAPTERS = (
     *("lora", "lora_with_input_gradients", "lora_on_all_layers", "lora_with_dropout"),
     *("lora_on_embeddings", "lora_with_a_whole_head", "dora", "merged_and_adapted_again"),
-    *("two_adapters", "ia3", "prompt_tuning", "lora_on_torchao_int8"),
+    *("merged_and_unmerged", "two_adapters", "ia3", "prompt_tuning"),
+    *("lora_on_torchao_int8", "lora_on_torchao_int4", "lora_on_torchao_nf4"),
     *("lora_on_bitsandbytes_int8", "lora_on_bitsandbytes_nf4"),
 )
 EXPERTS = ("mixtral",)

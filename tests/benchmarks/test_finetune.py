@@ -6,6 +6,7 @@ python -m pytest tests/benchmarks/test_finetune.py
 import json
 
 import finetune
+import pytest
 from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS
 
 RECORD = json.loads((finetune.ROOT / "evidence" / "finetune.json").read_text())
@@ -40,3 +41,17 @@ def test_the_record_has_every_row_and_at_least_thirty_are_predicted_and_equal():
     assert all(plan["equal"] for plan in RECORD["plans"])
     assert RECORD["routing"]["equal"] == RECORD["routing"]["runs"] == finetune.NUM_PERTURBED
     assert set(RECORD["versions"]) == {*finetune.LIBRARIES}
+
+
+def test_rows_that_ran_again_replace_theirs_in_the_record_and_no_other():
+    again = [row | {"equal": False} for row in RECORD["rows"] if row["name"] == "dora"]
+    found = RECORD | {"rows": again, "plans": [], "routing": None}
+    known = [*OPTIMIZERS, *ADAPTERS, *EXPERTS]
+    merged = finetune.beside_earlier(found, RECORD, known)
+    changed = [row["name"] for row in merged["rows"] if not row["equal"]]
+    assert changed == ["dora"] * len(again)
+    assert [row["name"] for row in merged["rows"]] == [row["name"] for row in RECORD["rows"]]
+    assert merged["plans"] == [plan for plan in RECORD["plans"] if plan["name"] != "dora"]
+    assert merged["routing"] == RECORD["routing"]
+    with pytest.raises(SystemExit, match="run all rows"):
+        finetune.beside_earlier(found | {"torch": "1.0"}, RECORD, known)

@@ -337,3 +337,60 @@ def test_blocks_under_the_models_autocast_are_measured_under_it():
         plan = planner.plan(2 * real.peak.bytes_alive, microbatch=SIZE, global_batch=SIZE)
     assert plan.peak_bytes == real.peak.bytes_alive
     assert len(plan.options) == 3
+
+
+class CodedWeight(torch.Tensor):
+    """A frozen weight as codes, a scale, and a table of numbers as NF4 has it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, table):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, table):
+        self.codes = codes
+        self.scale = scale
+        self.table = table
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale", "table"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"], inner["table"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale, args[0].table)
+        opened = [one.table[one.codes] * one.scale if isinstance(one, cls) else one for one in args]
+        return func(*opened, **(kwargs or {}))
+
+
+class OnCodes(nn.Module):
+    """A linear layer with a coded weight, and an adapter."""
+
+    def __init__(self):
+        super().__init__()
+        drawn = torch.randn(16, 16)
+        codes = (drawn > 0).long() + (drawn > 1).long()
+        table = torch.tensor([-1.0, 0.5, 1.5])
+        weight = CodedWeight(codes, drawn.abs().max(), table)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.down = nn.Linear(16, 2)
+        self.up = nn.Linear(2, 16)
+
+    def forward(self, x):
+        return (nn.functional.linear(x, self.weight) + self.up(self.down(x))).tanh()
+
+
+def test_a_base_of_codes_with_a_table_that_keeps_its_values_is_estimated_from_shapes():
+    workload = Workload(
+        "coded",
+        lambda: nn.Sequential(OnCodes(), OnCodes()),
+        lambda size: torch.randn(size, 16),
+        lambda module, batch: module(batch).square().sum(),
+    )
+    estimated, why_real = estimate(workload)
+    assert why_real is None
+    assert estimated.peak.bytes_alive == measure(workload).peak.bytes_alive
+    assert estimated.owners["parameters"] == measure(workload).owners["parameters"]

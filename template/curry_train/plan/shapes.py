@@ -482,8 +482,20 @@ def _without_values(tensor: Tensor) -> Tensor:
         return tensor
     mode = fake_mode()
     assert mode is not None, "the modules of a pretended case are built inside of pretended"
+    has_values = {not isinstance(one, FakeTensor) for one in local_tensors(tensor)}
+    if len(has_values) > 1:
+        return _wrapped_without_values(tensor)
     fake_tensor: Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake_tensor
+
+
+def _wrapped_without_values(tensor: Any) -> Tensor:
+    """Replace the tensors with values in a wrapper, such as the table of codes of NF4."""
+    names, context = tensor.__tensor_flatten__()
+    inside = {name: _without_values(getattr(tensor, name)) for name in names}
+    made: Tensor = type(tensor).__tensor_unflatten__(inside, context, tensor.shape, tensor.stride())
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_parameter else made
 
 
 def _apply(
