@@ -11,6 +11,7 @@ from saboteurs import planted
 
 from curry_train.primitives import grad_flow_probe
 from curry_train.primitives.grad_flow import GradFlow
+from curry_train.primitives.grad_flow_report import flow_findings, flow_table
 
 
 class NoOp(GradFlow):
@@ -185,7 +186,22 @@ def norms_in_half(tensor):
 IN_HALF = sabotaged(grad_flow_probe, sums_of=norms_in_half)
 
 
+def last_step_alone(records):
+    return flow_findings(records[-1:])
+
+
+def none_dead(records):
+    return [one for one in flow_findings(records) if one.kind != "dead"]
+
+
+def first_layers_alone(records, *, most=24):
+    return flow_table(records, most=most).replace("layers.2.0", "layers.1.0")
+
+
 FAULTS = [
+    planted("grad-flow.findings", "last-step", judge=last_step_alone, hint="an infinite output"),
+    planted("grad-flow.findings", "none-dead", judge=none_dead, hint="an output of 0"),
+    planted("grad-flow.report", "first-layers", table=first_layers_alone, hint="table"),
     planted("grad-flow.exact", "no-op", probe=NoOp, hint="left out or counted twice"),
     planted(
         "grad-flow.exact", "after-clipping", probe=AfterClipping, hint="the gradients are not those"

@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/gates/test_grad_flow.py`.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..core.parity import StepRecord, compare, record
 from ..core.rerun import seeded, untouched
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow, LayerFlow, StepFlow, ValueSpread
 from ..primitives.grad_flow_probe import choose_layers
+from ..primitives.grad_flow_report import Finding, flow_findings, flow_json, flow_table
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable
@@ -154,6 +155,194 @@ def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
         return storages.bytes_alive if value.requires_grad else 0
 
 
+# Findings, on planted chains of layers that each have one fault.
+
+CHAIN_WIDTH = 16
+CHAIN_LENGTH = 4
+CHAIN_STEPS = 3
+# With Adam a weight moves by the rate, which is this share of the weights.
+SOUND_RATE = 1e-3
+
+
+class PlantedChain(nn.Module):
+    """Layers that add to their input; of some the output or its gradient is multiplied."""
+
+    def __init__(self, *, output: Mapping[int, float], gradient: float, detached: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False), Scaled(output.get(n, 1)))
+            for n in range(CHAIN_LENGTH)
+        )
+        self.gradient = gradient
+        self.detached = detached
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            out = layer(x)
+            x = x + (out.detach() if number == self.detached else out)
+            x = x.detach() * (1 - self.gradient) + x * self.gradient
+        return x
+
+
+class Scaled(nn.Module):
+    """A factor on the output of a layer."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A finding: its kind, layers, a word of its message, and its value, if that follows."""
+
+    kind: str
+    layers: frozenset[str]
+    word: str
+    value: float | None = None
+
+    def is_in(self, findings: Sequence[Finding]) -> bool:
+        return any(
+            one.kind == self.kind
+            and set(one.layers) == self.layers
+            and self.word in one.message
+            and one.step == (0 if self.kind == "nonfinite" else CHAIN_STEPS - 1)
+            and (self.value is None or self.value / 2 <= one.value <= self.value * 2)
+            for one in findings
+        )
+
+
+@dataclass(frozen=True)
+class PlantedFlow:
+    """A chain with a fault, and the findings that it has."""
+
+    expected: Sequence[Expected]
+    output: Mapping[int, float] = field(default_factory=dict)
+    gradient: float = 1.0
+    detached: int = -1
+    rate: float = SOUND_RATE
+    clip: float | None = None
+    loss: Callable[[Tensor], Tensor] = lambda x: x.square().mean()
+
+    def probed(self, probe: FlowProbe) -> Any:
+        model = PlantedChain(output=self.output, gradient=self.gradient, detached=self.detached)
+        optimizer = torch.optim.Adam(model.parameters(), lr=self.rate)
+        with probe(model, optimizer, every=1) as flow:
+            for _ in range(CHAIN_STEPS):
+                optimizer.zero_grad()
+                self.loss(model(torch.randn(8, CHAIN_WIDTH))).backward()
+                if self.clip is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+                optimizer.step()
+        return flow
+
+
+def _expected(kind: str, layers: str, word: str, value: float | None = None) -> Expected:
+    return Expected(kind, frozenset(layers.split()), word, value)
+
+
+ALL_LINEARS = " ".join(f"layers.{number}.0" for number in range(CHAIN_LENGTH))
+# Three factors on the gradient lie between the first layer and the last.
+PLANTED_FLOWS = {
+    "no fault": PlantedFlow([]),
+    "an infinite output": PlantedFlow(
+        [_expected("nonfinite", "layers.2", "activations", 1.0)], output={2: math.inf}
+    ),
+    "an infinite gradient": PlantedFlow(
+        [_expected("nonfinite", "layers.3.0", "all activations were finite", 1.0)],
+        loss=lambda x: (x * 0).abs().sqrt().sum(),
+    ),
+    "small factors on gradients": PlantedFlow(
+        [_expected("vanishing", "layers.0", "that of layers.3", 0.05**3)], gradient=0.05
+    ),
+    "large factors on gradients": PlantedFlow(
+        [_expected("exploding", "layers.0", "that of layers.3", 20.0**3)], gradient=20.0
+    ),
+    "an output of 0": PlantedFlow(
+        [
+            _expected("dead", "layers.1", "exactly 0", 1.0),
+            _expected("no-gradient", "layers.1.0", "exactly 0", 0.0),
+            _expected("update", "layers.1.0", "does not move", 0.0),
+        ],
+        output={1: 0.0},
+    ),
+    "a detached layer": PlantedFlow(
+        [
+            _expected("no-gradient", "layers.2.0", "gets no gradient at all", 0.0),
+            _expected("update", "layers.2.0", "does not move", 0.0),
+        ],
+        detached=2,
+    ),
+    "a high rate": PlantedFlow([_expected("update", ALL_LINEARS, "moves far")], rate=1.0),
+    "a low rate": PlantedFlow([_expected("update", ALL_LINEARS, "hardly moves")], rate=1e-7),
+    "a clip": PlantedFlow([_expected("scaled", "", "were multiplied by")], clip=1e-3),
+}
+
+
+def findings(
+    case: Case,
+    *,
+    probe: FlowProbe = GradFlow,
+    judge: Callable[[Sequence[StepFlow]], Sequence[Finding]] = flow_findings,
+    table: Callable[..., str] = flow_table,
+) -> Verdict:
+    """Compare the findings on planted chains with what was planted, in the table and JSON too."""
+    wrong = []
+    for name, planted in PLANTED_FLOWS.items():
+        with seeded(case.seed):
+            flow = planted.probed(probe)
+        found = judge(flow.records)
+        if len(found) != len(planted.expected) or not all(
+            one.is_in(found) for one in planted.expected
+        ):
+            kinds = [f"{one.kind} of {', '.join(one.layers) or 'all'}" for one in found]
+            wrong.append(f"{name} gives {'; '.join(kinds) or 'no finding'}")
+        elif what := _not_shown(flow, found, table):
+            wrong.append(f"{name}: {what}")
+    if "no step was probed" not in table(()):
+        wrong.append("a table without records")
+    measured = f"{len(wrong)} of {len(PLANTED_FLOWS)} wrong"
+    hint = f"{wrong[0]}: judge the latest steps, and name the first layer" if wrong else ""
+    required = "each planted fault with its layers, and no other"
+    return Verdict("grad-flow/findings", not wrong, measured, required, hint)
+
+
+def _not_shown(flow: Any, found: Sequence[Finding], table: Callable[..., str]) -> str:
+    """Name what the table or the JSON does not have; empty if nothing is missing."""
+    whole, short = (
+        " ".join(table(flow.records, **options).split()) for options in ({}, {"most": 3})
+    )
+    names = list(flow.records[-1].layers)
+    for one in found:
+        first = f"{one.layers[0]}: " if one.layers else ""
+        line = f"{one.kind} {first}{one.message} (step {one.step})"
+        if line not in whole or line not in short:
+            return f"the table has no line of {one.kind}"
+        if first and f"{one.layers[0]} " not in short.partition(" ratio ")[2]:
+            return f"the short table leaves out {one.layers[0]}"
+    if not all(f"{name} " in whole.partition(" ratio ")[2] for name in names):
+        return "the table has not all layers"
+    if f"and {len(names) - 3} more layers" not in short or "more layers: choose" in whole:
+        return "the short table has another number of layers"
+    if ("nothing is wrong" in whole) == bool(found):
+        return "the table is wrong on whether something is"
+    return _not_written(flow) if hasattr(flow, "every") else ""
+
+
+def _not_written(flow: Any) -> str:
+    written = flow_json(flow)
+    kinds = [(one["kind"], tuple(one["layers"])) for one in written["findings"]]
+    if kinds != [(one.kind, one.layers) for one in flow_findings(flow.records)]:
+        return "the JSON has other findings"
+    layers = [[*step["layers"]] for step in written["steps"]]
+    if layers != [[*record.layers] for record in flow.records]:
+        return "the JSON has other steps or layers"
+    return ""
+
+
 JUDGED_CALLABLES = (Judged("GradFlow", lambda model, optimizer, *, every, recompute: None),)
 PROBE_TAKES = {"GradFlow": Takes("probe")}
 
@@ -162,6 +351,7 @@ GATES = (
     Gate("grad-flow/once", layers_counted_once, PROBE_TAKES),
     Gate("grad-flow/same-training", flow_same_training, PROBE_TAKES),
     Gate("grad-flow/held-bytes", held_bytes, PROBE_TAKES),
+    Gate("grad-flow/findings", findings, PROBE_TAKES),
 )
 
 
