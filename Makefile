@@ -25,8 +25,9 @@ validate: $(run_ready)  ## run every gate on a model of the package; ARGS='--mod
 test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-k grad_accum'
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
 
-long: $(dev_ready)  ## run the variants that `make test` leaves out, and only those
+long: .venv/finetune/.installed  ## run the variants that `make test` leaves out, and only those
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/finetune/bin/python -m pytest -m long -n0 -k sft_trainer tests/trainer/test_equip.py
 
 mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac' or '--changed'
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
