@@ -119,7 +119,33 @@ never_ended = attached(lambda step, factor: 0.5 if step >= 24 else factor)
 from_the_start = attached(lambda step, factor: 0.5)
 
 
+class NoDrift(SpikeWatchdog):
+    def limit(self):
+        found = super().limit()
+        return found and replace(found, drift=0.0)
+
+
+class LeastRiseAlways(SpikeWatchdog):
+    def limit(self):
+        found = super().limit()
+        return found and replace(found, by_noise=0.0)
+
+
+class SuspectsUnsaved(SpikeWatchdog):
+    def state_dict(self):
+        return super().state_dict() | {"suspects": []}
+
+
+class StartUnsaved(SpikeWatchdog):
+    def state_dict(self):
+        return super().state_dict() | {"began": None}
+
+
 FAULTS = [
+    planted("loss-spike.limit", "no-drift", watchdog=NoDrift, hint="drift"),
+    planted("loss-spike.limit", "no-noise", watchdog=LeastRiseAlways, hint="threshold"),
+    planted("loss-spike.watchdog-state", "suspects", watchdog=SuspectsUnsaved, hint="saved at"),
+    planted("loss-spike.watchdog-state", "start", watchdog=StartUnsaved, hint="saved at"),
     planted("loss-spike.in-time", "silent", watchdog=Silent),
     planted("loss-spike.in-time", "mean-of-all", watchdog=MeanOfAll),
     planted("loss-spike.in-time", "deaf-to-nan", watchdog=DeafToNaN),

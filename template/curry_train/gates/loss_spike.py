@@ -5,11 +5,12 @@ Each gate takes the component that it checks, so that its tests can plant a wron
 Proof: `python -m pytest tests/gates/test_loss_spike.py`.
 """
 
+import json
 import math
 import random
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,95 @@ def found(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog)
     )
     required = f"all within {patience} steps, NaN at once, and nothing else"
     return Verdict("loss-spike/found", not hint, measured, required, hint)
+
+
+# Series of losses whose limit follows from the configuration by hand.
+
+LIMIT_CONFIG = SpikeConfig(window=32, patience=1, threshold=6.0, least_rise=0.1)
+SERIES_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class WatchedSeries:
+    """Losses from step 1 on, and of each expected spike the first step and that of the alarm."""
+
+    losses: Sequence[float]
+    spikes: Sequence[tuple[int, int]]
+    config: SpikeConfig = LIMIT_CONFIG
+    # Steps that are left out before the last loss.
+    gap: int = 0
+
+
+def _around(losses: Sequence[float], limit: float) -> dict[str, WatchedSeries]:
+    """Return two series: one ends just below the limit, and one just above it."""
+    last = len(losses) + 1
+    return {
+        "below": WatchedSeries([*losses, limit - 1e-3], []),
+        "above": WatchedSeries([*losses, limit + 1e-3], [(last, last)]),
+    }
+
+
+def _limits() -> dict[str, dict[str, WatchedSeries]]:
+    flat = [2.0] * SERIES_LENGTH
+    rising = [2.0 + 0.01 * step for step in range(SERIES_LENGTH)]
+    patient = replace(LIMIT_CONFIG, patience=3)
+    end = SERIES_LENGTH
+    return {
+        # A tenth of the level, since the loss has fallen by more.
+        "least_rise": _around([10.0] * 16 + flat, 2.2),
+        "least_rise of the fall": _around([2.5] * 16 + flat, 2.05),
+        # Six standard deviations, each 1.4826 times the median deviation of 0.01.
+        "threshold": _around([2.01, 1.99] * (SERIES_LENGTH // 2), 2.0 + 6 * 1.4826 * 0.01),
+        # The median of the last 16 losses, and a slope of 0.01 over 16 steps.
+        "drift": _around(rising, rising[-1] - 0.075 + 0.16),
+        "others": {
+            "too early": WatchedSeries([2.0] * 8 + [1e9, 2.0], []),
+            "NaN early": WatchedSeries([2.0] * 3 + [math.nan], [(4, 4)]),
+            "NaN twice": WatchedSeries(
+                [*flat, math.nan, math.nan, 2.0, math.inf],
+                [(end + 1, end + 1), (end + 4, end + 4)],
+            ),
+            "patience": WatchedSeries([*flat, 9.0, 9.0, 9.0], [(end + 1, end + 3)], patient),
+            "interrupted": WatchedSeries([*flat, 9.0, 9.0, 2.0, 9.0, 9.0], [], patient),
+            "off for a while": WatchedSeries([*flat, 9.0, 9.0, 9.0], [], patient, gap=100),
+        },
+    }
+
+
+def limits(case: Case, *, watchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog) -> Verdict:
+    """Compare the alarms on planted series with the limits that the configuration gives by hand.
+
+    Each series is watched twice: by one watchdog, and by one that is saved and loaded after each
+    step.
+    """
+    wrong = []
+    num_series = 0
+    for name, of_limit in _limits().items():
+        for end, series in of_limit.items():
+            for is_saved in (False, True):
+                num_series += 1
+                if _alarms(watchdog, series, is_saved=is_saved) != series.spikes:
+                    wrong.append(f"{name}, {end}{', saved at each step' if is_saved else ''}")
+    measured = f"{num_series - len(wrong)} of {num_series} series right"
+    hint = ""
+    if wrong:
+        hint = f"{wrong[0]}: level + drift + the larger of threshold and least_rise is the limit"
+    return Verdict("loss-spike/limit", not wrong, measured, f"{num_series} right", hint)
+
+
+def _alarms(
+    watchdog: Callable[[SpikeConfig], Any], series: WatchedSeries, *, is_saved: bool
+) -> list[tuple[int, int]]:
+    watched = watchdog(series.config)
+    found = []
+    for step, loss in enumerate(series.losses, start=1):
+        if spike := watched.observe(step + series.gap * (step == len(series.losses)), loss):
+            found.append((spike.first, spike.step))
+        if is_saved:
+            state = json.loads(json.dumps(watched.state_dict()))
+            watched = watchdog(series.config)
+            watched.load_state_dict(state)
+    return found
 
 
 def recovered(case: Case, *, parts: SpikeComponents = SOUND_SPIKE) -> Verdict:
@@ -246,6 +336,7 @@ COMPONENT_TAKES = {
 
 GATES = (
     Gate("loss-spike/found", found, {"SpikeWatchdog": Takes("watchdog")}),
+    Gate("loss-spike/limit", limits, {"SpikeWatchdog": Takes("watchdog")}),
     Gate("loss-spike/recovered", recovered, COMPONENT_TAKES),
     Gate("loss-spike/resumed", spike_resumed, COMPONENT_TAKES),
     Gate("loss-spike/bounded", bounded, COMPONENT_TAKES),
