@@ -6,7 +6,8 @@
 
 `make finetune` installs the libraries beside the project's own environment and runs all rows. A row
 is predicted from shapes alone, or says why the model was measured instead. Routers are perturbed
-between forward and backward, and the gradients compared with those of the plain model.
+between forward and backward, and the gradients compared with those of the plain model. Adapters
+are saved without their base, and resumed.
 
 Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 """
@@ -16,6 +17,7 @@ import copy
 import importlib.metadata
 import json
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,15 +27,17 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import finetune_models
 from curry_train.core.wording import provenance, write_json
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import Infeasible, Planner
 from curry_train.plan.timeline import record_step_storages, timeline_of
 from curry_train.primitives import apply_sac, keep_routing, recompute_blocks
+from curry_train.runs import StateMismatch, Store, TrainingState, saving
 from curry_train.workloads.models import load_workload, mlp
 from curry_train.workloads.workload import Case, Workload
-from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS, SAMPLES
+from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS, SAMPLES, VOCABULARY, trained
 from side_environment import install_beside
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,11 +91,13 @@ def main() -> None:
         print(line_of(row), flush=True)
     plans = [plan_row(name) for name in PLANNED if name in wanted]
     routing = perturbed_runs(NUM_PERTURBED) if {*EXPERTS} & {*wanted} else None
-    print(summary_of(rows), plans, routing)
+    resumes = [resume_row(name) for name in wanted if name in ADAPTERS]
+    print(summary_of(rows), plans, resumes, routing)
     if options.json:
         facts = provenance(torch.device("cpu"))
         versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-        found = facts | {"versions": versions, "rows": rows, "plans": plans, "routing": routing}
+        found = facts | {"versions": versions, "rows": rows, "plans": plans}
+        found |= {"resumes": resumes, "routing": routing}
         path = Path(options.json)
         if options.only and path.exists():
             found = beside_earlier(found, json.loads(path.read_text()), known)
@@ -107,8 +113,10 @@ def beside_earlier(
             sys.exit(f"{name} of the record is {earlier[name]}, here {found[name]}: run all rows")
     again = {row["name"] for row in found["rows"]}
     merged = dict(found, command=earlier["command"], routing=found["routing"] or earlier["routing"])
-    for part in ("rows", "plans"):
-        rows = [row for row in earlier[part] if row["name"] in {*known} - again] + found[part]
+    for part in ("rows", "plans", "resumes"):
+        rows = [row for row in earlier.get(part, []) if row["name"] in {*known} - again] + found[
+            part
+        ]
         merged[part] = sorted(rows, key=lambda row: known.index(row["name"]))
     return merged
 
@@ -196,6 +204,52 @@ def plan_row(name: str) -> dict[str, Any]:
         "equal": plan.peak_bytes == measured,
         "why_real": plan.settings["why_real"],
     }
+
+
+def resume_row(name: str) -> dict[str, Any]:
+    """Save adapters alone, resume onto the same base and another, and compare with one run."""
+    make = getattr(finetune_models, name)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder)
+        once = trained_adapters(make, runs / "once", epochs=2)
+        trained_adapters(make, runs / "resumed", epochs=1)
+        resumed = trained_adapters(make, runs / "resumed", epochs=2)
+        try:
+            trained_adapters(make, runs / "resumed", epochs=3, seed=1)
+        except StateMismatch as error:
+            refusal = "another base" in str(error)
+        else:
+            refusal = False
+        with Store(runs / "sizes") as store:
+            optimizer = torch.optim.AdamW(trained(once))
+            state = TrainingState(once, optimizer, trained_only=True)
+            num_bytes = store.save("rollback", 1, state).num_bytes
+    parameters = zip(trained(once), trained(resumed), strict=True)
+    return {
+        "name": name,
+        "equal": all(torch.equal(one, other) for one, other in parameters),
+        "another_base_refused": refusal,
+        "checkpoint_bytes": num_bytes,
+    }
+
+
+def trained_adapters(
+    make: Callable[[], Any], folder: Path, *, epochs: int, seed: int = 0
+) -> nn.Module:
+    """Train adapters on a base drawn by a seed, from the newest checkpoint in a folder."""
+    torch.manual_seed(seed)
+    module: nn.Module = make()[0]
+    optimizer = torch.optim.AdamW(trained(module), lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(VOCABULARY, (4, 2, 16), generator=generator)
+    with saving(module, optimizer, runs=folder, rollback_every=1, trained_only=True) as run:
+        for _ in run.epochs(range(epochs)):
+            for batch in run.batches(list(data)):
+                module(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step()
+    return module
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -3,10 +3,17 @@
 python -m pytest tests/benchmarks/test_finetune.py
 """
 
+import contextlib
 import json
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
 
 import finetune
-import pytest
+import finetune_models
+from curry_train.runs import saving
 from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS
 
 RECORD = json.loads((finetune.ROOT / "evidence" / "finetune.json").read_text())
@@ -40,6 +47,10 @@ def test_the_record_has_every_row_and_at_least_thirty_are_predicted_and_equal():
     assert RECORD["summary"]["equal"] == RECORD["summary"]["predicted_from_shapes"] >= 30
     assert all(plan["equal"] for plan in RECORD["plans"])
     assert RECORD["routing"]["equal"] == RECORD["routing"]["runs"] == finetune.NUM_PERTURBED
+    assert {row["name"] for row in RECORD["resumes"]} == {*ADAPTERS}
+    for row in RECORD["resumes"]:
+        assert row["equal"]
+        assert row["another_base_refused"]
     assert set(RECORD["versions"]) == {*finetune.LIBRARIES}
 
 
@@ -55,3 +66,41 @@ def test_rows_that_ran_again_replace_theirs_in_the_record_and_no_other():
     assert merged["routing"] == RECORD["routing"]
     with pytest.raises(SystemExit, match="run all rows"):
         finetune.beside_earlier(found | {"torch": "1.0"}, RECORD, known)
+
+
+class SmallAdapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, input_ids, labels):
+        rows = input_ids.float() / 256
+        return SimpleNamespace(loss=(self.base(rows) + self.up(rows)).square().mean())
+
+
+def test_a_resume_that_is_not_equal_or_takes_another_base_is_recorded(monkeypatch):
+    monkeypatch.setattr(finetune_models, "lora", lambda: (SmallAdapter(), None))
+    row = finetune.resume_row("lora")
+    assert row["equal"]
+    assert row["another_base_refused"]
+
+    @contextlib.contextmanager
+    def forgetful(*arguments, runs, **options):
+        folder = tempfile.mkdtemp(dir=runs.parent)
+        with saving(*arguments, runs=folder, **options) as run:
+            yield run
+
+    monkeypatch.setattr(finetune, "saving", forgetful)
+    assert not finetune.resume_row("lora")["another_base_refused"]
+
+    trained_adapters = finetune.trained_adapters
+    calls = iter((2, 1, 1, 1))
+    monkeypatch.setattr(
+        finetune,
+        "trained_adapters",
+        lambda *arguments, epochs, **options: trained_adapters(
+            *arguments, epochs=next(calls), **options
+        ),
+    )
+    assert not finetune.resume_row("lora")["equal"]
