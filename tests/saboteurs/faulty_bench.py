@@ -13,7 +13,7 @@ from saboteurs import planted
 
 from curry_train.bench import report
 from curry_train.bench.report import measure_levers
-from curry_train.bench.steps import TrainingStep
+from curry_train.bench.steps import PLAIN_LEVER, TrainingStep, find_lever
 from curry_train.core.measure import bytes_on_device, peak_of_step
 from curry_train.core.timing import Ratio, Spread, paired_ratio, time_in_turns
 from curry_train.primitives.grad_accum import train_window
@@ -223,7 +223,27 @@ def peak_of_forward(case, *args, **options):
         return measure_levers(case, *args, **options)
 
 
+def never_accumulated(text):
+    return replace(find_lever(text), accumulate=1)
+
+
+def plain_for_an_unknown_name(text):
+    try:
+        return find_lever(text)
+    except ValueError:
+        return replace(PLAIN_LEVER, name=text)
+
+
 FAULTS = [
+    planted(
+        "bench.levers", "never-accumulated", find=never_accumulated, hint="accumulate=4 is not"
+    ),
+    planted(
+        "bench.wrong-levers",
+        "plain-for-an-unknown-name",
+        find=plain_for_an_unknown_name,
+        hint="acumulate=4 is accepted",
+    ),
     planted("bench.clock", "without-waiting", time=without_waiting),
     planted("bench.clock", "waiting-before-alone", time=waiting_before_alone),
     planted("bench.turns", "one-after-the-other", time=one_after_the_other),

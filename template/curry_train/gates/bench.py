@@ -4,6 +4,8 @@ Each gate takes the technique as an argument, so that its tests can plant a wron
 is checked on a planted machine whose clock counts the work given to it, so the result does not
 depend on the load of the real machine.
 
+Why so long: the gates of one technique, of its timings and of its figures.
+
 Proof: `python -m pytest tests/gates/test_bench.py`.
 """
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
-from ..bench.steps import Lever, TrainingStep
+from ..bench.steps import LEVER_HELP, Lever, TrainingStep, find_lever, list_levers
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount, count_flops
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record
@@ -29,6 +31,7 @@ from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.optimizers import make_optimizer
 from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
+from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import PlantedMachine
 from .verdict import Gate, Judged, NotApplicable, Takes, Verdict, not_applicable
@@ -302,6 +305,7 @@ JUDGED_CALLABLES = (
     Judged("paired_ratio", lambda seconds, others: None),
     Judged("spread_of", lambda seconds: None),
     Judged("TrainingStep", lambda case, *, learning_rate: None),
+    Judged("find_lever", lambda text: None),
     Judged("measure_levers", lambda case, levers, *, rounds, warmup: None),
 )
 TIMER_TAKES = {"time_in_turns": Takes("time"), "paired_ratio": Takes("ratio")}
@@ -492,7 +496,96 @@ def _wide_case(case: Case) -> Case:
     return replace(case, workload=wide, dtype=torch.float32, batch_size=1, blocks=None)
 
 
+# Levers by their names, on planted blocks.
+
+LEVER_BATCH_SIZE = 6
+# Of each name: a step has it if this is true.
+NAMED_LEVERS: dict[str, Callable[[TrainingStep], bool]] = {
+    "accumulate=4": lambda step: list(map(batch_size, step.window)) == [2, 2, 1, 1],
+    "bf16": lambda step: {one.dtype for one in step.model.parameters()} == {torch.bfloat16},
+    "autocast": lambda step: (
+        next(step.model.parameters()).dtype is torch.float32
+        and step.dtype_of_products is torch.bfloat16
+    ),
+    "full": lambda step: step.changed == ["0", "1", "2"] and len(step.window) == 1,
+    "sac:save_matmuls": lambda step: step.changed == ["0", "1", "2"],
+    "full + accumulate=2": lambda step: len(step.changed) == 3 and len(step.window) == 2,
+    "accumulate=2+bf16": lambda step: step.dtype_of_products is torch.bfloat16,
+}
+# Names that are none, and what the error has to name.
+WRONG_LEVERS = {
+    "acumulate=4": "accumulate",
+    "ful": "full",
+    "accumulate": "accumulate=4",
+    "accumulate=0": "'0'",
+    "accumulate=two": "'two'",
+    "bf16=1": "'bf16'",
+    "autocast=fp8": "'autocast'",
+    "chunked_loss=2": "'chunked_loss'",
+    "full:all": "'full'",
+    "sac:save_matmul": "save_matmuls",
+    "plan=there.is.none": "there.is.none",
+    "full+": "''",
+}
+# Levers that a step refuses: the name, the dtype of the case, and what the error has to name.
+REFUSED_LEVERS = (
+    ("accumulate=16", torch.float32, "16"),
+    ("bf16", torch.bfloat16, "bfloat16"),
+    ("autocast", torch.bfloat16, "bfloat16"),
+)
+
+
+def levers_by_name(case: Case, *, find: Callable[[str], Lever] = find_lever) -> Verdict:
+    """Make steps with the levers of given names; wrong names are errors that name what is wrong."""
+    gate = "bench/levers"
+    blocks = replace(
+        case, workload=_blocks(), dtype=torch.float32, batch_size=LEVER_BATCH_SIZE, blocks=None
+    )
+    wrong = []
+    for name, has_it in NAMED_LEVERS.items():
+        step = TrainingStep(blocks, find(name))
+        if not has_it(step) or step.lever.name != name or step.lever.is_plain:
+            wrong.append(f"{name} is not applied")
+        elif step().num_terms != LEVER_BATCH_SIZE or step.unit != "samples":
+            wrong.append(f"{name} trains on another batch")
+    calls: list[tuple[str, Callable[[], Any], str]] = [
+        (name, partial(find, name), text) for name, text in WRONG_LEVERS.items()
+    ]
+    for name, dtype, text in REFUSED_LEVERS:
+        of_dtype = replace(blocks, dtype=dtype)
+        calls.append((name, partial(_step_of, of_dtype, find, name), text))
+    for name, call, text in calls:
+        try:
+            call()
+            wrong.append(f"{name} is accepted")
+        except ValueError as error:
+            if text not in str(error):
+                wrong.append(f"the error of {name} does not name {text}")
+    if not {*STRATEGIES, *LEVER_HELP} <= set(list_levers()):
+        wrong.append("a lever is not listed")
+    num_checked = len(NAMED_LEVERS) + len(calls) + 1
+    measured = f"{num_checked - len(wrong)} of {num_checked} right"
+    hint = f"{wrong[0]}: a lever is what its name says, and nothing else" if wrong else ""
+    return Verdict(gate, not wrong, measured, f"{num_checked} of {num_checked}", hint)
+
+
+def _step_of(case: Case, find: Callable[[str], Lever], name: str) -> TrainingStep:
+    return TrainingStep(case, find(name))
+
+
+def _blocks() -> Workload:
+    return Workload(
+        "three blocks",
+        lambda: nn.Sequential(
+            *[nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)]
+        ),
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: module(batch).float().square().sum(),
+    )
+
+
 BENCH_FIGURE_GATES = (
+    Gate("bench/levers", levers_by_name, {"find_lever": Takes("find")}),
     Gate("bench/flops", bench_flops, MEASURE_TAKES),
     Gate("bench/peak", peak, MEASURE_TAKES),
 )
