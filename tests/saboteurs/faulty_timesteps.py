@@ -163,7 +163,44 @@ def first_for_last(step, inputs, state, *, outputs="stack", **options):
     return output, state
 
 
+def without_the_check(step, inputs, state, *, chunk_size=2, levels=1, **options):
+    """Checkpoint each chunk as torch does, without a search for state."""
+    collected = []
+    for chunk in torch.stack([*inputs]).split(chunk_size):
+        output, state = checkpoint(run_timesteps, step, chunk, state, use_reentrant=False)
+        collected.append(output)
+    return torch.cat(collected), state
+
+
+def takes_0_for_none(step, inputs, state, *, chunk_size=None, **options):
+    return checkpoint_timesteps(step, inputs, state, chunk_size=chunk_size or None, **options)
+
+
+def rounds_time_dim(step, inputs, state, *, time_dim=0, **options):
+    return checkpoint_timesteps(step, inputs, state, time_dim=int(time_dim), **options)
+
+
+def names_the_model(step, inputs, state, **options):
+    try:
+        return checkpoint_timesteps(step, inputs, state, **options)
+    except HiddenState as error:
+        raise HiddenState(str(error)) from error
+
+
+def refuses_every_change(step, inputs, state, **options):
+    before = dict(vars(step))
+    run_timesteps(step, inputs, state)
+    if vars(step) != before:
+        raise HiddenState("attribute 'kept'", "", "kept")
+    return checkpoint_timesteps(step, inputs, state, **options)
+
+
 FAULTS = [
+    planted("snn-timesteps.layers", "no-check", loop=without_the_check, model=SNN, hint="accepted"),
+    planted("snn-timesteps.layers", "no-name", loop=names_the_model, model=SNN, hint="is called"),
+    planted("snn-timesteps.layers", "every-change", loop=refuses_every_change, model=SNN),
+    planted("snn-timesteps.refused", "0-for-none", loop=takes_0_for_none, model=SNN, hint="of 0"),
+    planted("snn-timesteps.refused", "rounded-time", loop=rounds_time_dim, model=SNN, hint="0.0"),
     planted("snn-timesteps.outputs", "mean-of-chunks", loop=mean_of_chunks, model=SNN, hint="mean"),
     planted("snn-timesteps.outputs", "first-dimension", loop=always_along_the_first, model=SNN),
     planted("snn-timesteps.outputs", "state-detached", loop=last_state_detached, model=SNN),

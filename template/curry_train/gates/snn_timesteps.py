@@ -4,9 +4,12 @@ Each gate takes the technique as `apply`, and the last one its detector as `chec
 can plant wrong ones. They apply to models whose loop over time is a method
 `unroll(step, inputs, state)`.
 
+Why so long: all gates run a loop over time, by hand and in chunks, and share how it is compared.
+
 Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -357,6 +360,260 @@ def _all_equal(expected: Sequence[Tensor], found: Sequence[Tensor]) -> bool:
     return len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
+# Planted steps: wrong calls of the loop, layers that keep state, and layers that only look so.
+
+NUM_PLANTED_STEPS = 7
+PLANTED_SHAPE = (4, 3)  # samples and features
+
+
+class PlantedLayer(nn.Module):
+    """A cell that adds up what `act` makes of its input; `act` may keep values in `kept`."""
+
+    def __init__(self, act: Callable[[Any, Tensor], Tensor], kept: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(PLANTED_SHAPE[1], PLANTED_SHAPE[1])
+        self.act = act
+        if isinstance(kept, Tensor):
+            self.register_buffer("kept", kept)
+        else:
+            self.kept = kept
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        state = 0.9 * state + self.act(self, self.linear(x))
+        return state.tanh(), state
+
+
+class PlantedObject:
+    """An object of a class of the user, with a value inside."""
+
+    def __init__(self) -> None:
+        self.total: Any = 0.0
+
+
+def _integrates(layer: Any, x: Tensor) -> Tensor:
+    layer.kept = 0.5 * layer.kept + x
+    return x + (layer.kept > 1e3).to(x.dtype)  # never in the steps that the check runs
+
+
+def _writes(layer: Any, x: Tensor) -> Tensor:
+    layer.kept.mul_(0.5).add_(x.detach().mean())
+    return x + layer.kept
+
+
+def _appends(layer: Any, x: Tensor) -> Tensor:
+    layer.kept.append(x)
+    return x + sum(list(layer.kept)[-2:])
+
+
+def _adds_to_an_entry(layer: Any, x: Tensor) -> Tensor:
+    layer.kept["nested"][0] = layer.kept["nested"][0] + x
+    return x + layer.kept["nested"][0]
+
+
+def _adds_to_an_object(layer: Any, x: Tensor) -> Tensor:
+    layer.kept.total = layer.kept.total + x
+    return x + layer.kept.total
+
+
+def _counts(layer: Any, x: Tensor) -> Tensor:
+    layer.kept += 1
+    return -x if layer.kept % 5 == 0 else x
+
+
+def _takes_turns(layer: Any, x: Tensor) -> Tensor:
+    layer.kept = not layer.kept
+    return x if layer.kept else -x
+
+
+def _draws_once(layer: Any, x: Tensor) -> Tensor:
+    if layer.kept is None:
+        layer.kept = torch.rand_like(x)
+    return x * layer.kept
+
+
+# Each keeps state from one timestep to the next in its `kept`.
+HIDING_LAYERS: dict[str, Callable[[], PlantedLayer]] = {
+    "a potential": lambda: PlantedLayer(_integrates, 0.0),
+    "a buffer": lambda: PlantedLayer(_integrates, torch.zeros(1)),
+    "a buffer in place": lambda: PlantedLayer(_writes, torch.zeros(1)),
+    "a list": lambda: PlantedLayer(_appends, []),
+    "a deque": lambda: PlantedLayer(_appends, deque(maxlen=3)),
+    "a dictionary": lambda: PlantedLayer(_adds_to_an_entry, {"nested": [0.0]}),
+    "an object": lambda: PlantedLayer(_adds_to_an_object, PlantedObject()),
+    "a counter": lambda: PlantedLayer(_counts, 0),
+    "a flag": lambda: PlantedLayer(_takes_turns, False),
+    "a mask": lambda: PlantedLayer(_draws_once),
+}
+
+
+def _records(layer: Any, x: Tensor) -> Tensor:
+    layer.kept.append(x.detach())
+    return x
+
+
+def _updates(layer: Any, x: Tensor) -> Tensor:
+    layer.kept.mul_(0.9).add_(x.detach().mean())
+    return x
+
+
+def _reports(layer: Any, x: Tensor) -> Tensor:
+    layer.kept = (x.detach(), 1 if layer.kept is None else layer.kept[1] + 1)
+    return x
+
+
+def _makes_a_constant(layer: Any, x: Tensor) -> Tensor:
+    if layer.kept is None:
+        layer.kept = torch.linspace(0, 1, x.shape[-1]).to(x)
+    return x + layer.kept
+
+
+# What these keep has no effect on any result.
+SOUND_LAYERS: dict[str, Callable[[], PlantedLayer]] = {
+    "a recorder": lambda: PlantedLayer(_records, []),
+    "a statistic": lambda: PlantedLayer(_updates, torch.zeros(1)),
+    "a report": lambda: PlantedLayer(_reports),
+    "a constant": lambda: PlantedLayer(_makes_a_constant),
+    "dropout": lambda: PlantedLayer(lambda layer, x: nn.functional.dropout(x, 0.5)),
+    "batch norm": lambda: PlantedLayer(lambda layer, x: layer.kept(x), nn.BatchNorm1d(3)),
+}
+
+
+def planted_layers(case: Case, *, loop: Loop = checkpoint_timesteps) -> Verdict:
+    """Plant layers that keep state, each another way, and layers that only look as if.
+
+    Those have to be refused by name, with their values as before. These have to train as in a loop
+    by hand, in chunks by measured costs and by size, and to hold the same values at the end.
+    """
+    gate = "snn-timesteps/layers"
+    required = f"{len(HIDING_LAYERS)} named, {len(SOUND_LAYERS)} bit-equal"
+    if not _has_loop(case):
+        return not_applicable(gate, required=required, why=NO_LOOP)
+
+    accepted = []
+    for name, build in HIDING_LAYERS.items():
+        layer = build().to(case.device)
+        before = _values_of(layer.kept)
+        try:
+            loop(layer, *_planted_inputs(case), chunk_size=3)
+            accepted.append(f"{name} is accepted")
+        except HiddenState as error:
+            where = "buffer" if name.startswith("a buffer") else "attribute"
+            if error.attribute != "kept" or f"{where} 'kept'" not in str(error):
+                accepted.append(f"{name} is called {error.attribute!r}")
+            elif not _all_equal(before, _values_of(layer.kept)):
+                accepted.append(f"{name} is not as before the check")
+    different = []
+    for name, build in SOUND_LAYERS.items():
+        by_hand = _train_planted(case, build, _loop_by_hand)
+        for options in ({}, {"chunk_size": 2}, {"chunk_size": 1, "levels": 2}):
+            if not _all_equal(by_hand, _train_planted(case, build, loop, **options)):
+                different.append(f"{name} with {options or 'measured chunks'}")
+                break
+    hint = "; ".join([*accepted, *(f"{name} trains otherwise" for name in different)])
+    num_named = len(HIDING_LAYERS) - len(accepted)
+    measured = f"{num_named} named, {len(SOUND_LAYERS) - len(different)} bit-equal"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _planted_inputs(case: Case) -> tuple[Tensor, Tensor]:
+    with seeded(case.seed):
+        inputs = torch.randn(NUM_PLANTED_STEPS, *PLANTED_SHAPE).to(case.device)
+    return inputs, torch.zeros_like(inputs[0])
+
+
+def _train_planted(
+    case: Case, build: Callable[[], PlantedLayer], loop: Loop, **options: Any
+) -> list[Tensor]:
+    """Run a loop and its backward; return its results and what the layer holds at the end."""
+    with seeded(case.seed):
+        layer = build().to(case.device)
+    inputs, state = _planted_inputs(case)
+    options |= {"time_dim": 0, "outputs": "stack", "seed": case.seed}
+    found = _run_loop(layer, [*inputs], state, loop, **options)
+    return [*found, *_values_of(layer.kept)]
+
+
+def _values_of(kept: Any) -> list[Tensor]:
+    """Return copies of the tensors and numbers that a value holds."""
+    if isinstance(kept, nn.Module):
+        kept = [*kept.buffers()]
+    if isinstance(kept, PlantedObject):
+        kept = kept.total
+    leaves = [leaf for leaf in tree_leaves(kept) if leaf is not None]
+    return [torch.as_tensor(leaf).detach().clone() for leaf in leaves]
+
+
+def _returns(result: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """Return a step that changes what the layer returns."""
+    return lambda layer, x, state: result(*layer(x, state))
+
+
+# Wrong calls of the loop, whose step takes the layer first: of each a text that the error has to
+# contain.
+WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "0 levels": ({"levels": 0}, "levels"),
+    "3 levels": ({"levels": 3}, "levels"),
+    "True levels": ({"levels": True}, "levels"),
+    "chunks of 0": ({"chunk_size": 0}, "chunk_size"),
+    "chunks of 1.5": ({"chunk_size": 1.5}, "chunk_size"),
+    "chunks of True": ({"chunk_size": True}, "chunk_size"),
+    "other outputs": ({"outputs": "first"}, "first"),
+    "time in dimension 0.0": ({"time_dim": 0.0}, "0.0"),
+    "time in dimension 3": ({"time_dim": 3}, "dimension 3"),
+    "time in dimension -4": ({"time_dim": -4}, "dimension -4"),
+    "no timestep": ({"inputs": torch.zeros(0, *PLANTED_SHAPE)}, "no timestep"),
+    "an empty list": ({"inputs": []}, "empty"),
+    "a word": ({"inputs": "word"}, "str"),
+    "a dictionary": ({"inputs": {0: torch.zeros(PLANTED_SHAPE)}}, "dict"),
+    "a step without state": ({"step": _returns(lambda output, state: output)}, "pair"),
+    "a step of three": ({"step": _returns(lambda output, state: (output, state, 0))}, "3 values"),
+    "a detached state": (
+        {"step": _returns(lambda output, state: (output, state.detach()))},
+        "detached",
+    ),
+    "an object as state": ({"step": _returns(lambda output, state: (output, object()))}, "object"),
+    "a state that grows": ({"step": lambda layer, x, state: (x, [*state, x])}, "structure"),
+    "a step that writes into its input": (
+        {"step": lambda layer, x, state: layer(x.mul_(2), state)},
+        "into the input",
+    ),
+    "a step that writes into its state": (
+        {"step": lambda layer, x, state: layer(x, state.mul_(0.5))},
+        "into the state",
+    ),
+    "a sum of truth values": (
+        {"step": _returns(lambda output, state: (output > 0, state)), "outputs": "sum"},
+        "truth values",
+    ),
+}
+
+
+def wrong_calls(case: Case, *, loop: Loop = checkpoint_timesteps) -> Verdict:
+    """Check that wrong arguments and wrong steps are errors that name them."""
+    gate = "snn-timesteps/refused"
+    required = f"{len(WRONG_CALLS)} of {len(WRONG_CALLS)}"
+    if not _has_loop(case):
+        return not_applicable(gate, required=required, why=NO_LOOP)
+
+    accepted = []
+    for name, (given, text) in WRONG_CALLS.items():
+        options = {"chunk_size": 2, **given}
+        layer = PlantedLayer(lambda layer, x: x).to(case.device)
+        inputs, state = _planted_inputs(case)
+        step = options.pop("step", PlantedLayer.forward)
+        try:
+            loop(partial(step, layer), options.pop("inputs", inputs), state, **options)
+            accepted.append(name)
+        except (ValueError, TypeError) as error:
+            if text not in str(error):
+                accepted.append(f"{name} (the error does not name {text})")
+        except RuntimeError as error:
+            accepted.append(f"{name} (ends in an error of torch: {error})")
+    hint = f"accepts this, or does not name it: {', '.join(accepted)}" if accepted else ""
+    measured = f"{len(WRONG_CALLS) - len(accepted)} refused"
+    return Verdict(gate, not accepted, measured, required, hint)
+
+
 def _named(gate: str, strategy: str) -> str:
     return f"snn-timesteps/{gate}{strategy.removeprefix('timesteps').replace('_', '-')}"
 
@@ -424,6 +681,12 @@ GATES = (
         hidden_state,
         {"check_step": Takes("check", with_errors(HiddenState))},
     ),
+    Gate(
+        "snn-timesteps/layers",
+        planted_layers,
+        {"checkpoint_timesteps": Takes("loop", with_errors(HiddenState))},
+    ),
+    Gate("snn-timesteps/refused", wrong_calls, {"checkpoint_timesteps": Takes("loop")}),
 )
 
 
