@@ -331,6 +331,42 @@ trainer.fit(module, loader())
 torch.save(module.state_dict(), "trained.pt")
 """
 
+LIGHTNING_CLI = """
+import pytorch_lightning
+from pytorch_lightning.cli import LightningCLI
+from shared import *
+
+class Classifier(pytorch_lightning.LightningModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = net()
+    def training_step(self, batch, index):
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+class Data(pytorch_lightning.LightningDataModule):
+    def __init__(self, batch_size: int = 2):
+        super().__init__()
+        self.batch_size = batch_size
+    def train_dataloader(self):
+        return loader(self.batch_size)
+
+def main():
+    cli = LightningCLI(
+        Classifier,
+        Data,
+        trainer_defaults={"accelerator": "cpu"},
+        # The file is written before the first step, so it is there when the script runs again.
+        save_config_kwargs={"overwrite": True},
+    )
+    torch.save(cli.model.state_dict(), "trained.pt")
+
+if __name__ == "__main__":
+    main()
+"""
+
 ACCELERATE_LOOP = """
 from accelerate import Accelerator
 from shared import *
@@ -530,6 +566,11 @@ RUN_CLM_ARGUMENTS = (
     *("--lr_scheduler_type", "constant", "--save_strategy", "no"),
 )
 
+LIGHTNING_CLI_ARGUMENTS = (
+    *("fit", "--model.lr", "0.01", "--data.batch_size", "4", "--trainer.max_steps", "1"),
+    *("--trainer.logger", "false", "--trainer.enable_checkpointing", "false"),
+)
+
 # Each script, with its arguments.
 SCRIPTS = {
     "argparse_main": (ARGPARSE_MAIN, ("--lr", "0.01")),
@@ -554,4 +595,5 @@ SCRIPTS = {
     "matrices_and_others": (MATRICES_AND_OTHERS, ()),
     "step_in_backward": (STEP_IN_BACKWARD, ()),
     "run_clm": (RUN_CLM, RUN_CLM_ARGUMENTS),
+    "lightning_cli": (LIGHTNING_CLI, LIGHTNING_CLI_ARGUMENTS),
 }
