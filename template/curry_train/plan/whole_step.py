@@ -528,10 +528,9 @@ class WholeSteps:
 
         None where shapes do not depend on the routing.
         """
-        from ..primitives.routing import ROUTING_CLASS
+        from ..primitives.routing import has_router
 
-        routes = any(ROUTING_CLASS.search(type(one).__name__) for one in self._modules())
-        if self.sketch.why_real is None or not routes:
+        if self.sketch.why_real is None or not has_router(self.sketch.build()):
             return None
         peaks = {}
         for name, even in (("even_bytes", True), ("worst_bytes", False)):
@@ -539,9 +538,6 @@ class WholeSteps:
                 step = self.recorded(candidate)
             peaks[name] = step.peak_bytes + self.overhead(step)
         return peaks
-
-    def _modules(self) -> list[nn.Module]:
-        return [*self.sketch.build().modules()]
 
     def communication(self, candidate: Candidate) -> dict[str, Any] | None:
         """Describe the time and the collectives of a candidate that was estimated.

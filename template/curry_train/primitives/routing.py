@@ -48,8 +48,8 @@ CHOOSING_FUNCTIONS = frozenset(
 )
 # A choice among more is none of a router, and its scores would take memory.
 MOST_EXPERTS = 1024
-# Classes of modules that route, by their names.
-ROUTING_CLASS = re.compile(r"router|routing|gating|moe|expert|top.?[kn]", re.IGNORECASE)
+# Names of modules that route, and of their classes.
+ROUTING_NAME = re.compile(r"router|routing|gating|moe|expert|top.?[kn]", re.IGNORECASE)
 CONTEXT_FIELD = "context_fn"
 
 
@@ -177,13 +177,13 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
 
     Call this after `recompute_blocks`, `recompute_segments` or `apply_sac`. Return the names of the
     blocks; a model without experts has none. `blocks` is a glob over module names, or several, for
-    experts whose classes are named otherwise than router, gating, MoE, experts or top-k. Small
+    experts that are named otherwise than router, gating, MoE, experts or top-k. Small
     buffers of these blocks, such as a bias that balances the load, may change between forward and
     backward.
     """
     found = dict(_recomputing(model))
     if blocks is None:
-        names = [name for name, block in found.items() if _routes(block)]
+        names = [name for name, block in found.items() if has_router(block)]
     else:
         patterns = [blocks] if isinstance(blocks, str) else blocks
         names = [
@@ -195,8 +195,10 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
     return names
 
 
-def _routes(block: nn.Module) -> bool:
-    return any(ROUTING_CLASS.search(type(module).__name__) for module in block.modules())
+def has_router(block: nn.Module) -> bool:
+    """Check the classes and the attributes of a block, such as `experts`, for names of routers."""
+    found = [(name, type(module).__name__) for name, module in block.named_modules()]
+    return any(ROUTING_NAME.search(name) for names in found for name in names)
 
 
 def _recomputing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
