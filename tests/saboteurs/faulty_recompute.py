@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from curry_train.core.blocks import find_blocks
 from curry_train.gates import recompute as gates
 from curry_train.plan.profiler import MemoryProfiler
+from curry_train.primitives.offload import offload_blocks
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.workload import Workload
@@ -200,7 +201,32 @@ def reseeded(run, *args, **kwargs):
 
 
 LATE = STRATEGIES | {"full": replace(STRATEGIES["full"], apply=later(20))}
+
+
+def rounds_keep_last(model, *, keep_last, **options):
+    return offload_blocks(model, keep_last=int(keep_last), **options)
+
+
+def leaves_blocks_offloaded(model, *, batch, loss, **options):
+    names = offload_blocks(model, batch=None, loss=None, **options)
+    if batch is not None and len(batch) < 10:
+        raise ValueError("use a larger batch, and a loss")
+    return names
+
+
+def keeps_one_more(model, *, keep_last, **options):
+    return offload_blocks(model, keep_last=keep_last, **options)[:1]
+
+
 FAULTS = [
+    planted("recompute.offload-refused", "rounded", offload=rounds_keep_last, hint="0.5"),
+    planted(
+        "recompute.offload-refused",
+        "half-done",
+        offload=leaves_blocks_offloaded,
+        hint="in spite of",
+    ),
+    planted("recompute.offload-refused", "one-block", offload=keeps_one_more, hint="in place of"),
     planted(
         "recompute.long-run",
         "from-the-eleventh-step",

@@ -41,7 +41,7 @@ from ..core.parity import (
 from ..core.rerun import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..primitives.offload import NothingToMove
+from ..primitives.offload import NothingToMove, offload_blocks
 from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
@@ -592,11 +592,80 @@ def _offloaded(given: Implementation, present: Any) -> Apply:
     return apply
 
 
+def _planted_stack() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+
+def _sum_of(module: nn.Module, batch: Any) -> Tensor:
+    total: Tensor = module(batch).sum()
+    return total
+
+
+SMALL_BATCH = torch.ones(2, 4)
+# Wrong ways to offload three blocks: of each a text that the error has to contain.
+WRONG_OFFLOADS: dict[str, tuple[dict[str, Any], str]] = {
+    "keep_last of -1": ({"keep_last": -1}, "keep_last"),
+    "keep_last of 0.5": ({"keep_last": 0.5}, "keep_last"),
+    "keep_last of True": ({"keep_last": True}, "keep_last"),
+    "keep_last of all blocks": ({"keep_last": 3}, "keep_last=3"),
+    "a pattern without blocks": ({"blocks": "layers.*"}, "layers.*"),
+    "a batch without a loss": ({"batch": SMALL_BATCH}, "loss"),
+    "a batch that saves too little": ({"batch": SMALL_BATCH, "loss": _sum_of}, "larger batch"),
+}
+# Sound ones, with the blocks that they offload.
+SOUND_OFFLOADS: tuple[tuple[dict[str, Any], list[str]], ...] = (
+    ({}, ["0", "1"]),
+    ({"keep_last": 0}, ["0", "1", "2"]),
+    ({"keep_last": 2}, ["0"]),
+    ({"blocks": ["0", "2"], "keep_last": 0}, ["0", "2"]),
+    ({"batch": torch.ones(512, 4), "loss": _sum_of}, ["0", "1"]),
+)
+
+
+def offload_wrong_uses(
+    case: Case, *, offload: Callable[..., list[str]] = offload_blocks
+) -> Verdict:
+    """Check on planted blocks which are offloaded, and that wrong uses are errors.
+
+    An error has to name what is wrong, and to leave the model as it was.
+    """
+    gate = "recompute/offload-refused"
+    usual = {"blocks": "?", "keep_last": 1, "batch": None, "loss": None}
+    wrong = []
+    for name, (given, text) in WRONG_OFFLOADS.items():
+        module = _planted_stack()
+        before = [*map(type, module.modules())]
+        try:
+            offload(module, **{**usual, **given})
+            wrong.append(f"{name} is accepted")
+        except (ValueError, TypeError) as error:
+            if text not in str(error):
+                wrong.append(f"{name}: the error does not name {text}")
+            elif before != [*map(type, module.modules())]:
+                wrong.append(f"{name}: blocks are offloaded in spite of the error")
+    num_refused = len(WRONG_OFFLOADS) - len(wrong)
+    for given, expected in SOUND_OFFLOADS:
+        module = _planted_stack()
+        names = offload(module, **{**usual, **given})
+        if names != expected:
+            wrong.append(f"{sorted(given)}: {names} are offloaded in place of {expected}")
+    try:
+        offload(module, **usual)
+        wrong.append("a second offload of the same blocks is accepted")
+    except ValueError as error:
+        if "already" not in str(error):
+            wrong.append("a second offload of the same blocks is not named")
+    measured = f"{num_refused} of {len(WRONG_OFFLOADS)} refused, {len(wrong)} faults"
+    required = f"{len(WRONG_OFFLOADS)} refused, 0 faults"
+    return Verdict(gate, not wrong, measured, required, "; ".join(wrong))
+
+
 OFFLOAD_TAKES = {"offload_blocks": Takes("apply", _offloaded)}
 OFFLOAD_GATES = (
     Gate("recompute/offload-parity", offload_parity, OFFLOAD_TAKES),
     Gate("recompute/offload-forms", offload_forms, OFFLOAD_TAKES),
     Gate("recompute/offload-bytes", offload_moved_bytes, OFFLOAD_TAKES),
+    Gate("recompute/offload-refused", offload_wrong_uses, {"offload_blocks": Takes("offload")}),
 )
 
 
