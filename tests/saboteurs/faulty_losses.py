@@ -1,4 +1,4 @@
-"""Faults of the chunked cross-entropy: options that are dropped, or wrong in one gradient.
+"""Faults of the chunked loss: dropped options, wrong gradients, wrong logits or reports.
 
 Proof: `python -m pytest tests/gates/test_memory_plan.py`.
 """
@@ -8,6 +8,7 @@ import functools
 import torch
 from saboteurs import planted
 
+from curry_train.primitives.chunked_loss import apply_chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
 
 
@@ -19,6 +20,12 @@ def without(name):
         return chunked_cross_entropy(*given, **options)
 
     return dropped
+
+
+def half_of_a_backend(*given, backend=None, **options):
+    return chunked_cross_entropy(*given, backend=backend, **options) * (
+        1 if backend is None else 0.5
+    )
 
 
 def mean_over_all_tokens(hidden, weight, targets, *, reduction="mean", **options):
@@ -45,15 +52,65 @@ def probability_with_a_gradient(hidden, weight, targets, *, token_weights=None, 
     return (losses * torch.exp(-losses)).sum() / (targets != -100).sum()
 
 
+def with_logits(changed):
+    """Change what a head in chunks derives from its logits."""
+
+    def apply(model, **options):
+        names = apply_chunked_loss(model, **options)
+        for name in names:
+            model.get_submodule(name).register_forward_hook(lambda head, given, out: changed(out))
+        return names
+
+    return apply
+
+
+def report_of_no_use(model, **options):
+    names = apply_chunked_loss(model, **options)
+    for name in names:
+        model.get_submodule(name).register_forward_hook(note_whole_logits)
+    return names
+
+
+def note_whole_logits(head, given, out):
+    if head.training:
+        out.logits.product.use.whole.append("nothing")
+
+
+def any_input(model, *, chunk_tokens=None, chunk_bytes=None, **options):
+    if chunk_tokens is not None:
+        return apply_chunked_loss(model, chunk_tokens=max(1, int(chunk_tokens)), **options)
+    return apply_chunked_loss(model, chunk_bytes=chunk_bytes or 1024, **options)
+
+
+def in_eval_mode_too(model, *, head="0", **options):
+    names = apply_chunked_loss(model, head=head, **options)
+    linear = model.get_submodule(names[0])
+    linear.register_forward_hook(lambda head, given, out: out if head.training else 2 * out)
+    return names
+
+
 FAULTS = [
-    planted("memory-plan.loss-options", name, loss=loss, hint=hint, model="transformer")
-    for name, loss, hint in (
-        ("no-softcap", without("softcap"), "softcap"),
-        ("no-z-loss", without("z_loss"), "z-loss"),
-        ("no-smoothing", without("label_smoothing"), "label smoothing"),
-        ("no-bias", without("bias"), "raised|a bias"),
-        ("mean-over-all", mean_over_all_tokens, "off by"),
-        ("weights-do-not-divide", weights_that_do_not_divide, "class weights"),
-        ("probability-with-a-gradient", probability_with_a_gradient, "probability"),
-    )
+    *(
+        planted("memory-plan.loss-forms", name, apply=apply, hint=hint, model="transformer")
+        for name, apply, hint in (
+            ("logits-too-large", with_logits(lambda logits: 1.5 * logits), "a shift: "),
+            ("logits-made-whole", with_logits(lambda logits: logits + 0), "reported as all"),
+            ("another-report", report_of_no_use, "all logits made for nothing"),
+            ("wrong-sizes-taken", any_input, "no tokens is taken"),
+            ("other-logits-in-eval", in_eval_mode_too, "other logits in eval mode"),
+        )
+    ),
+    *(
+        planted("memory-plan.loss-options", name, loss=loss, hint=hint, model="transformer")
+        for name, loss, hint in (
+            ("no-softcap", without("softcap"), "softcap"),
+            ("no-z-loss", without("z_loss"), "z-loss"),
+            ("no-smoothing", without("label_smoothing"), "label smoothing"),
+            ("no-bias", without("bias"), "raised|a bias"),
+            ("half-of-a-backend", half_of_a_backend, "leanest backend|own"),
+            ("mean-over-all", mean_over_all_tokens, "off by"),
+            ("weights-do-not-divide", weights_that_do_not_divide, "class weights"),
+            ("probability-with-a-gradient", probability_with_a_gradient, "probability"),
+        )
+    ),
 ]

@@ -21,7 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
-from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
+from ..core.parity import (
+    OUTER_BOUND,
+    Parity,
+    StepRecord,
+    check_comparable,
+    compare,
+    record_step,
+)
 from ..core.rerun import seeded, untouched
 from ..plan.estimate import Sketch
 from ..plan.optimizers import OptimizerFactory, make_optimizer
@@ -175,24 +182,34 @@ def _wrong_option(case: Case, head: Head, apply: ApplyToHead) -> str:
 
     Half precision runs in float32: `F.cross_entropy` itself would round its sums.
     """
-    if case.dtype in HALF_PRECISION_DTYPES:
-        case = replace(case, dtype=torch.float32)
     for name, loss in OPTION_LOSSES.items():
-        records = []
-        for change in (None, apply):
-            with seeded(case.seed):
-                module = nn.Sequential(_linear_of(case, head))
-                hidden = torch.randn(OPTION_TOKENS, head.width).to(case.device, case.dtype)
-                targets = torch.randint(head.classes, (OPTION_TOKENS,)).to(case.device)
-            targets[::3] = IGNORED_TARGET
-            if change is not None:
-                change(module, head="0", chunk_tokens=OPTION_TOKENS // 4)
-            hidden.requires_grad_()
-            records.append(record_step(module, (hidden, targets), loss))
-        same = compare(*records, tolerance=OUTER_BOUND[case.dtype])
+        same, _ = _compared_on_head(case, head, apply, loss, (OPTION_TOKENS,))
         if not same.holds:
             return f"with {name}: {same.describe()}"
     return ""
+
+
+def _compared_on_head(
+    case: Case, head: Head, apply: ApplyToHead, loss: Callable[..., Tensor], shape: tuple[int, ...]
+) -> tuple[Parity, list[nn.Module]]:
+    """Compare a loss over the head alone with and without chunks, for targets of this shape."""
+    modules: list[nn.Module] = []
+    records = []
+    dtype = torch.float32 if case.dtype in HALF_PRECISION_DTYPES else case.dtype
+    for change in (None, apply):
+        with seeded(case.seed):
+            module = nn.Sequential(_linear_of(replace(case, dtype=dtype), head))
+            hidden = torch.randn(*shape, head.width).to(case.device, dtype)
+            targets = torch.randint(head.classes, shape).to(case.device)
+        targets[..., ::3] = IGNORED_TARGET
+        if change is not None:
+            change(module, head="0", chunk_tokens=OPTION_TOKENS // 4)
+        hidden.requires_grad_()
+        recorded = record_step(module, (hidden, targets), loss)
+        gradients = {**recorded.gradients, "the input": hidden.grad}
+        records.append(replace(recorded, gradients=gradients))
+        modules.append(module)
+    return compare(*records, tolerance=OUTER_BOUND[dtype]), modules
 
 
 def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
@@ -259,6 +276,11 @@ def every_loss_option(case: Case, *, loss: CrossEntropy = chunked_cross_entropy)
         token_weights = torch.rand(OPTION_TOKENS).to(case.device)
         bias = torch.randn(head.classes).to(linear.weight)
     is_ignored = torch.arange(OPTION_TOKENS).to(case.device) % 3 == 0
+
+    def own(reference: Any, sources: Any, targets: Tensor, used: Any) -> Tensor:
+        loss: Tensor = reference(*sources, targets, **used)
+        return loss
+
     each: dict[str, dict[str, Any]] = {
         "sum": {"reduction": "sum"},
         "a bias": {"bias": bias},
@@ -269,6 +291,8 @@ def every_loss_option(case: Case, *, loss: CrossEntropy = chunked_cross_entropy)
         "token weights": {"token_weights": token_weights, "reduction": "sum"},
         "probability": {"token_weights": "probability"},
         "another ignored target": {"ignore_index": 0},
+        "the leanest backend": {"backend": "auto"},
+        "a backend of one's own": {"backend": own, "bias": bias, "reduction": "sum"},
     }
     each["all, by token"] = {key: value for one in each.values() for key, value in one.items()}
     each["all, by token"] |= {"reduction": "none", "ignore_index": IGNORED_TARGET}
@@ -301,9 +325,10 @@ def _defined(
     class_weights: Tensor | None = None,
     token_weights: Tensor | str | None = None,
     ignore_index: int = IGNORED_TARGET,
+    backend: object = None,
     **smoothing: float,
 ) -> Tensor:
-    """Compute the loss from whole logits, in the next higher precision."""
+    """Compute the loss from whole logits, in the next higher precision, whatever the backend."""
     dtype = HIGHER_PRECISION.get(hidden.dtype, hidden.dtype)
     logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if softcap is not None:
@@ -343,9 +368,135 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found.to(expected.dtype) - expected).norm() / expected.norm())
 
 
+# What people write between the head and the loss. Each takes logits and targets of two sequences.
+FORMS_IN_CHUNKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a shift": lambda logits, targets: _by_row(logits[:, :-1], targets[:, 1:]),
+    "a shift by ...": lambda logits, targets: _by_row(
+        logits[..., :-1, :].contiguous(), targets[..., 1:]
+    ),
+    "one position": lambda logits, targets: F.cross_entropy(logits[:, -2], targets[:, -2]),
+    "flatten": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    "a mask": lambda logits, targets: F.cross_entropy(
+        logits[targets != IGNORED_TARGET], targets[targets != IGNORED_TARGET]
+    ),
+    "indices": lambda logits, targets: F.cross_entropy(
+        torch.reshape(logits, (-1, logits.shape[-1]))[_every_second(targets)],
+        targets.flatten()[_every_second(targets)],
+    ),
+    "transpose": lambda logits, targets: F.cross_entropy(logits.transpose(1, 2), targets),
+    "permute": lambda logits, targets: F.cross_entropy(logits.permute(0, -1, 1), targets),
+    "transpose twice": lambda logits, targets: _by_row(
+        logits.transpose(-1, -2).transpose(2, 1), targets
+    ),
+    "float": lambda logits, targets: _by_row(logits.float().to(logits.device), targets),
+    "two losses": lambda logits, targets: (
+        _by_row(logits[:1], targets[:1]) + 2 * _by_row(logits[1:], targets[1:])
+    ),
+}
+# A factor changes the rows of the head's input, which leaves out a bias.
+FORMS_WITHOUT_BIAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a temperature": lambda logits, targets: _by_row(logits / 0.7, targets),
+    "a factor": lambda logits, targets: _by_row(torch.mul(2 * logits, 0.25), targets),
+    "a softcap": lambda logits, targets: _by_row(3.0 * torch.tanh(logits / 2.0), targets),
+}
+# These need all of the logits, which are computed then.
+WHOLE_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_softmax": lambda logits, targets: F.nll_loss(logits[0].log_softmax(-1), targets[0]),
+    "a term beside the loss": lambda logits, targets: (
+        _by_row(logits, targets) + 0.1 * logits.logsumexp(-1).square().mean()
+    ),
+    "a factor below 0": lambda logits, targets: _by_row(logits * -1, targets),
+    "classes left out": lambda logits, targets: F.cross_entropy(
+        logits[..., :-1].flatten(0, 1), targets.flatten().clamp(max=logits.shape[-1] - 2)
+    ),
+    "probabilities": lambda logits, targets: F.cross_entropy(logits[0], logits[1].softmax(-1)),
+}
+
+
+def _by_row(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
+
+
+def _every_second(targets: Tensor) -> Tensor:
+    return torch.arange(0, targets.numel(), 2, device=targets.device)
+
+
+def every_loss_form(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
+    """Compare losses written in many ways over the model's head with the same over plain logits.
+
+    The report has to tell which of them ran in chunks, and which needed all of the logits.
+    """
+    gate = "memory-plan/loss-forms"
+    tolerance = OUTER_BOUND[case.dtype]
+    required = f"each loss within {tolerance:.0e} and reported, wrong input refused"
+    head = _find_head(case)
+    if isinstance(head, str):
+        return not_applicable(gate, required=required, why=head)
+
+    needs_all = WHOLE_FORMS | (FORMS_WITHOUT_BIAS if head.bias else {})
+    forms = FORMS_IN_CHUNKS | FORMS_WITHOUT_BIAS | WHOLE_FORMS
+    wrong = [
+        f"{name}: {why}"
+        for name, form in forms.items()
+        if (why := _wrong_form(case, head, apply, form, needs_all=name in needs_all))
+    ]
+    wrong += _taken_although_wrong(case, head, apply)
+    measured = f"{len(forms)} losses, {len(WRONG_CHUNKS)} wrong inputs; {len(wrong)} wrong"
+    return Verdict(gate, not wrong, measured, required, "; ".join(wrong))
+
+
+def _wrong_form(
+    case: Case,
+    head: Head,
+    apply: ApplyToHead,
+    form: Callable[[Tensor, Tensor], Tensor],
+    *,
+    needs_all: bool,
+) -> str:
+    def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return form(module(batch[0]), batch[1])
+
+    same, modules = _compared_on_head(case, head, apply, loss, (2, OPTION_TOKENS // 2))
+    if not same.holds:
+        return same.describe()
+    (use,) = chunked_loss_report(modules[1]).values()
+    if bool(use.whole) != needs_all:
+        return f"reported as {use}"
+    hidden = torch.ones(2, head.width).to(next(modules[0].parameters()))
+    evaluated = [module.eval()(hidden) for module in modules]
+    return "" if torch.equal(*evaluated) else "other logits in eval mode"
+
+
+WRONG_CHUNKS: dict[str, dict[str, Any]] = {
+    "no tokens": {"chunk_tokens": 0},
+    "no bytes": {"chunk_bytes": 0},
+    "half a token": {"chunk_tokens": 1.5},
+    "tokens and bytes": {"chunk_tokens": 4, "chunk_bytes": 2**20},
+    "a head that is not there": {"head": "no_such_head"},
+    "a head that is no Linear": {"head": "1"},
+    "an unknown backend": {"backend": "no_such_backend"},
+}
+
+
+def _taken_although_wrong(case: Case, head: Head, apply: ApplyToHead) -> list[str]:
+    """List the wrong inputs that are not refused, or that change the model."""
+    taken = []
+    for name, options in WRONG_CHUNKS.items():
+        module = nn.Sequential(_linear_of(case, head), nn.Identity())
+        try:
+            apply(module, **{"head": "0"} | options)
+        except (ValueError, TypeError):
+            if type(module[0]) is not nn.Linear:
+                taken.append(f"{name}: refused after the head was changed")
+            continue
+        taken.append(f"{name} is taken")
+    return taken
+
+
 CHUNKED_TAKES = {"apply_chunked_loss": Takes("apply")}
 CHUNKED_LOSS_GATES = (
     Gate("memory-plan/loss-options", every_loss_option, {"chunked_cross_entropy": Takes("loss")}),
+    Gate("memory-plan/loss-forms", every_loss_form, CHUNKED_TAKES),
     Gate("memory-plan/chunked-loss", chunked_loss, CHUNKED_TAKES),
     Gate("memory-plan/chunked-memory", chunked_memory, CHUNKED_TAKES),
 )

@@ -36,6 +36,7 @@ from .cross_entropy import (
     check_chunk_size,
     chunked_cross_entropy,
     chunked_log_probabilities,
+    find_backend,
     product_dtype,
     refuse_second_derivative,
 )
@@ -534,6 +535,8 @@ def apply_chunked_loss(
     `fully_shard` and `torch.compile`.
     """
     check_chunk_size(chunk_tokens, chunk_bytes)
+    if backend is not None:
+        backend = find_backend(backend)
     chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes, "backend": backend}
     found = _find_heads(model, head)
     for module in found.values():

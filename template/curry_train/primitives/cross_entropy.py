@@ -173,11 +173,17 @@ def _reference(given: Given, options: ChunkOptions) -> Tensor:
     return loss
 
 
+def find_backend(backend: Backend | str) -> Backend:
+    """Return a backend that is given itself or by its name; raise ValueError for another name."""
+    if isinstance(backend, str):
+        found: Backend = import_module(".loss_backends", __package__).loss_backend(backend)
+        return found
+    return backend
+
+
 def _with_backend(backend: Backend | str, given: Given, options: ChunkOptions) -> Tensor:
     """Compute the loss with another implementation, which gets only the options that are on."""
-    if isinstance(backend, str):
-        backend = import_module(".loss_backends", __package__).loss_backend(backend)
-    assert callable(backend)
+    backend = find_backend(backend)
     used = {"ignore_index": options.ignore_index, "reduction": options.reduction}
     optional = (*OPTIONAL_FIELDS, "class_weights", "token_weights")
     for option, value in (vars(options) | vars(given)).items():

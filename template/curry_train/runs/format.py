@@ -192,7 +192,8 @@ def _frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]
         with io.BytesIO() as stream, _without_sums():
             torch.save(content.view(dtype).reshape(shape), stream)
             written.append(stream.getvalue())
-    begin = len(os.path.commonprefix(written))
+    differing = (at for at, (one, other) in enumerate(zip(*written, strict=True)) if one != other)
+    begin = next(differing)
     frames = {(data[:begin], data[begin + size :]) for data in written}
     are_bytes = [data[begin : begin + size] for data in written] == [bytes(size), b"\1" * size]
     return frames.pop() if are_bytes and len(frames) == 1 else None
