@@ -4,18 +4,31 @@ python -m pytest tests/benchmarks/test_cuda_branches.py
 """
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from curry_train.bench import report, savings
 from curry_train.bench.steps import TrainingStep
-from curry_train.core import measure
+from curry_train.core import measure, parity, rerun
 from curry_train.core.wording import provenance
+from curry_train.gates import memory_plan
+from curry_train.plan import device, timeline
 from curry_train.plan.device import profile_of
-from curry_train.primitives import host_memory, offload, offload_blocks
-from curry_train.runs import background
+from curry_train.primitives import (
+    compile_budget,
+    host_memory,
+    offload,
+    offload_blocks,
+    regions,
+    strategies,
+)
+from curry_train.runs import background, state
+from curry_train.runs.random_state import restore_random_state, take_random_state
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import Case
 
@@ -284,3 +297,194 @@ def test_a_step_waits_for_its_device_and_a_record_names_the_card(counted, monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert provenance(CUDA)["device"] == "NVIDIA H200"
     assert profile_of("cuda").name == "h200"
+
+
+# Random generators of two devices.
+
+
+@pytest.fixture
+def generators(monkeypatch):
+    """The states of the generators of two devices, by index."""
+    states = {index: torch.tensor([index, 0], dtype=torch.uint8) for index in range(2)}
+
+    def index_of(device):
+        return device if isinstance(device, int) else torch.device(device).index or 0
+
+    def set_state(state, device="cuda"):
+        states[index_of(device)] = state.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
+    get_state = lambda device="cuda": states[index_of(device)].clone()  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_rng_state", get_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
+    return states
+
+
+def draw(states, index):
+    states[index] = states[index] + 1
+
+
+def test_the_generators_of_all_devices_are_restored(generators):
+    before = {index: state.clone() for index, state in generators.items()}
+    with rerun.generators_kept():
+        draw(generators, 0)
+        draw(generators, 1)
+    assert all(torch.equal(generators[index], state) for index, state in before.items())
+
+
+def test_recompute_draws_again_from_the_device_of_its_tensors(generators):
+    class OnSecond(torch.Tensor):
+        device = torch.device("cuda", 1)
+
+    taken = rerun.Generators([torch.ones(1).as_subclass(OnSecond)])
+    draw(generators, 0)
+    assert not taken.moved()
+    draw(generators, 1)
+    assert taken.moved()
+    with taken.again():
+        assert generators[1].tolist() == [1, 0]
+        draw(generators, 1)
+    assert generators[1].tolist() == [2, 1]
+
+
+def test_a_checkpoint_has_the_generators_of_all_devices(generators):
+    taken = take_random_state()
+    saved = {name: tensor.tolist() for name, tensor in taken.tensors.items() if "cuda" in name}
+    assert saved == {"cuda-0": [0, 0], "cuda-1": [1, 0]}
+    draw(generators, 1)
+    assert restore_random_state(taken) == []
+    assert generators[1].tolist() == [1, 0]
+    del generators[1]
+    notes = restore_random_state(taken)
+    assert notes == ["the generator cuda-1 was saved, but does not exist here"]
+
+
+def test_steps_that_leave_another_state_of_a_device_are_not_the_same(generators):
+    model = nn.Linear(2, 2)
+    first = parity.record(model, torch.zeros(()))
+    assert parity.compare(first, parity.record(model, torch.zeros(()))).holds
+    draw(generators, 1)
+    assert not parity.compare(first, parity.record(model, torch.zeros(()))).holds
+
+
+def test_regions_refuse_what_draws_from_the_device_of_its_parameters(generators):
+    class OnCudaModule(nn.Module):
+        def parameters(self, recurse=True):
+            return iter([SimpleNamespace(device=torch.device("cuda", 1))])
+
+    states = regions.generator_states(OnCudaModule())
+    assert [state.tolist() for state in states[1:]] == [[1, 0]]
+
+
+# Profiles of devices, and what a gate asks of one.
+
+
+class OnHost(TorchFunctionMode):
+    """Make tensors for a CUDA device on the host, and note which host memory is pinned."""
+
+    def __init__(self):
+        super().__init__()
+        self.pinned = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.pop("pin_memory", False):
+            self.pinned.append(str(kwargs["device"]))
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def test_the_rate_of_copies_is_that_of_the_slower_direction_with_pinned_memory(monkeypatch):
+    seconds = iter([2.0, 4.0])
+    copied = []
+
+    def timed(on, operation):
+        copied.append(operation())
+        return next(seconds)
+
+    monkeypatch.setitem(device.MANY_BYTES, "cuda", 1024)
+    monkeypatch.setattr(device, "_least_seconds", timed)
+    with OnHost() as host:
+        assert device.copy_rate(CUDA) == 1024 / 4
+    assert host.pinned == ["cpu"]
+    assert all(bool(one.all()) for one in copied)
+    assert copied[0].data_ptr() != copied[1].data_ptr()
+
+
+def test_a_card_without_a_data_sheet_is_measured(monkeypatch):
+    properties = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda on: "Unknown 9000")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda on: properties)
+    for name in ("elementwise_rate", "copy_rate", "dispatch_seconds"):
+        monkeypatch.setattr(device, name, lambda on: 2.0)
+    monkeypatch.setattr(device, "product_rate", lambda on, dtype: 1e12)
+    found = device.measure_profile("cuda")
+    assert (found.name, found.source) == ("Unknown 9000", "measured")
+    assert found.memory_bytes == found.usable_bytes == 80 * 2**30
+    assert found.host_bytes_per_second == 2.0
+
+
+def test_what_operations_use_inside_is_part_of_a_peak(counted):
+    counted.most = 1900
+    record = SimpleNamespace(cuda=CUDA, before=1000, lives=[], phases=["forward"])
+    owners = {timeline.ALLOCATOR_GROUP: 0, "parameters": 600}
+    found = timeline._peak(record, 0, owners)
+    assert found.bytes_alive == 900
+    assert found.owners[timeline.ALLOCATOR_GROUP] == 300
+
+
+def test_a_clock_that_may_not_be_read_is_none(monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def refuse(on):
+        raise Refused
+
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: object())
+    library = SimpleNamespace(NVMLError=Refused)
+    monkeypatch.setattr(report.importlib, "import_module", lambda name: library)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda on: 1980)
+    assert report._megahertz(CUDA) == 1980
+    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
+    assert report._megahertz(CUDA) is None
+
+
+def test_a_gate_that_would_not_fit_the_device_says_so(monkeypatch):
+    head = memory_plan.Head(width=64, classes=1000, bias=False, tokens=8)
+    monkeypatch.setattr(memory_plan, "_find_head", lambda case: head)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda on: (2**20, 2**30))
+    verdict = memory_plan.chunked_memory(replace(Case(mlp(depth=1, width=4)), device=CUDA))
+    assert verdict.passed is None
+    assert "0.0 GiB are free; measure on the CPU" in verdict.hint
+
+
+def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(monkeypatch):
+    properties = SimpleNamespace(total_memory=2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda on: properties)
+    savings.check_limit(2**30, CUDA)
+    with pytest.raises(ValueError, match=r"a limit of 2.00 GiB is more than the 1.00 GiB of cuda"):
+        savings.check_limit(2**31, CUDA)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert state._device("cuda") == torch.device("cuda", 3)
+    assert state._device("cpu") == torch.device("cpu")
+
+
+def test_compiled_code_is_for_the_device_of_the_parameters(monkeypatch):
+    class OnCudaModule(nn.Module):
+        def parameters(self, recurse=True):
+            return iter([SimpleNamespace(device=CUDA)])
+
+    used = []
+    monkeypatch.setattr(
+        compile_budget, "memory_budget", lambda model, share, **options: used.append(options) or []
+    )
+    sample = SimpleNamespace(blocks=None, batch=None)
+    for model in (OnCudaModule(), nn.Linear(1, 1)):
+        strategies._memory_budget(model, sample)
+    assert [options["backend"] for options in used] == ["inductor", "aot_eager"]
