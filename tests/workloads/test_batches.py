@@ -192,7 +192,8 @@ def test_an_object_that_can_not_be_cut_is_taken_whole():
     assert verdicts["recompute/parity-full"].passed, verdicts
     assert not [verdict for verdict in verdicts.values() if verdict.passed is False]
     for gate, verdict in verdicts.items():
-        if gate.startswith("grad-accum"):
+        # The windows of this gate are its own.
+        if gate.startswith("grad-accum") and gate != "grad-accum/refused":
             assert verdict.passed is None
             assert "a Movable can't be divided into samples" in verdict.hint
 

@@ -280,10 +280,8 @@ def _index_by_tensor(logits: Logits, indices: Tensor) -> Logits | None:
     is_mask = indices.dtype is torch.bool
     if not is_mask and indices.dtype is not torch.int64:
         return None
-    num_indexed = indices.dim() if is_mask else 1
-    if num_indexed >= len(logits.shape):
-        return None
-    return logits.derive(rows=logits.rows[indices])
+    indexes_classes = (indices.dim() if is_mask else 1) >= len(logits.shape)
+    return None if indexes_classes else logits.derive(rows=logits.rows[indices])
 
 
 def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:
@@ -309,15 +307,8 @@ def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
         return None
 
     axes = [dim % 3 for dim in given]
-    order = [0, 1, 2]
-    if len(axes) == 3:
-        order = axes
-    else:
-        order[axes[0]] = axes[1]
-        order[axes[1]] = axes[0]
-    if order != [0, 2, 1]:
-        return None
-    return logits.derive(classes_last=not logits.classes_last)
+    swaps = sorted(axes) == [1, 2] if len(axes) == 2 else axes == [0, 2, 1]
+    return logits.derive(classes_last=not logits.classes_last) if swaps else None
 
 
 def multiply(function: Any, logits: Logits, factor: Any) -> Logits | None:
@@ -535,8 +526,7 @@ def apply_chunked_loss(
     `fully_shard` and `torch.compile`.
     """
     check_chunk_size(chunk_tokens, chunk_bytes)
-    if backend is not None:
-        backend = find_backend(backend)
+    backend = find_backend(backend)
     chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes, "backend": backend}
     found = _find_heads(model, head)
     for module in found.values():

@@ -154,6 +154,7 @@ def chunked_cross_entropy(
         weighted_by_probability=isinstance(token_weights, str),
         dtype=product_dtype(hidden),
     )
+    backend = find_backend(backend)
     compute = _reference if backend is None else partial(_with_backend, backend)
     loss = compute(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
@@ -173,17 +174,16 @@ def _reference(given: Given, options: ChunkOptions) -> Tensor:
     return loss
 
 
-def find_backend(backend: Backend | str) -> Backend:
+def find_backend(given: Any) -> Backend | None:
     """Return a backend that is given itself or by its name; raise ValueError for another name."""
-    if isinstance(backend, str):
-        found: Backend = import_module(".loss_backends", __package__).loss_backend(backend)
-        return found
-    return backend
+    if isinstance(given, str):
+        given = import_module(".loss_backends", __package__).loss_backend(given)
+    found: Backend | None = given
+    return found
 
 
-def _with_backend(backend: Backend | str, given: Given, options: ChunkOptions) -> Tensor:
+def _with_backend(backend: Backend, given: Given, options: ChunkOptions) -> Tensor:
     """Compute the loss with another implementation, which gets only the options that are on."""
-    backend = find_backend(backend)
     used = {"ignore_index": options.ignore_index, "reduction": options.reduction}
     optional = (*OPTIONAL_FIELDS, "class_weights", "token_weights")
     for option, value in (vars(options) | vars(given)).items():
