@@ -319,14 +319,17 @@ def test_a_pipeline_prints_its_stages_and_does_not_fit_where_its_heaviest_stage_
     path = tmp_path / "peaks.json"
     fits = pipeline_of(*stages, "--target", "h100", "--json", str(path))
     assert fits.exit_code == 0, fits.output
-    assert (asked["batch_size"], asked["kernels"], asked["pipeline"]) == (
+    assert (asked["batch_size"], asked["device"].name, asked["pipeline"]) == (
         2,
-        "cuda",
+        "h100",
         "stages:pipeline",
     )
     assert "the heaviest is rank 1" in " ".join(fits.output.split())
     assert json.loads(path.read_text())["heaviest"] == 1
-    assert pipeline_of(*stages, budget="2MiB").exit_code == 1
+    assert pipeline_of(*stages, "--target", "h100", budget="2MiB").exit_code == 1
+    given = ("--context", "64MiB", "--link", "9GB,3GB")
+    assert pipeline_of(*stages, "--target", "h100", *given).exit_code == 0
+    assert (asked["context_bytes"], asked["links"].between) == (64 * 2**20, 3e9)
     for arguments, message in (
         (("--mesh", "pp=2"), "needs a pipeline of your own"),
         ((*stages, "--explain", "--microbatch", "1"), "leave out --microbatch, --explain"),

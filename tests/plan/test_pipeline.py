@@ -3,14 +3,26 @@
 python -m pytest tests/plan/test_pipeline.py
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pipelines
 import pytest
+import torch
 from pipelines import PIPELINES, predict_pipeline, small
 from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from curry_train.gates.fixtures import run_on_ranks
+from curry_train.plan import rank_time
+from curry_train.plan.cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
+from curry_train.plan.device import PROFILES
+from curry_train.plan.estimate import Sketch
 from curry_train.plan.pipeline import (
     PipelinePeaks,
     StageBoard,
@@ -19,6 +31,10 @@ from curry_train.plan.pipeline import (
     pipeline_peaks,
     samples_of_pipeline,
 )
+from curry_train.plan.rank_time import Links, Message, StageCourse, StepCourse, time_of_pipeline
+from curry_train.primitives import recompute_blocks
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import default_workload
 
 
 def real_peaks(names, world):
@@ -75,6 +91,117 @@ def test_the_table_names_the_first_last_and_heaviest_rank():
     assert rows == ["first", "heaviest", "last"]
     assert "-1.00 KiB" in next(line for line in lines if "heaviest" in line and "4.00" in line)
     assert found.to_json()["heaviest"] == 2
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pipeline_of_one_stage_reserves_what_a_plan_of_its_model_does(recompute):
+    workload = transformer(depth=3, dim=256, vocabulary=4096, length=256)
+
+    def change(model):
+        if recompute:
+            recompute_blocks(model)
+
+    def alone(model, mesh):
+        change(model)
+        held = {}
+        model.register_forward_hook(lambda module, inputs, output: held.update(logits=output))
+
+        def step(batch):
+            held["loss"] = workload.mean_loss(model, batch)
+            held["loss"].backward()
+
+        return model, step
+
+    found = pipeline_peaks(workload, alone, mesh={"pp": 1}, batch_size=4, device="h100")
+    with Sketch(workload, kernels="cuda") as sketch:
+        step = sketch.step(4, change=change)
+    memory = cuda_memory(step.trace, workspace_bytes=workspace_of("h100"))
+    (rank,) = found.ranks
+    assert (rank.peak_bytes, rank.reserved_bytes) == (step.peak_bytes, memory.reserved_bytes)
+    assert found.most_bytes == memory.reserved_bytes + CONTEXT_BYTES
+    assert all(len(line) <= 80 for line in found.table(2**30).splitlines())
+
+
+class Same(nn.Module):
+    """A stage that computes as much as all others: gradients reach its first layer too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+
+    def forward(self, x):
+        return self.layers(x + self.bias)
+
+
+def uniform(kind, *, each=1):
+    """Make a pipeline of equal stages, whose schedule has 8 microbatches."""
+
+    def pipeline(model, mesh):
+        place, count = mesh.get_local_rank(), each * mesh.size()
+        numbers = range(place, count, mesh.size())
+        parts = nn.ModuleList(Same() for _ in numbers)
+        stages = [
+            PipelineStage(part, number, count, torch.device("cpu"), group=mesh.get_group())
+            for part, number in zip(parts, numbers, strict=True)
+        ]
+        schedule = kind(
+            stages if each > 1 else stages[0], 8, loss_fn=lambda rows, target: rows.mean()
+        )
+
+        def step(rows):
+            is_last = place == mesh.size() - 1
+            ends = {"target": rows, "losses": []} if is_last else {}
+            schedule.step(*([rows] if place == 0 else []), **ends)
+
+        return parts, step
+
+    return pipeline
+
+
+# Only products of matrices take time, and messages none.
+PRODUCTS = replace(
+    PROFILES["cpu"],
+    flops_per_second={"float32": 1e9},
+    bytes_per_second=1e30,
+    dispatch_seconds=1e-30,
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "each", "ranks"),
+    [(Schedule1F1B, 1, 3), (ScheduleGPipe, 1, 2), (ScheduleInterleaved1F1B, 2, 2)],
+)
+def test_the_bubble_of_each_schedule_is_that_of_its_formula(kind, each, ranks, monkeypatch):
+    monkeypatch.setattr(rank_time, "COLLECTIVE_SECONDS", 0.0)
+    rows = default_workload("rows", nn.Identity, (nn.Identity(), torch.randn(64, 64)))
+    options = {"mesh": {"pp": ranks}, "batch_size": 64, "device": PRODUCTS}
+    split = uniform(kind, each=each)
+    seconds = pipeline_peaks(rows, split, links=Links(1e30, 1e30), **options).seconds
+    assert [*seconds.compute.values()] == pytest.approx([seconds.compute[0]] * ranks, rel=1e-9)
+    assert seconds.bubble == pytest.approx((ranks - 1) / (each * 8 + ranks - 1), rel=1e-9)
+
+
+def stage(*messages):
+    """Make a rank of one operation, with 1 second of work, before and after its messages."""
+    course = StepCourse(
+        flops=torch.tensor([1e9, 1e9]).numpy(), moved=torch.ones(2).numpy(), streams=[0, 0]
+    )
+    return StageCourse(course, messages, fixed=0, gradients=0)
+
+
+def test_a_message_passes_when_both_ranks_have_called_and_a_missing_one_is_an_error():
+    receive = (Message(0, "recv", 0, 0, 10**9), Message(0, None, 0))
+    send = (Message(1, "send", 0, 1, 10**9), Message(2, None, 0))
+    links = Links(1e9, 1e9)
+    found = time_of_pipeline(
+        {0: stage(*send), 1: stage(*receive)}, PRODUCTS, links, dtype="float32"
+    )
+    # A second of work, a second for the message, and two seconds of work of the receiver.
+    assert found.schedule == pytest.approx(4, abs=1e-3)
+    assert found.bubble == pytest.approx(0.5, abs=1e-3)
+    with pytest.raises(ValueError, match="the ranks 1 of the pipeline wait for messages"):
+        time_of_pipeline({0: stage(), 1: stage(*receive)}, PRODUCTS, links, dtype="float32")
 
 
 def test_a_rank_at_each_place_counts_and_the_global_batch_is_shared_by_pipelines():

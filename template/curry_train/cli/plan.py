@@ -22,7 +22,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
-from ..plan.device import PROFILES, find_profile, profile_of
+from ..plan.device import PROFILES, DeviceProfile, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
@@ -384,7 +384,6 @@ def plan_command(
     target: str | None,
     dtype: str | None,
     optimizer: str | None,
-    context_bytes: int | None,
     lengths: tuple[int, ...],
     blocks: str | None,
     without: tuple[str, ...],
@@ -407,18 +406,18 @@ def plan_command(
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
         settings = _settings(precision, optimizer, blocks, seed)
-        found = _find_ranks(spec, target or place.type, shared, size, settings)
+        device = functools.partial(find_profile, target) if target else lambda: profile_of(place)
+        found = _find_ranks(spec, device, shared, size, settings)
         if found is not None:
             _print_ranks(console, found, budget_bytes, json_path, files.plot_path)
             return
         planner = functools.partial(
             Planner,
             spec,
-            device=find_profile(target) if target else profile_of(place),
+            device=device(),
             chunked_loss=chunked_loss,
             without=without,
             also=also,
-            context_bytes=context_bytes,
             lengths=lengths,
             **_sharing(verify=verify, **shared),
             **settings,
@@ -472,7 +471,11 @@ def _given(budget_bytes: int | None) -> int:
 
 
 def _find_ranks(
-    spec: str, kernels: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
+    spec: str,
+    device: Callable[[], DeviceProfile],
+    shared: dict[str, Any],
+    global_batch: int,
+    settings: dict[str, Any],
 ) -> FewestGpus | PipelinePeaks | None:
     """Find what `--fits` or a pipeline asks for; None where a budget is planned for."""
     meshes = shared.pop("meshes")
@@ -482,7 +485,7 @@ def _find_ranks(
         raise ValueError("--fits alone takes several meshes: give --mesh once")
     shared["mesh"] = meshes[0] if meshes else {}
     if is_pipeline(shared["mesh"]):
-        return _find_peaks(spec, kernels, shared, global_batch, settings)
+        return _find_peaks(spec, device, shared, global_batch, settings)
     return None
 
 
@@ -519,6 +522,7 @@ def _find_fewest(
     _refuse_others(OPTIONS_OF_FITS, "--fits tries settings by itself")
     kind = shared.pop("parallel") or "fsdp2"
     links = shared.pop("links")
+    del shared["context_bytes"]
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
@@ -547,12 +551,16 @@ def _refuse_others(taken: Sequence[str], why: str) -> None:
 # Options that the ranks of a pipeline take.
 OPTIONS_OF_PIPELINES = (
     *("spec", "budget_bytes", "global_batch", "target", "dtype", "optimizer", "seed", "parallel"),
-    *("meshes", "json_path"),
+    *("meshes", "links", "context_bytes", "json_path"),
 )
 
 
 def _find_peaks(
-    spec: str, kernels: str, shared: dict[str, Any], global_batch: int, settings: dict[str, Any]
+    spec: str,
+    device: Callable[[], DeviceProfile],
+    shared: dict[str, Any],
+    global_batch: int,
+    settings: dict[str, Any],
 ) -> PipelinePeaks:
     """Predict the ranks of a pipeline, after a check that no other option was given."""
     _refuse_others(OPTIONS_OF_PIPELINES, "a pipeline runs as your function builds it")
@@ -564,10 +572,17 @@ def _find_peaks(
         )
     size = samples_of_pipeline(mesh, global_batch)
     own = {name: value for name, value in settings.items() if name != "blocks"}
-    kernels = "cpu" if kernels == "cpu" else "cuda"
     with messages_on_screen() as show_message:
         return pipeline_peaks(
-            spec, parallel, mesh=mesh, batch_size=size, kernels=kernels, tell=show_message, **own
+            spec,
+            parallel,
+            mesh=mesh,
+            batch_size=size,
+            device=device(),
+            links=shared["links"],
+            context_bytes=shared["context_bytes"],
+            tell=show_message,
+            **own,
         )
 
 
@@ -579,7 +594,7 @@ def _print_peaks(
     if json_path:
         facts = provenance(torch.device("cpu")) | {"budget_bytes": budget_bytes}
         write_json(json_path, facts | peaks.to_json())
-    if budget_bytes is not None and peaks.heaviest.peak_bytes > budget_bytes:
+    if budget_bytes is not None and peaks.most_bytes > budget_bytes:
         sys.exit(1)
 
 
@@ -635,15 +650,20 @@ class PlanFiles:
 
 
 def _sharing(
-    *, verify: bool, parallel: str | None, links: Links | None, **options: Any
+    *,
+    verify: bool,
+    parallel: str | None,
+    links: Links | None,
+    context_bytes: int | None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Return the way in which ranks share the training, and their links, for the planner."""
+    """Return for the planner how ranks share the training, their links, and their context."""
     sharding = Sharding(parallel, **options)
     if parallel is not None and not sharding.is_shared and not options["mesh"]:
         raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
     if verify and sharding.is_shared:
         raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
-    return {"sharding": sharding, "links": links}
+    return {"sharding": sharding, "links": links, "context_bytes": context_bytes}
 
 
 def _find_plan(
@@ -739,7 +759,8 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
         for held, owner in owners
     ]
-    for line in plan.settings.get("block_notes", ()):
+    host = [plan.settings["host_note"]] if "host_note" in plan.settings else []
+    for line in (*plan.settings.get("block_notes", ()), *host):
         lines += textwrap.wrap(line, 80, subsequent_indent="  ")
     if plan.settings["why_real"]:
         lines += textwrap.wrap(

@@ -132,7 +132,7 @@ def trace_of(
         is_number = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
         return fused or not is_number or life.nbytes > LARGEST_NUMBER_BYTES
 
-    in_order = [life for tensor in _as_moved(module) for life in record.lives_of(tensor)]
+    in_order = [life for tensor in in_order_of_moving(module) for life in record.lives_of(tensor)]
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     given = [number(life) for life in dict.fromkeys([*in_order, *others])]
@@ -168,10 +168,10 @@ def trace_of(
     )
 
 
-def _as_moved(module: nn.Module) -> Iterator[Tensor]:
+def in_order_of_moving(module: nn.Module) -> Iterator[Tensor]:
     """Yield parameters and buffers in the order in which `Module.to` makes them."""
     for child in module.children():
-        yield from _as_moved(child)
+        yield from in_order_of_moving(child)
     tensors: list[Any] = [*module._parameters.values(), *module._buffers.values()]
     yield from (tensor for tensor in tensors if tensor is not None)
 

@@ -15,31 +15,64 @@ A pipeline is a function of the user's own that builds the stages of its rank wi
         return part, step
 
 Each rank runs in this process, on shapes, as in `rank_step.py`. What stages ask of each other is
-answered from the ranks that ran before. The peaks are those of tensors: what the allocator of CUDA
-reserves beside them is not included.
+answered from the ranks that ran before. On a GPU the storages of its steps pass through the model
+of CUDA's allocator, and the time of a step follows from the messages between the ranks.
+
+Why so long: the record of a rank, the shapes that it asks others for and its messages are one run.
 
 Proof: `python -m pytest tests/plan/test_pipeline.py`.
 """
 
 import contextlib
+import functools
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.measure import tensors_in
-from ..core.rerun import seeded
-from ..core.wording import format_bytes, require_whole
+from ..core.measure import REST_LAYER, Life, tensors_in
+from ..core.rerun import seeded, unwatched
+from ..core.wording import format_bytes, format_seconds, require_whole
 from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Workload
-from .optimizers import OptimizerFactory, ValuesInSteps, make_optimizer, take_eagerly
+from .cuda_allocator import CudaAllocator, MemoryBlock
+from .cuda_step import (
+    CONTEXT_BYTES,
+    LARGEST_NUMBER_BYTES,
+    NUM_STEPS,
+    in_order_of_moving,
+    workspace_of,
+)
+from .device import DeviceProfile, find_profile
+from .estimate import operation_cost
+from .optimizers import OptimizerFactory, ValuesInSteps, is_fused, make_optimizer, take_eagerly
 from .parallel import Sharding
-from .rank_step import RankKernels, local_bytes, one_rank, peak_of_running_rank, replaced
+from .profiler import ACTIVATIONS_GROUP, OPTIMIZER_STATE_GROUP
+from .rank_step import (
+    RankKernels,
+    RankStorages,
+    local_bytes,
+    one_rank,
+    peak_of_running_rank,
+    replaced,
+)
+from .rank_time import (
+    RECEIVE_KIND,
+    SEND_KIND,
+    CourseRecorder,
+    Links,
+    Message,
+    PipelineSeconds,
+    StageCourse,
+    links_of,
+    time_of_pipeline,
+)
 from .shapes import PretendedCase, pretended
+from .timeline import MATRIX_PRODUCTS
 
 PIPELINE_DIMENSION = "pp"
 TABLE_WIDTH = 80
@@ -58,6 +91,14 @@ class StagePeak:
     parameter_bytes: int
     peak_bytes: int
 
+    # What CUDA's allocator reserves in several steps; None on the CPU.
+    reserved_bytes: int | None = None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of the tensors, or what is reserved for them."""
+        return max(self.peak_bytes, self.reserved_bytes or 0)
+
 
 @dataclass(frozen=True)
 class PipelinePeaks:
@@ -68,6 +109,13 @@ class PipelinePeaks:
     mesh: Mapping[str, int]
     ranks: tuple[StagePeak, ...]
 
+    # Memory of a GPU that each process takes beside tensors.
+    context_bytes: int = 0
+
+    # Predicted from the rates of a device and its links; None without a device.
+    seconds: PipelineSeconds | None = None
+    links: Links | None = None
+
     @property
     def first(self) -> StagePeak:
         return self.ranks[0]
@@ -75,34 +123,66 @@ class PipelinePeaks:
     @property
     def last(self) -> StagePeak:
         """The rank with the last stage, which is not the last rank in every schedule."""
-        return max(self.ranks, key=lambda one: max(one.stages))
+        return max(self.ranks, key=lambda one: max(one.stages, default=-1))
 
     @property
     def heaviest(self) -> StagePeak:
-        return max(self.ranks, key=lambda one: one.peak_bytes)
+        return max(self.ranks, key=lambda one: one.needed_bytes)
+
+    @property
+    def most_bytes(self) -> int:
+        """The memory that the heaviest rank takes, with the context of its process."""
+        return self.heaviest.needed_bytes + self.context_bytes
 
     def table(self, budget_bytes: int | None = None) -> str:
         """Format the peaks at 80 columns, with what a budget leaves for each."""
         heavy = self.heaviest
         text = (
             f"{self.workload}, {self.batch_size} samples a step of the pipeline: the heaviest is "
-            f"rank {heavy.rank}, with a peak of {format_bytes(heavy.peak_bytes)}."
+            f"rank {heavy.rank}, with a peak of {format_bytes(heavy.peak_bytes)}"
         )
-        lines = [*textwrap.wrap(text, TABLE_WIDTH), ""]
-        margin = "" if budget_bytes is None else f"{'margin':>12}"
-        lines.append(f"{'rank':>5}  {'stages':<16} {'parameters':>11} {'peak':>11}{margin}")
+        if heavy.reserved_bytes is not None:
+            text += f", for which the allocator reserves {format_bytes(heavy.reserved_bytes)}"
+        lines = [*textwrap.wrap(text + ".", TABLE_WIDTH), ""]
+        columns = ["parameters", "peak", *["reserved"] * self._is_reserved]
+        columns += ["margin"] * (budget_bytes is not None)
+        titles = "".join(f"{name:>11}" for name in columns)
+        lines.append(f"{'rank':>5}  {'stages':<10}{titles}")
         for one in self.ranks:
+            sizes = [one.parameter_bytes, one.peak_bytes]
+            sizes += [one.reserved_bytes or 0] * self._is_reserved
             if budget_bytes is not None:
-                left = budget_bytes - one.peak_bytes
-                margin = f"{'-' if left < 0 else ''}{format_bytes(abs(left))}".rjust(12)
-            places = [name for name in ("first", "last", "heaviest") if getattr(self, name) is one]
+                sizes.append(budget_bytes - one.needed_bytes - self.context_bytes)
             stages = ", ".join(map(str, one.stages))
-            row = (
-                f"{one.rank:>5}  {stages:<16} {format_bytes(one.parameter_bytes):>11} "
-                f"{format_bytes(one.peak_bytes):>11}{margin}  {', '.join(places)}"
-            )
-            lines.append(row.rstrip())
-        return "\n".join([*lines, "", *textwrap.wrap(TENSORS_NOTE, TABLE_WIDTH)])
+            cells = "".join(f"{_signed(size):>11}" for size in sizes)
+            places = [name for name in ("first", "last", "heaviest") if getattr(self, name) is one]
+            lines += _row(f"{one.rank:>5}  {stages:<10}{cells}  ", ", ".join(places))
+        notes = [self._bytes_note, *([] if self.seconds is None else [self._time_note])]
+        return "\n".join([*lines, "", *(line for n in notes for line in _wrapped(n))])
+
+    @property
+    def _is_reserved(self) -> bool:
+        return self.heaviest.reserved_bytes is not None
+
+    @property
+    def _bytes_note(self) -> str:
+        if not self._is_reserved:
+            return TENSORS_NOTE
+        return (
+            f"The margin leaves {format_bytes(self.context_bytes)} for the context of the process "
+            f"too. {OUTSIDE_NOTE}"
+        )
+
+    @property
+    def _time_note(self) -> str:
+        assert self.seconds is not None
+        found = self.seconds
+        busiest = max(found.compute, key=lambda rank: found.compute[rank])
+        return (
+            f"A step takes {format_seconds(found.total)}, estimated and not measured: rank "
+            f"{busiest} computes for {format_seconds(found.compute[busiest])}, and ranks wait in "
+            f"{found.bubble:.0%} of the schedule on average (the bubble). Links: {self.links}."
+        )
 
     def to_json(self) -> dict[str, Any]:
         rows = [
@@ -111,17 +191,37 @@ class PipelinePeaks:
                 "stages": list(one.stages),
                 "parameter_bytes": one.parameter_bytes,
                 "peak_bytes": one.peak_bytes,
+                "reserved_bytes": one.reserved_bytes,
             }
+            | ({} if self.seconds is None else {"compute_seconds": self.seconds.compute[one.rank]})
             for one in self.ranks
         ]
         places = {name: getattr(self, name).rank for name in ("first", "last", "heaviest")}
-        return {"mesh": dict(self.mesh), "batch_size": self.batch_size, "ranks": rows, **places}
+        found = {"mesh": dict(self.mesh), "batch_size": self.batch_size, "ranks": rows, **places}
+        if self.seconds is not None and self.links is not None:
+            found |= self.seconds.to_json() | {"links": self.links.to_json()}
+        return found | {"context_bytes": self.context_bytes}
+
+
+def _signed(size: int) -> str:
+    return f"{'-' if size < 0 else ''}{format_bytes(abs(size))}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, TABLE_WIDTH)
+
+
+def _row(start: str, end: str) -> list[str]:
+    """Return a row of the table, whose end may need further lines."""
+    first, *more = textwrap.wrap(end, TABLE_WIDTH - len(start)) or [""]
+    return [(start + first).rstrip(), *(" " * len(start) + text for text in more)]
 
 
 TENSORS_NOTE = (
     "These are the bytes of tensors, optimizer included. On a GPU the allocator reserves more, and "
     "the buffers of NCCL and the context of the process come on top."
 )
+OUTSIDE_NOTE = "The buffers of NCCL are not in these figures."
 
 
 def pipeline_peaks(
@@ -131,22 +231,26 @@ def pipeline_peaks(
     mesh: Mapping[str, int],
     batch_size: int,
     dtype: torch.dtype = torch.float32,
-    kernels: str = "cpu",
+    device: str | DeviceProfile | None = None,
+    links: Links | None = None,
+    context_bytes: int | None = None,
     optimizer: str | float | OptimizerFactory | None = None,
     seed: int = 0,
     tell: Callable[[str], None] = lambda message: None,
 ) -> PipelinePeaks:
-    """Predict the peak of a rank at each place in a pipeline.
+    """Predict the peak of a rank at each place in a pipeline, and the time of a step.
 
     `mesh` has a dimension `pp`; of the other dimensions the first rank counts. `batch_size` is the
-    number of samples of a step, which the schedule divides into its microbatches.
+    number of samples of a step, which the schedule divides into its microbatches. Without `device`
+    it is this CPU, and no time is predicted.
     """
     require_whole("batch_size", batch_size, least=1)
     if PIPELINE_DIMENSION not in mesh:
         raise ValueError(f"a pipeline has a dimension {PIPELINE_DIMENSION} in its mesh, as pp=4")
     function = import_callable(pipeline) if isinstance(pipeline, str) else pipeline
+    profile = find_profile(device) if isinstance(device, str) else device
     settings = {"dtype": dtype, "seed": seed}
-    program = _Program(workload, function, mesh, batch_size, kernels, optimizer, settings)
+    program = _Program(workload, function, mesh, batch_size, profile, optimizer, settings)
     ranks = first_ranks(mesh)
     found: dict[int, StagePeak] = {}
     board = StageBoard()
@@ -158,7 +262,17 @@ def pipeline_peaks(
             board.assumed.pop(rank, None)
             found[rank] = program.peak(rank, board)
         waiting = [rank for rank in ranks if board.is_wrong(rank)]
-    return PipelinePeaks(program.name, batch_size, dict(mesh), tuple(found[rank] for rank in ranks))
+
+    peaks = tuple(found[rank] for rank in ranks)
+    if profile is None:
+        return PipelinePeaks(program.name, batch_size, dict(mesh), peaks)
+    links = links or links_of(profile.name)
+    name = str(dtype).removeprefix("torch.")
+    seconds = time_of_pipeline(program.courses, profile, links, dtype=name)
+    context = 0
+    if program.kernels == "cuda":
+        context = CONTEXT_BYTES if context_bytes is None else context_bytes
+    return PipelinePeaks(program.name, batch_size, dict(mesh), peaks, context, seconds, links)
 
 
 def first_ranks(mesh: Mapping[str, int]) -> list[int]:
@@ -188,20 +302,30 @@ class _Program:
     pipeline: PipelineFactory
     mesh: Mapping[str, int]
     batch_size: int
-    kernels: str
+    profile: DeviceProfile | None
     optimizer: str | float | OptimizerFactory | None
     settings: Mapping[str, Any]
     name: str = ""
 
+    # What each rank computes and sends in a step.
+    courses: dict[int, StageCourse] = field(default_factory=dict)
+
+    @property
+    def kernels(self) -> str:
+        if self.profile is None or self.profile.host_bytes_per_second is None:
+            return "cpu"
+        return "cuda"
+
     def peak(self, rank: int, board: "StageBoard") -> StagePeak:
         """Predict the peak of a rank."""
-        mode_values = ValuesInSteps()
+        on_cuda = self.kernels == "cuda"
+        storages = StageStorages()
         with contextlib.ExitStack() as stack:
             mesh = stack.enter_context(one_rank(self.mesh, rank=rank))
             mode = RankKernels(kernels=self.kernels)
             mode.has_counts = True
-            stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=mode_values))
-            stages = stack.enter_context(stages_alone(board, rank))
+            stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=ValuesInSteps()))
+            stages = stack.enter_context(stages_alone(board, rank, storages))
             stack.enter_context(seeded(0))
             stack.enter_context(torch.enable_grad())
             workload = self.workload
@@ -211,20 +335,154 @@ class _Program:
             self.name = workload.name
             chosen = self.optimizer or workload.optimizer or "adamw"
             batch = case.batch(self.batch_size)
-            modules: list[nn.Module] = []
+            built: list[Any] = []
 
             def make() -> Callable[[], object]:
                 module, step = running_pipeline(self.pipeline, case.build(), mesh, batch)
-                modules.append(module)
-                foreach = self.kernels == "cuda"
-                return stepping(module, step, make_optimizer(chosen, module, foreach=foreach))
+                optimizer = make_optimizer(chosen, module, foreach=on_cuda)
+                built.extend((module, optimizer))
+                return stepping(module, step, optimizer, storages)
 
             def given() -> list[Tensor]:
-                return [*modules[0].parameters(), *modules[0].buffers(), *tensors_in(batch)]
+                return [*built[0].parameters(), *built[0].buffers(), *tensors_in(batch)]
 
-            peak = peak_of_running_rank(make, given=given)
-            held = sum(local_bytes(one) for one in modules[0].parameters())
-        return StagePeak(rank, tuple(sorted(stages)), held, peak)
+            num_steps = NUM_STEPS if on_cuda else FEWEST_STEPS
+            peak = peak_of_running_rank(
+                make, given=given, num_steps=num_steps - 1, storages=storages
+            )
+            module, optimizer = built
+            reserved = None
+            if on_cuda and self.profile is not None:
+                workspace = workspace_of(self.profile.name)
+                fused = is_fused(optimizer)
+                reserved = storages.reserved(module, workspace_bytes=workspace, fused=fused)
+            held = sum(local_bytes(one) for one in module.parameters())
+            fixed = [*given(), *tensors_in([*optimizer.state.values()])]
+            trained = sum(local_bytes(one) for one in module.parameters() if one.requires_grad)
+            self.courses[rank] = storages.course(sum(map(local_bytes, fixed)), trained)
+        return StagePeak(rank, tuple(sorted(stages)), held, peak, reserved)
+
+
+# The optimizer makes its state in the first step, and DDP divides its buckets after it.
+FEWEST_STEPS = 3
+
+
+class StageStorages(RankStorages):
+    """Follow the storages of a rank in all its steps, and the messages and costs of the last."""
+
+    def __init__(self) -> None:
+        super().__init__(owner=self._owner_now)
+        self.messages: list[Message] = []
+        # Events before the first step, and those before the first product of each thread.
+        self._first_event: int | None = None
+        self._products: dict[str, int] = {}
+        self._in_optimizer = False
+        # None outside of forward and backward.
+        self._recorder: CourseRecorder | None = None
+        self._recorded = CourseRecorder()
+        self._flops: list[int] = []
+        self._moved: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in MATRIX_PRODUCTS and self._first_event is not None:
+            self.settle()
+            # Autograd multiplies on a thread of its own.
+            thread = "forward" if torch.is_grad_enabled() else "backward"
+            self._products.setdefault(thread, len(self.events))
+        before = self.num_operations
+        with unwatched():
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if self._recorder is not None and self.num_operations > before:
+                flops, moved = operation_cost(func, args, kwargs or {}, out)
+                self._flops.append(flops)
+                self._moved.append(moved)
+                stream = self.stream_number
+                self._recorder.add(func, args, kwargs or {}, out, stream=stream)
+        return out
+
+    def begin_step(self) -> None:
+        """Record forward and backward of a step, in place of the step before."""
+        self.settle()
+        if self._first_event is None:
+            self._first_event = len(self.events)
+        self._recorder = self._recorded = CourseRecorder()
+        self._flops = []
+        self._moved = []
+        self.messages = []
+
+    @contextlib.contextmanager
+    def optimizer_step(self) -> Iterator[None]:
+        """Count what is made in here as the optimizer's."""
+        self._recorder = None
+        self._in_optimizer = True
+        yield
+        self._in_optimizer = False
+
+    def _owner_now(self) -> tuple[str, str]:
+        group = OPTIMIZER_STATE_GROUP if self._in_optimizer else ACTIVATIONS_GROUP
+        return group, REST_LAYER
+
+    @contextlib.contextmanager
+    def messaging(self, operations: Sequence[Any]) -> Iterator[list[int]]:
+        """Record messages, and no operation of theirs; yields their numbers."""
+        recorder = self._recorder
+        self._recorder = None
+        numbers = [*range(len(self.messages), len(self.messages) + len(operations))]
+        for number, one in zip(numbers, operations, strict=True):
+            kind = SEND_KIND if one.op is torch.distributed.isend else RECEIVE_KIND
+            size = local_bytes(one.tensor)
+            self.messages.append(Message(len(self._flops), kind, number, one.peer, size))
+        yield numbers
+        self._recorder = recorder
+
+    def wait_for(self, number: int) -> None:
+        """Record the wait for a message."""
+        self.messages.append(Message(len(self._flops), None, number))
+
+    def course(self, fixed: int, gradients: int) -> StageCourse:
+        """Return what the last step computed and sent."""
+        course = self._recorded.finish(self._flops, self._moved)
+        return StageCourse(course, self.messages, fixed, gradients)
+
+    def reserved(self, module: nn.Module, *, workspace_bytes: int, fused: bool) -> int:
+        """Return what CUDA's allocator reserves in the steps.
+
+        Unless the optimizer is `fused`, its numbers are in host memory.
+        """
+        assert self._first_event is not None, "no step has run"
+
+        def counts(life: Life) -> bool:
+            is_number = life.owner[0] == OPTIMIZER_STATE_GROUP
+            return fused or not is_number or life.nbytes > LARGEST_NUMBER_BYTES
+
+        allocator = CudaAllocator()
+        blocks: dict[int, MemoryBlock] = {}
+
+        def run(life: Life, *, made: bool) -> None:
+            if made:
+                stream = self.streams.get(id(life), 0)
+                blocks[id(life)] = allocator.allocate(life.nbytes, stream=stream)
+            else:
+                allocator.free(blocks.pop(id(life)))
+
+        alive: dict[int, Life] = {}
+        for life, made in self.events[: self._first_event]:
+            if made:
+                alive[id(life)] = life
+            else:
+                alive.pop(id(life))
+        in_order = [one for t in in_order_of_moving(module) for one in self.lives_of(t)]
+        before = {id(life): life for life in in_order if id(life) in alive}
+        for life in (before | alive).values():
+            run(life, made=True)
+        products = [*self._products.values()]
+        for index in range(self._first_event, len(self.events)):
+            for _ in range(products.count(index)):
+                allocator.allocate(workspace_bytes)
+            life, made = self.events[index]
+            if counts(life):
+                run(life, made=made)
+        return allocator.peak_reserved
 
 
 def running_pipeline(
@@ -242,13 +500,19 @@ def running_pipeline(
 
 
 def stepping(
-    module: nn.Module, run: Callable[[], object], optimizer: torch.optim.Optimizer
+    module: nn.Module,
+    run: Callable[[], object],
+    optimizer: torch.optim.Optimizer,
+    storages: StageStorages | None = None,
 ) -> Callable[[], None]:
-    """Return a function that trains the stages of a rank by one step."""
+    """Return a function that trains the stages of a rank by one step, which may be recorded."""
 
     def step() -> None:
+        if storages is not None:
+            storages.begin_step()
         run()
-        take_eagerly(optimizer)
+        with contextlib.nullcontext() if storages is None else storages.optimizer_step():
+            take_eagerly(optimizer)
         optimizer.zero_grad(set_to_none=True)
 
     return step
@@ -294,17 +558,21 @@ class _NotKnown:
 class _HeldWork:
     """A send or receive that holds its tensor until the work is dropped, as gloo and NCCL do."""
 
-    def __init__(self, work: Any, tensor: Any) -> None:
+    def __init__(self, work: Any, tensor: Any, wait: Callable[[], None]) -> None:
         self._work = work
         self._tensor = tensor
+        self._wait = wait
 
     def wait(self, *args: Any) -> Any:
+        self._wait()
         return self._work.wait(*args)
 
 
 @contextlib.contextmanager
-def stages_alone(board: StageBoard, rank: int) -> Iterator[set[int]]:
+def stages_alone(board: StageBoard, rank: int, storages: StageStorages) -> Iterator[set[int]]:
     """Let the stages of a rank run without the others; yields the numbers of those that ran.
+
+    `storages` records their messages.
 
     Corrections are those of torch 2.13. The gradients that a stage receives have the shapes of its
     outputs.
@@ -332,8 +600,12 @@ def stages_alone(board: StageBoard, rank: int) -> Iterator[set[int]]:
             board.outputs[stage.stage_index] = meta
 
     def held(operations: Any, desc: Any = None) -> list[_HeldWork]:
-        works = send(operations, desc)
-        return [_HeldWork(work, one.tensor) for work, one in zip(works, operations, strict=True)]
+        with storages.messaging(operations) as numbers:
+            works = send(operations, desc)
+        return [
+            _HeldWork(work, one.tensor, functools.partial(storages.wait_for, number))
+            for work, one, number in zip(works, operations, numbers, strict=True)
+        ]
 
     with contextlib.ExitStack() as stack:
         for name, value in (

@@ -175,14 +175,16 @@ def peak_of_running_rank(
     num_steps: int = 2,
     repeats: int = 1,
     given: Callable[[], Iterable[Tensor]] = tuple,
+    storages: RankStorages | None = None,
 ) -> int:
     """Measure the peak of a step of this process, which may be a rank among others.
 
     `make` builds the program and returns its step; all that it makes counts. `num_steps` come
     first. Gloo may hold the buffers of a collective a little longer on a busy machine, so the least
     of `repeats` steps is taken. `given` returns tensors without values, which may be made unseen.
+    `storages` follows the program in place of a new record.
     """
-    with RankStorages() as storages:
+    with storages or RankStorages() as storages:
         step = make()
         for tensor in given():
             storages.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))

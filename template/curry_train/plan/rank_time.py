@@ -6,7 +6,10 @@
 The collectives are those of the rank's own program, with their bytes. Each waits for the tensors
 that it sends, and the computation waits for the tensors that it receives; FSDP2 gathers the next
 unit while this one computes. The rates of links are inputs, so the result is an estimate until a
-step is measured on the machines themselves.
+step is measured on the machines themselves. The ranks of a pipeline wait for the messages of each
+other, whatever their schedule.
+
+Why so long: the ranks of a pipeline wait for each other on the same clocks and links.
 
 Proof: `python -m pytest tests/plan/test_rank_time.py`.
 """
@@ -326,14 +329,29 @@ def time_of_course(
 
     `scale` multiplies the work of each operation, for another number of samples.
     """
+    times = _operation_times(course, profile, dtype=dtype, scale=scale)
+    ends = _Clocks(course, links, times.tolist()).run()
+    compute = _computed(course, times)
+    communication = sum(links.seconds(one) for one in course.collectives.values())
+    return RankSeconds(compute, communication, max(0.0, ends - compute))
+
+
+def _operation_times(
+    course: StepCourse, profile: DeviceProfile, *, dtype: str, scale: float = 1.0
+) -> Any:
+    """Predict the time of each operation; views and collectives take none."""
     times = profile.operation_seconds(scale * course.flops, scale * course.moved, dtype=dtype)
     times = numpy.where(course.moved > 0, times, 0.0)
     times[[*course.collectives]] = 0.0
-    ends = _Clocks(course, links).run(times.tolist())
-    # The copies around collectives run on streams of their own, beside the computation.
-    compute = float(times[numpy.array(course.streams) == 0].sum())
-    communication = sum(links.seconds(one) for one in course.collectives.values())
-    return RankSeconds(compute, communication, max(0.0, ends - compute))
+    return times
+
+
+def _computed(course: StepCourse, times: Any) -> float:
+    """Sum the times of the default stream.
+
+    The copies around collectives run on streams of their own, beside the computation.
+    """
+    return float(times[numpy.array(course.streams) == 0].sum())
 
 
 def time_of_window(
@@ -387,21 +405,39 @@ class Microbatches(Protocol):
 class _Clocks:
     """The times at which the streams of a rank, and its links, are free again."""
 
-    def __init__(self, course: StepCourse, links: Links) -> None:
+    def __init__(self, course: StepCourse, links: Links, seconds: Sequence[float]) -> None:
         self.course = course
         self.links = links
+        self.seconds = seconds
         self.streams: dict[int, float] = {}
         self.link = 0.0
         # When the computation began to use what was gathered last: FSDP2 gathers no earlier.
         self.used = 0.0
         # The end of the last scatter, which the computation waits for before the next one.
         self.scattered = 0.0
+        # The ends of the operations that have run.
+        self._ends: list[float] = []
 
-    def run(self, seconds: Sequence[float]) -> float:
+    def run(self) -> float:
         """Run all operations, and return the time at which everything has ended."""
+        self.advance(len(self.seconds))
+        return max(self.link, *self.streams.values()) if self.streams else self.link
+
+    @property
+    def now(self) -> float:
+        """The time at which the default stream is free."""
+        return self.streams.get(0, 0.0)
+
+    def wait(self, until: float) -> None:
+        """Let the default stream wait."""
+        self.streams[0] = max(self.now, until)
+
+    def advance(self, stop: int) -> None:
+        """Run the operations before `stop` that have not run."""
         course = self.course
-        ends: list[float] = []
-        for index, duration in enumerate(seconds):
+        ends = self._ends
+        for index in range(len(ends), stop):
+            duration = self.seconds[index]
             stream = course.streams[index]
             waits = course.waits.get(index, ())
             ready = max((ends[one] for one in waits), default=0.0)
@@ -417,7 +453,6 @@ class _Clocks:
                 self.streams[stream] = ends[-1]
             if any(self._is_gather(one) for one in waits):
                 self.used = max(self.used, ends[-1])
-        return max(self.link, *self.streams.values()) if self.streams else self.link
 
     def _is_gather(self, index: int) -> bool:
         found = self.course.collectives.get(index)
@@ -430,6 +465,154 @@ class _Clocks:
             begin = max(begin, self.used)
         self.link = begin + self.links.seconds(collective)
         if collective.kind == REDUCE_SCATTER_KIND:
-            self.streams[0] = max(self.streams.get(0, 0.0), self.scattered)
+            self.wait(self.scattered)
             self.scattered = self.link
         return self.link
+
+
+# Times of a pipeline, whose ranks wait for the messages of each other.
+
+SEND_KIND = "send"
+RECEIVE_KIND = "recv"
+
+
+@dataclass(frozen=True)
+class Message:
+    """A send or receive of a rank, or the wait for one, before one of its operations."""
+
+    # The number of operations that come before it.
+    place: int
+
+    # None for a wait.
+    kind: str | None
+
+    # A wait has the number of the message that it waits for.
+    number: int
+
+    peer: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class StageCourse:
+    """Represents what a rank of a pipeline computes in a step, and its messages in order."""
+
+    course: StepCourse
+    messages: Sequence[Message]
+
+    # Parameters, batch and optimizer state, and the gradients, which the optimizer reads.
+    fixed: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class PipelineSeconds:
+    """Predicted time of a step of a pipeline, and what each rank of it computes."""
+
+    total: float
+    compute: Mapping[int, float]
+
+    # When the last rank has ended its schedule, before the optimizer.
+    schedule: float
+
+    @property
+    def bubble(self) -> float:
+        """The share of the schedule in which ranks compute nothing, as the mean of all ranks."""
+        if not self.schedule:
+            return 0.0
+        return 1 - sum(self.compute.values()) / (len(self.compute) * self.schedule)
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "step_seconds": self.total,
+            "schedule_seconds": self.schedule,
+            "bubble": self.bubble,
+        }
+
+
+def time_of_pipeline(
+    stages: Mapping[int, StageCourse], profile: DeviceProfile, links: Links, *, dtype: str
+) -> PipelineSeconds:
+    """Predict the time of a step of a pipeline from the courses of its ranks.
+
+    A message passes when both of its ranks have called for it. So the bubble follows from the order
+    in which the schedule calls forwards, backwards and messages.
+    """
+    times = {
+        rank: _operation_times(one.course, profile, dtype=dtype) for rank, one in stages.items()
+    }
+    clocks = {
+        rank: _Clocks(one.course, links, times[rank].tolist()) for rank, one in stages.items()
+    }
+    _Messages(stages, clocks, links).pass_all()
+    ends = {rank: one.run() for rank, one in clocks.items()}
+    optimizer = {
+        rank: profile.optimizer_seconds(one.fixed, one.gradients) for rank, one in stages.items()
+    }
+    return PipelineSeconds(
+        total=max(end + optimizer[rank] for rank, end in ends.items()),
+        compute={rank: _computed(one.course, times[rank]) for rank, one in stages.items()},
+        schedule=max(ends.values()),
+    )
+
+
+class _Messages:
+    """Messages between the ranks of a pipeline; those from one rank to another are in order."""
+
+    def __init__(
+        self, stages: Mapping[int, StageCourse], clocks: Mapping[int, _Clocks], links: Links
+    ) -> None:
+        self.stages = stages
+        self.clocks = clocks
+        self.links = links
+        # When sender and receiver have called for a message, by the ranks and its number there.
+        self._called: dict[tuple[int, int, int], dict[str, float]] = {}
+        self._counts: dict[tuple[str, int, int], int] = {}
+        # The message of each number of a rank, with its bytes.
+        self._keys: dict[tuple[int, int], tuple[tuple[int, int, int], int]] = {}
+
+    def pass_all(self) -> None:
+        """Let every rank go as far as it can, in turn; raises an error where none can."""
+        left = {rank: list(reversed(one.messages)) for rank, one in self.stages.items()}
+        while any(left.values()):
+            if not any(self._go(rank, messages) for rank, messages in left.items()):
+                stuck = ", ".join(str(rank) for rank, messages in left.items() if messages)
+                raise ValueError(
+                    f"the ranks {stuck} of the pipeline wait for messages of each other that none "
+                    "of them sends: this schedule would hang"
+                )
+
+    def _go(self, rank: int, messages: list[Message]) -> bool:
+        """Run a rank up to a wait that can't end yet; return whether it has gone on."""
+        clock = self.clocks[rank]
+        before = len(messages)
+        while messages:
+            message = messages[-1]
+            clock.advance(message.place)
+            if message.kind is None:
+                end = self._end(rank, message.number)
+                if end is None:
+                    break
+                clock.wait(end)
+            else:
+                self._call(rank, message, clock.now)
+            messages.pop()
+        return len(messages) < before
+
+    def _call(self, rank: int, message: Message, now: float) -> None:
+        kind = str(message.kind)
+        ends = (rank, message.peer) if kind == SEND_KIND else (message.peer, rank)
+        number = self._counts.get((kind, *ends), 0)
+        self._counts[(kind, *ends)] = number + 1
+        key = (*ends, number)
+        self._called.setdefault(key, {})[kind] = now
+        self._keys[rank, message.number] = key, message.nbytes
+
+    def _end(self, rank: int, number: int) -> float | None:
+        """Return when a message has passed; None while one of its ranks has not called for it."""
+        key, nbytes = self._keys[rank, number]
+        called = self._called[key]
+        if len(called) < 2:
+            return None
+        passed = Collective(SEND_KIND, nbytes, key[:2], blocks_stream=False)
+        return max(called.values()) + self.links.seconds(passed)
