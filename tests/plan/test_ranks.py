@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import ranks
 from curry_train.gates.fixtures import run_on_ranks
+from curry_train.plan.costs import drop_saved
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
@@ -191,6 +192,22 @@ def test_two_ranks_of_one_world_are_predicted_in_one_process():
         with Sketch(small(depth=1), sharding=sharding) as sketch:
             peaks.add(sketch.step(1).peak_bytes)
     assert len(peaks) == 1
+
+
+@pytest.mark.parametrize(
+    "sharding", [Sharding("fsdp2", 2), Sharding("fsdp2+tp", mesh={"dp": 2, "tp": 2})]
+)
+def test_offload_moves_activations_of_a_rank_and_none_of_its_weights(sharding):
+    moved = []
+    for shared in (Sharding(), sharding):
+        with Sketch(small(depth=1), sharding=shared) as sketch, drop_saved() as offload:
+            sketch.step(1, change=lambda module, offload=offload: offload(module, ["layers.0"]))
+        moved.append(offload.bytes_away)
+    alone, on_a_rank = moved
+    if sharding.kind == "fsdp2":
+        assert on_a_rank == alone
+    else:  # `offload_blocks` leaves DTensors where they are
+        assert 0 < on_a_rank < alone
 
 
 @pytest.mark.parametrize(("length", "num_chunks"), [(7, 3), (8, 4), (5, 4), (0, 2)])

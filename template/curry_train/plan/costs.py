@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
@@ -276,19 +277,22 @@ class Drop:
         """Wrap the forward of the named blocks."""
         for name in names:
             block = model.get_submodule(name)
-            parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-            block.forward = self._dropping(block.forward, parameters)
+            block.forward = self._dropping(block)
             self.changed.append(block)
 
-    def _dropping(self, forward: Callable[..., Any], parameters: set[int]) -> Callable[..., Any]:
-        """Return the forward with saved tensors replaced by their shape, stride, dtype and device.
+    def _dropping(self, block: nn.Module) -> Callable[..., Any]:
+        """Return the block's forward with saved tensors replaced by their shape, stride, dtype and device.
 
-        Parameters are saved as they are.
+        A tensor that `offload_blocks` leaves on the device is saved as it is.
         """
+        forward = block.forward
 
-        def pack(tensor: Tensor) -> Any:
+        def pack(parameters: set[int], tensor: Tensor) -> Any:
+            # As in `offload_blocks`, parameters stay, and so do DTensors, whose storage is below.
+            base = tensor if tensor._base is None else tensor._base
             storage = tensor.untyped_storage()
-            if storage._cdata in parameters or isinstance(tensor, nn.Parameter):
+            is_weight = storage._cdata in parameters or isinstance(base, nn.Parameter)
+            if is_weight or type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
                 return tensor
             before = self.known.get(storage._cdata)
             if before is None or before() is None:
@@ -303,7 +307,9 @@ class Drop:
             return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(pack, unpack):
+            # FSDP2 frees the storages of a block's parameters after its forward.
+            parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+            with saved_tensors_hooks(functools.partial(pack, parameters), unpack):
                 return forward(*args, **kwargs)
 
         return run
