@@ -281,7 +281,7 @@ class Drop:
             self.changed.append(block)
 
     def _dropping(self, block: nn.Module) -> Callable[..., Any]:
-        """Return the block's forward with saved tensors replaced by their shape, stride, dtype and device.
+        """Return the block's forward, of whose saved tensors only shape and kind remain.
 
         A tensor that `offload_blocks` leaves on the device is saved as it is.
         """
