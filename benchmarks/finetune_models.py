@@ -50,6 +50,14 @@ def matrices(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([one for one in trained(module) if one.dim() == 2])
 
 
+def on_the_host(module: nn.Module) -> torch.optim.Optimizer:
+    """Return torchao's Adam of 8 bits, which steps on the host from copies there."""
+    from torchao.optim import AdamW8bit, CPUOffloadOptimizer
+
+    made: torch.optim.Optimizer = CPUOffloadOptimizer(trained(module), AdamW8bit)
+    return made
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     **{name: of_torch(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
     **{name: of_torch(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
@@ -73,6 +81,11 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "torchao AdamW8bit": of_library("torchao.optim", "AdamW8bit"),
     "torchao AdamW4bit": of_library("torchao.optim", "AdamW4bit"),
     "torchao AdamWFp8": of_library("torchao.optim", "AdamWFp8"),
+    "torchao AdamW on the host": of_library("torchao.optim", "CPUOffloadOptimizer"),
+    "torchao AdamW on the host, gradients too": of_library(
+        "torchao.optim", "CPUOffloadOptimizer", offload_gradients=True
+    ),
+    "torchao AdamW8bit on the host": on_the_host,
     "bitsandbytes AdamW8bit": of_library("bitsandbytes.optim", "AdamW8bit"),
     "bitsandbytes PagedAdamW8bit": of_library("bitsandbytes.optim", "PagedAdamW8bit"),
     "bitsandbytes Lion8bit": of_library("bitsandbytes.optim", "Lion8bit"),

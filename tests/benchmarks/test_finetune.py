@@ -26,11 +26,14 @@ def test_a_row_compares_peak_parameters_and_state():
     wrong = {**row, "predicted": {**row["predicted"], "peak_bytes": 1}, "equal": False}
     named = {"kind": "optimizer", "name": "Adafactor", "technique": "plain"}
     assert "DIFFERENT" in finetune.line_of(named | wrong)
-    assert finetune.summary_of([row, wrong, row | {"why_real": "a reason"}]) == {
-        "rows": 3,
+    by_layout = row | {"by_layout": "a reason", "host_bytes": 8}
+    assert "8 on the host" in finetune.line_of(named | by_layout)
+    assert finetune.summary_of([row, wrong, row | {"why_real": "a reason"}, by_layout]) == {
+        "rows": 4,
         "predicted_from_shapes": 2,
         "equal": 1,
         "measured_instead": 1,
+        "by_layout": 1,
     }
 
 
@@ -46,6 +49,7 @@ def test_the_record_has_every_row_and_at_least_thirty_are_predicted_and_equal():
     assert RECORD["summary"] == finetune.summary_of(RECORD["rows"])
     assert RECORD["summary"]["equal"] == RECORD["summary"]["predicted_from_shapes"] >= 30
     assert all(plan["equal"] for plan in RECORD["plans"])
+    assert [row["equal"] for row in RECORD["rows"] if "by_layout" in row] == [True] * 3
     assert RECORD["routing"]["equal"] == RECORD["routing"]["runs"] == finetune.NUM_PERTURBED
     assert {row["name"] for row in RECORD["resumes"]} == {*ADAPTERS}
     for row in RECORD["resumes"]:

@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 from curry_train.core import measure
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import copy_optimizer, make_optimizer
+from curry_train.plan.shapes import host_bytes
 from curry_train.plan.timeline import measure_timeline, record_step_storages, timeline_of
 from curry_train.primitives import recompute_blocks
 from curry_train.primitives.grad_accum import StepInBackward
@@ -301,3 +302,75 @@ def test_the_name_is_an_optimizer_and_the_original_steps_on():
     module(torch.ones(2, 4)).sum().backward()
     assert not torch.equal(module.weight, before)
     assert module.weight.grad is None
+
+
+# Optimizers that step on the host.
+
+
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    """Refuse a computer without a GPU, as the one of torchao does."""
+
+    __module__ = "torchao.optim.cpu_offload"
+
+    def __init__(self, parameters, **options):
+        raise AssertionError("CPU Offload currently only supports CUDA & XPU")
+
+
+def on_host(module, **options):
+    return CPUOffloadOptimizer(list(module.parameters()), **options)
+
+
+LARGE = 64 * 64
+NUM_SMALL = 64
+
+
+@pytest.mark.parametrize("offload_gradients", [False, True])
+def test_a_step_on_the_host_leaves_its_state_there(offload_gradients):
+    """Of torchao's class: copies, gradients and state of what has at least 4,096 elements."""
+
+    def make(module):
+        return on_host(module, lr=1e-3, offload_gradients=offload_gradients)
+
+    sketch, step = predicted(make)
+    real = measured(make)
+    assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
+
+    sizes = [one.numel() for one in WORKLOAD.build().parameters()]
+    large = sum(size for size in sizes if size >= LARGE)
+    small = [size for size in sizes if size < LARGE]
+    assert step.timeline.owners[STATE][0] == 2 * 4 * sum(small) + 4 * len(small)
+    freed = 4 * large if offload_gradients else 0
+    kept = step.timeline.after["step"] - predicted("sgd")[1].timeline.after["step"]
+    assert kept == step.timeline.owners[STATE][0] - freed
+
+    num_large = len(sizes) - len(small)
+    assert sketch.host_note.startswith("its optimizer steps on the host, which holds ")
+    assert host_bytes(make_optimizer(make, WORKLOAD.build())) == 4 * 4 * large + 4 * num_large
+    assert ("one microbatch" in sketch.host_note) == offload_gradients
+
+
+def test_gradients_that_are_moved_away_are_not_added_up():
+    with (
+        pytest.raises(ValueError, match="offload_gradients"),
+        Sketch(
+            WORKLOAD, optimizer=lambda module: on_host(module, offload_gradients=True)
+        ) as sketch,
+    ):
+        sketch.step(4, accumulated=True)
+
+
+def test_the_class_is_replaced_where_it_is_imported_by_the_factory():
+    def make(module):
+        class CPUOffloadOptimizer(torch.optim.Optimizer):
+            __module__ = "torchao.optim.cpu_offload"
+
+            def __init__(self, parameters, optimizer_class, **options):
+                raise AssertionError
+
+        return CPUOffloadOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    before = CPUOffloadOptimizer.__init__
+    made = make_optimizer(make, WORKLOAD.build())
+    assert made.param_groups[0]["momentum"] == 0.9
+    assert CPUOffloadOptimizer.__init__ is before
+    assert "__init_subclass__" not in vars(torch.optim.Optimizer)

@@ -236,6 +236,28 @@ def test_the_second_step_reserves_more_than_the_first_and_a_plan_counts_it():
         cuda_memory(trace, settings=settings)
 
 
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    __module__ = "torchao.optim.cpu_offload"
+
+    def __init__(self, parameters, **options):
+        raise AssertionError("CPU Offload currently only supports CUDA & XPU")
+
+
+@symptom("`CPU Offload currently only supports CUDA & XPU`")
+def test_an_optimizer_on_the_host_is_planned_by_its_layout_and_the_host_is_printed():
+    def offloaded(module):
+        return CPUOffloadOptimizer(module.parameters(), minimal_size=1)
+
+    with pytest.raises(AssertionError, match="only supports CUDA"):
+        offloaded(SMALL.build())
+    with Planner(SMALL, **QUICK | {"optimizer": offloaded}) as planner:
+        found = planner.plan(2**40, global_batch=2, microbatch=2)
+        assert "on the host, which holds" in found.settings["host_note"]
+    # The wrong fix.
+    with Planner(SMALL, **QUICK | {"optimizer": "adamw"}) as planner:
+        assert planner.plan(2**40, global_batch=2, microbatch=2).peak_bytes > found.peak_bytes
+
+
 def test_every_row_has_a_test_and_every_test_a_row():
     assert sorted(rows_with_a_test("memory_plan")) == sorted(rows_of("memory-plan"))
 

@@ -208,6 +208,30 @@ def test_optimizers_that_step_together_load_their_state():
     assert torch.equal(layer.bias, other.bias)
 
 
+def test_an_optimizer_that_needs_a_gpu_to_be_made_is_taken_by_its_layout(folder):
+    (folder / "train.py").write_text(
+        """
+import torch
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    __module__ = "torchao.optim.cpu_offload"
+    def __init__(self, params, **options): raise AssertionError("only CUDA & XPU")
+layer = torch.nn.Linear(64, 64)
+optimizer = CPUOffloadOptimizer([{"params": layer.parameters(), "lr": 0.5}], weight_decay=0.1)
+torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+layer(torch.ones(2, 64)).square().mean().backward()
+optimizer.step()
+"""
+    )
+    workload = load_workload("script=train.py")
+    layer = workload.build()
+    made = workload.optimizer(layer)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.5, 0.1)
+    layer(torch.ones(2, 64)).sum().backward()
+    made.step()
+    assert {*made.state} == {layer.bias}
+    assert made.on_host() == [layer.weight]
+
+
 REFUSED = {
     "print('done')": "it ended before an optimizer step",
     "import sys; sys.exit(3)": "it ended with 3 before an optimizer step",

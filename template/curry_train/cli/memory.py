@@ -18,8 +18,10 @@ from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.wording import format_bytes, provenance, write_json
+from ..plan.optimizers import make_optimizer
 from ..plan.owners import ALL_OWNERS, FREE_OWNER, OwnedBlocks, SnapshotLever, levers
 from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
+from ..plan.shapes import host_note
 from ..plan.snapshot import (
     BlockHistory,
     MemorySnapshot,
@@ -441,12 +443,14 @@ def measure_model(
             require_matplotlib()
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss
+        own = workload.optimizer
+        optimizer = None if own is None else make_optimizer(own, module)
         profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
         lives = record_step_storages(
             module,
             batch,
             loss,
-            optimizer=None if workload.optimizer is None else workload.optimizer(module),
+            optimizer=optimizer,
             blocks=case.blocks,
             accumulated=workload.accumulation > 1,
         )
@@ -458,7 +462,9 @@ def measure_model(
     dtype, size = dtype_name(case.dtype), case.batch_size
     echo_notes(workload, err=json_path == "-")
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
-    tables = (header, blocks_text(choice), profile.table(), timeline.table())
+    tables = [header, blocks_text(choice), profile.table(), timeline.table()]
+    if optimizer is not None and (note := host_note(optimizer)) is not None:
+        tables.append(textwrap.fill(note, 80, subsequent_indent="  "))
     click.echo("\n\n".join(tables), err=json_path == "-")
     course = course_of_timeline(timeline, lives.lives)
     if plot_path:

@@ -75,6 +75,7 @@ from .shapes import (
     EveryLayerRuns,
     NeedsValues,
     PretendedCase,
+    host_note,
     is_subclass_refusal,
     pretended,
 )
@@ -110,9 +111,7 @@ def needs_rehearsal(case: Case) -> bool:
         del loss
         drawn = random.getstate() != before
 
-    unused = any(
-        parameter.requires_grad and parameter.grad is None for parameter in module.parameters()
-    )
+    unused = any(one.requires_grad and one.grad is None for one in module.parameters())
     module.zero_grad(set_to_none=True)
     gc.collect()
     if drawn or unused:
@@ -474,6 +473,7 @@ class Sketch:
         self._options: dict[str, Any] = {"dtype": dtype, "seed": seed, "blocks": blocks}
         self.kernels = kernels
         self.why_real: str | None = None
+        self.host_note: str | None = None
         self.draws = EveryLayerRuns()
         self._stack = contextlib.ExitStack()
         # Answers to the optimizer's reads while it steps on tensors without values.
@@ -540,6 +540,7 @@ class Sketch:
         """Take a step without values; raises one of `NEEDS_VALUES_ERRORS` if it needs them."""
         module = self.build()
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
+        self.host_note = host_note(optimizer)
         if self._optimizer_steps is not None:
             self._optimizer_steps.give_state(optimizer)
             return
@@ -779,9 +780,8 @@ def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Modul
 def _most_in_optimizer_step(lives: StepLives, changes: Any) -> int:
     """Return the most bytes alive in the optimizer step, from the change at each operation."""
     totals = numpy.cumsum(changes)
-    return max(
-        int(total) for total, phase in zip(totals, lives.phases, strict=False) if phase == "step"
-    )
+    pairs = zip(totals, lives.phases, strict=False)
+    return max(int(total) for total, phase in pairs if phase == "step")
 
 
 def _gradients_at(lives: StepLives, index: int) -> int:

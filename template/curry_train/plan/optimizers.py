@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 from ..core.rerun import function_modes, function_modes_as
 from ..core.wording import did_you_mean
 from ..primitives.grad_accum import StepInBackward
+from ..workloads.from_trainer import SteppedOnHost, stepped_on_host
 from ..workloads.models import import_callable
 
 # Copies of an optimizer, with what its class keeps beside its state.
@@ -88,7 +89,8 @@ def take_eagerly(optimizer: torch.optim.Optimizer) -> None:
     Under an instrument torch compiles nothing. Run eagerly, a compiled step holds a few copies of
     one parameter more.
     """
-    if type(optimizer).__module__.partition(".")[0] in ("torch", __package__.partition(".")[0]):
+    kind = optimizer.optimizer_class if isinstance(optimizer, SteppedOnHost) else type(optimizer)
+    if kind.__module__.partition(".")[0] in ("torch", __package__.partition(".")[0]):
         optimizer.step()
         return
     with torch.compiler.set_stance("force_eager"):
@@ -241,7 +243,8 @@ def _of_factory(
 ) -> torch.optim.Optimizer:
     """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
     make = import_callable(factory) if isinstance(factory, str) else factory
-    optimizer = make(module)
+    with stepped_on_host():
+        optimizer = make(module)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"the optimizer's factory returned {type(optimizer).__name__}: return a "

@@ -320,6 +320,8 @@ class Planner:
             self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
             if self.sketch.choice is not None:
                 self.settings["block_notes"] = self.sketch.choice.lines()
+            if self.sketch.host_note is not None:
+                self.settings["host_note"] = self.sketch.host_note
             stack.enter_context(heap_kept())
             self._stack = stack.pop_all()
         return self

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py
 
 import contextlib
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +37,10 @@ from torch.utils._pytree import tree_iter
 
 from ..core.measure import local_tensors
 from ..core.rerun import seeded
+from ..core.wording import format_bytes
+from ..workloads.from_trainer import SteppedOnHost
 from ..workloads.workload import Case, map_tensors
-from .optimizers import ValuesInSteps, capturable_anywhere
+from .optimizers import ValuesInSteps, capturable_anywhere, take_eagerly
 
 # Corrections of fake tensor kernels that differ from the real ones.
 
@@ -446,6 +449,41 @@ def pretended(
         nn.Module._apply = original_apply  # type: ignore[method-assign]
         torch.nn.init._no_grad_trunc_normal_ = original_trunc_normal
         log.disabled = log_was_disabled
+
+
+def host_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that an optimizer keeps on the host to step there; 0 for all others."""
+    if not isinstance(optimizer, SteppedOnHost):
+        return 0
+    found: dict[Any, int] = {}
+    total = 0
+    values = ValuesInSteps()
+    with pretended(values=values) if fake_mode() is None else contextlib.nullcontext():
+        for parameter in optimizer.on_host():
+            key = tuple(parameter.shape), parameter.dtype
+            if key not in found:
+                copied = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+                copied.grad = torch.empty_like(copied)
+                part = optimizer.make([copied])
+                take_eagerly(part)
+                kept = [copied, copied.grad, *part.state[copied].values()]
+                inside = [local_tensors(one) for one in kept if isinstance(one, Tensor)]
+                found[key] = sum(one.nbytes for one in itertools.chain.from_iterable(inside))
+            total += found[key]
+    return total
+
+
+def host_note(optimizer: torch.optim.Optimizer) -> str | None:
+    """Describe what an optimizer keeps on the host; None if it steps on the device."""
+    if not isinstance(optimizer, SteppedOnHost):
+        return None
+    moved = len(optimizer.on_host())
+    text = (
+        f"its optimizer steps on the host, which holds {format_bytes(host_bytes(optimizer))}: a "
+        f"copy, a gradient and the state of {moved} parameters"
+    )
+    only = "; offload_gradients=True allows one microbatch a step"
+    return text + (only if optimizer.offload_gradients else "")
 
 
 def _as_it_is(tensor: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -29,6 +29,7 @@ from ..core.measure import (
 )
 from ..core.rerun import seeded
 from ..primitives.grad_accum import StepInBackward
+from ..workloads.from_trainer import SteppedOnHost
 from .optimizers import copy_optimizer, copy_steps, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -133,6 +134,11 @@ def _set_gradients(
     """Let the gradients exist that a step finds: of earlier microbatches, or never cleared."""
     if not accumulated:
         optimizer.zero_grad(set_to_none=True)
+    elif isinstance(optimizer, SteppedOnHost) and optimizer.offload_gradients:
+        raise ValueError(
+            "offload_gradients=True keeps the gradients of the last microbatch alone: train one "
+            "microbatch a step (plan: --microbatch as large as --global-batch), or turn it off"
+        )
     stepped = _stepped_parameters(optimizer)
     for parameter in trained:
         if not real and (accumulated or id(parameter) not in stepped):
@@ -358,7 +364,8 @@ def run_recorded_step(
     del start
 
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    if needs_gradients and not gradients and not isinstance(optimizer, StepInBackward):
+    frees = isinstance(optimizer, StepInBackward | SteppedOnHost)
+    if needs_gradients and not gradients and not frees:
         raise ValueError(
             f"backward left no gradient in {type(module).__name__}: let the loss use the module "
             "that it gets as its argument"

@@ -43,6 +43,7 @@ from .from_trainer import (
     optimizers_together,
     parameter_ids,
     precision_around,
+    stepped_on_host,
     take_training,
     workload_of,
 )
@@ -193,7 +194,7 @@ class RunningScript:
         # What the script prints is no result of the command.
         sys.stdout = sys.stderr
         try:
-            with self._replaced():
+            with stepped_on_host(), self._replaced():
                 thread.start()
                 # A wait with a limit lets Ctrl-C through.
                 while not self._ended.wait(0.2):
@@ -460,9 +461,7 @@ class LossSource:
 
     def losses(self, values: Sequence[Any], *, divided_by: int) -> str:
         """Write all that the losses need, and return their sum as an expression."""
-        terms = []
-        for value in values:
-            terms.append(self.expression(_undivided(value, divided_by), "loss"))
+        terms = (self.expression(_undivided(value, divided_by), "loss") for value in values)
         return " + ".join(terms)
 
     def expression(self, value: Any, name: str) -> str:

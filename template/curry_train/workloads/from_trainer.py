@@ -13,13 +13,14 @@ Why so long: what three libraries and a script have in common stands beside the 
 Proof: `python -m pytest tests/workloads/test_from_trainer.py`.
 """
 
+import collections
 import contextlib
 import copy
 import functools
 import gc
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -175,6 +176,113 @@ class SteppedTogether(torch.optim.Optimizer):
         """Step each optimizer."""
         for one in self.optimizers:
             one.step()
+
+
+class SteppedOnHost(torch.optim.Optimizer):
+    """Keep on a device what torchao's `CPUOffloadOptimizer` does, by its documented layout.
+
+    Parameters of at least `minimal_size` elements are stepped on the host, from copies there: the
+    device has no state of them, and with `offload_gradients` no gradient after backward. Smaller
+    ones are stepped on the device. This one leaves those on the host as they are.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: Any = torch.optim.AdamW,
+        *,
+        offload_gradients: bool = False,
+        minimal_size: int = 4096,
+        **options: Any,
+    ) -> None:
+        if optimizer_class is torch.optim.AdamW:
+            options.setdefault("fused", True)
+        given = [*params]
+        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        self.make = functools.partial(optimizer_class, **options)
+        self._part = self.make(_trained_groups(groups))
+        self.optimizer_class = optimizer_class
+        self.offload_gradients = offload_gradients
+        self.minimal_size = minimal_size
+        own = {"optimizer_class": optimizer_class, "offload_gradients": offload_gradients}
+        super().__init__(self._part.param_groups, options | own | {"minimal_size": minimal_size})
+        for one in self.on_host() if offload_gradients else ():
+            one.register_post_accumulate_grad_hook(_drop_gradient)
+
+    def on_host(self) -> list[Tensor]:
+        """Return the parameters that are stepped on the host."""
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        return [one for one in parameters if one.numel() >= self.minimal_size]
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the parameters that stay on the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        away = {id(one) for one in self.on_host()}
+        groups = []
+        for group in self.param_groups:
+            left = [one for one in group["params"] if id(one) not in away]
+            groups += [{**group, "params": left}] if left else []
+        self._part.param_groups = groups
+        self._part.state = self.state
+        if groups:
+            self._part.step()
+        return loss
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SteppedOnHost":
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        copied.param_groups = copy.deepcopy(self.param_groups, memo)
+        copied.state = collections.defaultdict(dict, copy.deepcopy(dict(self.state), memo))
+        return copied
+
+
+def _trained_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out frozen parameters, and groups that have no others."""
+    found = []
+    for group in groups:
+        given = group["params"]
+        parameters = [given] if isinstance(given, Tensor) else [*given]
+        trained = [one for one in parameters if one.requires_grad]
+        found += [{**group, "params": trained}] if trained else []
+    return found
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+@contextlib.contextmanager
+def stepped_on_host() -> Iterator[None]:
+    """Make a `SteppedOnHost` where torchao's class is called, which needs a GPU."""
+    replaced: dict[Any, Any] = {}
+
+    def initialize(optimizer: Any, *args: Any, **options: Any) -> None:
+        optimizer.__class__ = SteppedOnHost
+        optimizer.__init__(*args, **options)
+
+    def replace(made: Any, /, **_: Any) -> None:
+        if made.__name__ == "CPUOffloadOptimizer" and made.__module__.startswith("torchao."):
+            replaced[made] = made.__init__
+            made.__init__ = initialize
+
+    # It may be imported later.
+    base: Any = torch.optim.Optimizer
+    before = vars(base).get("__init_subclass__")
+    for one in base.__subclasses__():
+        replace(one)
+    base.__init_subclass__ = classmethod(replace)
+    try:
+        yield
+    finally:
+        if before is None:
+            del base.__init_subclass__
+        else:
+            base.__init_subclass__ = before
+        for made, first in replaced.items():
+            made.__init__ = first
 
 
 class OptimizersLike:
@@ -338,6 +446,7 @@ MIXED_DTYPES = {
 # Read the objects of each library.
 
 
+@stepped_on_host()
 def take_training(made: Any) -> TakenTraining:
     """Read model, batch, loss and optimizer off what the user's `make_trainer` returned."""
     given = made if isinstance(made, tuple | list) else (made,)

@@ -460,9 +460,9 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
 
-        from .from_trainer import take_training, workload_of
+        from .from_trainer import stepped_on_host, take_training, workload_of
 
-        made = load_object(text)
+        made = stepped_on_host()(load_object)(text)
         try:
             return _tried(workload_of(take_training(made), spec))
         except ValueError as error:
