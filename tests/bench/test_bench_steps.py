@@ -4,6 +4,7 @@ python -m pytest tests/bench/test_bench_steps.py
 """
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -18,13 +19,13 @@ from curry_train.bench.report import (
     REFUSED_OUTCOME,
     measure_levers,
 )
-from curry_train.bench.steps import Lever, TrainingStep, find_lever
+from curry_train.bench.steps import Lever, TrainingStep, find_lever, python_calls
 from curry_train.core.measure import bytes_on_device, peak_of_step
 from curry_train.core.rerun import seeded
 from curry_train.plan import device as peak_rate
 from curry_train.plan.device import PROFILES
 from curry_train.workloads.models import mlp, transformer
-from curry_train.workloads.workload import Case, Workload, WorkloadError
+from curry_train.workloads.workload import Case, Workload, WorkloadError, batch_size
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
@@ -128,6 +129,60 @@ def test_compiled_code_is_measured_without_a_dispatch_mode():
     assert compiled.peak_bytes == pytest.approx(plain.peak_bytes, rel=0.2)
     assert cut.peak_bytes is None
     assert "can't be followed" in cut.notes[0]
+
+
+def test_a_lever_gets_the_named_blocks_and_a_microbatch():
+    seen = []
+    lever = Lever("look", (lambda model, sample: seen.append(sample) or [],), accumulate=2)
+    TrainingStep(Case(SMALL, batch_size=4, blocks=("layers.1",)), lever)
+    (sample,) = seen
+    assert sample.blocks == ("layers.1",)
+    assert batch_size(sample.batch) == 2
+
+
+class Calls(nn.Module):
+    """A layer that makes Python calls: some in the first step, some in every step."""
+
+    def __init__(self, first: int = 0, every: int = 0):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.first, self.every = first, every
+        self.num_samples = []
+
+    def forward(self, x):
+        for _ in range(self.first + self.every):
+            self.nothing()
+        self.first = 0
+        self.num_samples.append(len(x))
+        return self.layer(x)
+
+    def nothing(self):
+        pass
+
+
+def test_python_calls_are_those_of_one_step_on_two_samples_after_the_first():
+    def case(**calls):
+        workload = replace(
+            ROWS,
+            build=lambda: Calls(**calls),
+            batch=lambda size: torch.randn(size, 4),
+        )
+        return Case(workload, batch_size=8)
+
+    def change(module, _):
+        changed_modules.append(module)
+
+    changed_modules = []
+    profile = sys.getprofile()
+    plain, once, more = (
+        python_calls(case(**calls), change) for calls in ({}, {"first": 7}, {"every": 7})
+    )
+    # The workload's loss, forward of the module and of its layer are calls at least.
+    assert 4 <= plain == once < 100
+    assert more - plain == 7
+    assert changed_modules[0].num_samples == [2, 2]
+    assert sys.getprofile() is profile
+    assert all(parameter.grad is None for parameter in changed_modules[0].parameters())
 
 
 # Utilisation.
