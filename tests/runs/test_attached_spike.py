@@ -223,6 +223,7 @@ def test_steps_after_the_loop_over_batches_are_counted(tmp_path):
 def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(tmp_path, caplog):
     train(tmp_path / "global", rollback_every=35)
     assert "epoch 2 will be shuffled again" in caplog.text
+    assert " of its own, DataLoader(..., generator=torch.Generator())\n" in caplog.text
     caplog.clear()
     train(tmp_path / "own", rollback_every=35, own=torch.Generator())
     assert "Rolled back to" in caplog.text

@@ -46,6 +46,9 @@ def test_attempts_are_counted_per_place(tmp_path):
     recoveries.done = [recovery(100), recovery(150), recovery(210)]
     assert recoveries.attempt(230, within=64) == 4
     assert recoveries.attempt(300, within=64) == 1
+    recoveries.done = [recovery(100)]
+    assert recoveries.attempt(164, within=64) == 2
+    assert recoveries.attempt(165, within=64) == 1
     recoveries.done = [recovery(100), recovery(300)]
     assert recoveries.attempt(301, within=64) == 2
     assert recoveries.attempt(290, within=64) == 2  # an earlier step than before, after going back

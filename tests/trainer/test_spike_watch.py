@@ -208,9 +208,14 @@ def test_a_spike_before_the_first_save_names_the_setting_to_change(tmp_path):
         trained(tmp_path, "checkpoint={rollback_every: 100}")
 
 
-def test_the_learning_rate_is_lower_for_a_while(tmp_path):
+def test_the_learning_rate_is_lower_for_a_while_and_the_message_names_it(tmp_path, caplog):
     slower = ("spike.lower_rate=0.5", "spike.lower_rate_steps=6")
-    folder = trained(tmp_path, *slower, "schedule.shape=constant").folder
+    with caplog.at_level(logging.WARNING):
+        folder = trained(tmp_path, *slower, "schedule.shape=constant").folder
+    assert (
+        "Rolled back to rollback/step-00000030.dcp: training goes on without the 28 samples at "
+        "positions 124 to 151, at 0.5 of the learning rate until step 42 (attempt 1 of 3)"
+    ) in caplog.text
     rates = {line["step"]: line["learning_rate"] for line in events_of(folder, "step")}
     assert [rates[step] for step in (30, 31, 42, 43)] == pytest.approx([1e-3, 5e-4, 5e-4, 1e-3])
 
