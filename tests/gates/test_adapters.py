@@ -7,7 +7,7 @@ import pytest
 from faulty_fine_tuning import ADAPTED, ROUTED, coded
 from saboteurs import case_of, faults, gates
 
-from curry_train.gates import memory_plan, routers, windows_by_hand
+from curry_train.gates import chains, memory_plan, windows_by_hand
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import Case
 
@@ -36,7 +36,7 @@ def test_a_step_in_backward_holds(model):
 
 
 def test_a_model_without_a_router_is_not_judged():
-    verdict = routers.routing(case_of("small"))
+    verdict = chains.routing(case_of("small"))
     assert verdict.passed is None
     assert "no block that recomputes has a router" in verdict.hint
 

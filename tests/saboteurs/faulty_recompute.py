@@ -12,10 +12,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.blocks import find_blocks
+from curry_train.gates import planted_blocks
 from curry_train.gates import recompute as gates
 from curry_train.plan.profiler import MemoryProfiler
+from curry_train.primitives import checkpointed
+from curry_train.primitives import recompute as technique
 from curry_train.primitives.offload import offload_blocks
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.workload import Workload
 
@@ -218,7 +221,96 @@ def keeps_one_more(model, *, keep_last, **options):
     return offload_blocks(model, keep_last=keep_last, **options)[:1]
 
 
+def one_segment_more(model, number, **options):
+    return recompute_segments(model, min(number + 1, 5), **options)
+
+
+def wraps_by_torch(model, **options):
+    for block in model.layers:
+
+        def forward(*args, own=block.forward, **kwargs):
+            return checkpoint(lambda *given: own(*given, **kwargs), *args, use_reentrant=False)
+
+        block.forward = forward
+
+
+def always_on(module, enabled=True, **options):
+    return Recompute(module, **options)
+
+
+def without_options(module, **options):
+    return Recompute(module, **{name: options[name] for name in ("use_reentrant",) if options})
+
+
+def begins_nothing(state):
+    state.outside.append(([], []))
+
+
+def also_inside(module, pattern=None):
+    found = find_blocks(module, pattern)
+    inside = {
+        f"{name}.{path}": block for name in found for path, block in found[name].named_children()
+    }
+    return found | inside
+
+
 FAULTS = [
+    planted("recompute.chains", "no-op", segments=lambda model, number, **_: [], hint="named"),
+    planted(
+        "recompute.chains", "one-segment-more", segments=one_segment_more, hint="run again|named"
+    ),
+    planted(
+        "recompute.broken-chains",
+        "unchecked",
+        patches=[(technique.Segment, "_check", lambda *_: None)],
+        hint="a block left out",
+    ),
+    planted(
+        "recompute.broken-chains",
+        "hides-errors",
+        patches=[(technique, "_lacks_memory", lambda error: False)],
+        hint="OutOfMemoryError",
+    ),
+    planted("recompute.wraps", "no-op", wrap=lambda model: [], hint="blocks run"),
+    planted(
+        "recompute.wraps",
+        "always-on",
+        patches=[(planted_blocks, "Recompute", always_on)],
+        hint="a block that is off",
+    ),
+    planted("recompute.state", "torchs-own", wrap=wraps_by_torch, hint="blocks with a number"),
+    planted(
+        "recompute.refused",
+        "without-options",
+        patches=[(planted_blocks, "Recompute", without_options)],
+        hint="determinism_check|an unknown check",
+    ),
+    planted(
+        "recompute.refused",
+        "changed-in-place",
+        patches=[
+            (checkpointed.BlockState, "__enter__", lambda self: self.outside.append(([], [])))
+        ],
+        hint="changed before backward",
+    ),
+    planted(
+        "recompute.found",
+        "inside-of-blocks",
+        patches=[(planted_blocks, "find_blocks", also_inside)],
+        hint="finds",
+    ),
+    planted(
+        "recompute.caches",
+        "given",
+        patches=[(checkpointed, "leave_out_caches", lambda block, args, kwargs: (args, kwargs))],
+        hint="is given to the block",
+    ),
+    planted(
+        "recompute.caches",
+        "read-and-left-out",
+        patches=[(checkpointed, "_require_unread", lambda block, cache: None)],
+        hint="no error",
+    ),
     planted("recompute.offload-refused", "rounded", offload=rounds_keep_last, hint="0.5"),
     planted(
         "recompute.offload-refused",

@@ -46,7 +46,8 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
-from .routers import ROUTING_GATES, ROUTING_JUDGED
+from .chains import CHAIN_GATES, ROUTING_JUDGED
+from .planted_blocks import PLANTED_GATES
 from .same_training import (
     calls_counted,
     in_place,
@@ -769,4 +770,7 @@ JUDGED_CALLABLES = (
     *ROUTING_JUDGED,
 )
 THOROUGH_GATES = (Gate("recompute/long-run", long_run, thorough=True),)
-GATES = (*RECOMPUTE_GATES, *ROUTING_GATES, *MEMORY_BUDGET_GATES, *OFFLOAD_GATES, *THOROUGH_GATES)
+GATES = (
+    *(*RECOMPUTE_GATES, *CHAIN_GATES, *PLANTED_GATES),
+    *(*MEMORY_BUDGET_GATES, *OFFLOAD_GATES, *THOROUGH_GATES),
+)
