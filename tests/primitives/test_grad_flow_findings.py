@@ -148,6 +148,20 @@ def test_the_table_lists_layers_without_figures():
     assert any(line.startswith("layers.2") and line.endswith("new") for line in rows)
 
 
+def test_the_table_has_each_figure_of_a_layer():
+    mixed = replace(
+        GOOD,
+        activation=ValueSpread(10_000, 9996, 1, 4e4),
+        gradient=ValueSpread(1000, 125, 600, 9.0),
+        update=Update(1.0, 3e-4),
+    )
+    rows = flow_table([record(at_1=mixed)]).splitlines()
+    cells = {line.split()[0]: line.split()[1:] for line in rows if line.startswith("layers.")}
+    # rms, share of zeros and of values that are not finite; norm and the same shares; the update.
+    assert cells["layers.0"] == ["1.0e+00", "10.0%", "0", "1.0e-01", "0", "0", "1.0e-03"]
+    assert cells["layers.1"] == ["2.0e+00", "100%", "1%", "3.0e+00", "12.5%", "60%", "3.0e-04"]
+
+
 def test_a_long_name_keeps_its_end():
     name = "model.language_model.layers.31.self_attention.output_projection"
     flows = replace(record(), layers={name: GOOD}, order=(name,))
