@@ -5,67 +5,25 @@ python -m pytest tests/plan/test_routing_peaks.py
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import routed_ranks
 import torch
+from routed_ranks import BATCH_SIZE, WIDTH, MoeNet, program, routed
 from torch import nn
 
+from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.memory_plan import measured_peak
 from curry_train.plan import plan
-from curry_train.plan.whole_step import ForcedRouting
+from curry_train.plan.device import PROFILES
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.fewest import fewest_gpus
+from curry_train.plan.parallel import Sharding
+from curry_train.plan.rank_step import ForcedRouting
 from curry_train.workloads.workload import Case, Workload
 
-WIDTH = 16
-NUM_EXPERTS = 4
-CHOSEN = 2
 QUICK = {"device": "cpu", "chunked_loss": False, "without": ["sac", "regions", "offload"]}
-
-
-class MoeBlock(nn.Module):
-    """A block whose tokens go to two of four experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
-            for _ in range(NUM_EXPERTS)
-        )
-        self.counts = []
-
-    def forward(self, x):
-        scores, chosen = torch.topk(self.router(x).softmax(-1), CHOSEN, dim=-1)
-        out = torch.zeros_like(x)
-        self.counts = []
-        for number, expert in enumerate(self.experts):
-            rows, places = torch.where(chosen == number)
-            self.counts.append(len(rows))
-            out = out.index_add(0, rows, expert(x[rows]) * scores[rows, places, None])
-        return x + out
-
-
-class MoeNet(nn.Module):
-    def __init__(self, *, same=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(MoeBlock() for _ in range(2))
-        if same:
-            for block in self.blocks:
-                nn.init.zeros_(block.router.weight)
-                block.router.bias.data = torch.arange(float(NUM_EXPERTS)).flip(0)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def routed(build=MoeNet):
-    return Workload(
-        "routed",
-        build,
-        lambda size: torch.randn(size, WIDTH),
-        lambda module, batch: module(batch).square().sum(),
-    )
 
 
 @pytest.mark.parametrize(
@@ -104,3 +62,71 @@ def test_a_model_without_experts_states_no_routing():
     found = plan(dense, 2**30, microbatch=4, global_batch=4, **QUICK)
     assert found.settings["why_real"]
     assert found.settings["routing"] is None
+
+
+# Program, whether the routing is even, and the place of the rank whose experts are chosen else.
+ROUTED = [
+    ("fsdp2", True, 0),
+    ("fsdp2", False, 0),
+    ("shared", True, 0),
+    ("shared", False, 0),
+    ("shared", False, 1),
+    ("shared, called", False, 1),
+]
+
+
+def test_a_rank_with_experts_peaks_as_a_real_process_with_an_even_and_the_worst_routing():
+    target = f"{Path(routed_ranks.__file__).resolve()}:measure_routed"
+    real = run_on_ranks(target, num_ranks=2, cases=ROUTED)
+    for index, (name, even, place) in enumerate(ROUTED):
+        workload, sharding = program(name, rank=place)
+        with Sketch(workload, sharding=sharding) as sketch:
+            sketch.routing.even = even
+            found = sketch.step(BATCH_SIZE).peak_bytes
+        assert found == real[place][index], (name, even, place)
+    # The tokens of two ranks meet on one of them.
+    assert real[0][3] > 1.5 * real[0][2]
+
+
+@pytest.mark.long
+def test_a_plan_of_ranks_with_experts_is_for_even_routing_and_states_the_worst():
+    workload, sharding = program("shared")
+    found = plan(workload, 2**30, microbatch=8, global_batch=8, sharding=sharding, **QUICK)
+    peaks = found.settings["routing"]
+    assert peaks["even_bytes"] == found.peak_bytes < peaks["worst_bytes"]
+
+
+def test_the_fewest_gpus_state_what_the_worst_routing_lacks():
+    # Each GPU has 16,384 tokens, of which all may meet on one.
+    card = replace(PROFILES["h100"], memory_bytes=2**30, usable_bytes=720 * 2**20)
+    workload, sharding = program("shared")
+    shared = replace(sharding, mesh={"dp": 1, "ep": 2})
+    found = fewest_gpus(workload, card, global_batch=2**14, sharding=shared, most=2)
+    (both,) = found.attempts
+    assert both.fits
+    assert both.peak_bytes < both.limit_bytes < both.worst_routing_bytes
+    assert found.to_json()["attempts"][0]["worst_routing_bytes"] == both.worst_routing_bytes
+    text = " ".join(found.table().split())
+    assert "where all choose those of one GPU, it needs 780 MiB, 60.0 MiB too much." in text
+
+
+def test_a_rank_whose_shapes_depend_on_other_values_is_refused_in_one_line():
+    def positive(module, batch):
+        rows = module(batch)
+        return rows[rows[:, 0] > 0].square().sum()
+
+    workload = replace(routed(), loss=positive)
+    refused = pytest.raises(ValueError, match=r"from shapes alone: aten\.nonzero")
+    with refused, Sketch(workload, sharding=Sharding("fsdp2", 2)):
+        pass
+
+
+def late(model, mesh):
+    model.register_forward_hook(lambda module, inputs, rows: rows[rows[:, 0] > 0])
+
+
+def test_values_that_only_the_wrapped_model_needs_are_refused_in_one_line():
+    needs = pytest.raises(ValueError, match=r"from shapes alone: aten\.nonzero")
+    with Sketch(routed(), sharding=Sharding(late, 2)) as sketch, needs as refused:
+        sketch.step(4)
+    assert len(str(refused.value).splitlines()) == 1

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import gc
 import random
-import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,6 +60,8 @@ from .profiler import (
     Timeline,
 )
 from .rank_step import (
+    FROM_SHAPES_ALONE,
+    ForcedRouting,
     RankKernels,
     RankProgram,
     RankStorages,
@@ -78,6 +79,7 @@ from .shapes import (
     host_note,
     is_subclass_refusal,
     pretended,
+    who_needs_values,
 )
 from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
 
@@ -181,22 +183,6 @@ def _key(tensor: Tensor) -> int:
 
 
 _KERNEL_SIZED_PACKETS = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}
-
-
-def who_needs_values(error: BaseException) -> str:
-    """Name the operation that needs values, and the module whose forward calls it."""
-    owner = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if code.co_name == "forward" and isinstance(module, nn.Module):
-            owner = f" in the forward of {type(module).__name__}, {code.co_filename}:{line}"
-    if is_subclass_refusal(error):
-        return f"{error}: such a parameter is made from a tensor with values alone"
-    func = getattr(error, "func", None) or "an operation"
-    if isinstance(error, NeedsValues):
-        return f"{func}{owner}: {error.why}"
-    return f"{func}{owner} needs values, which an estimate from shapes does not have"
 
 
 # Cache of optimizer state and optimizer steps, for models without values.
@@ -484,6 +470,8 @@ class Sketch:
         self.sharding = sharding or Sharding()
         # The mesh of a sharding over several ranks.
         self._mesh: Any = None
+        # The routing of a rank's tokens to experts; None for one rank, or without experts.
+        self.routing: ForcedRouting | None = None
         # Optimizer steps of one rank.
         self._rank_steps: OptimizerSteps | None = None
         self.case: Case
@@ -500,13 +488,15 @@ class Sketch:
                     mode = RankKernels(kernels=self.kernels)
                 stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=self._values))
                 self.case = PretendedCase(self._load(), **self._options)
+                module = self.build()
                 if self.sharding.is_shared:
                     self.sharding.check_way(self.case.workload.parallelize)
+                    self._force_routing(module, stack)
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
                     self._optimizer_steps = OptimizerSteps(self._values)
                     self._rank_steps = OptimizerSteps(self._values, storages=RankHeld)
-                self._try_optimizer()
+                self._try_optimizer(module)
                 if self.draws.drawn:
                     _let_layers_run(self.case, self.draws)
                 self._settle_blocks()
@@ -521,9 +511,7 @@ class Sketch:
 
         if self.why_real is not None:
             if self.sharding.is_shared:
-                raise ValueError(
-                    f"one rank of several is predicted from shapes alone: {self.why_real}"
-                )
+                raise ValueError(FROM_SHAPES_ALONE.format(self.why_real))
             self._stack = contextlib.ExitStack()
             self._optimizer_steps = None
             self.case = Case(self._load(), **self._options)
@@ -536,9 +524,16 @@ class Sketch:
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
 
-    def _try_optimizer(self) -> None:
+    def _force_routing(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
+        """Spread the tokens of every rank evenly over experts, if there are any."""
+        # Imported here because most models have no experts.
+        from ..primitives.routing import has_router
+
+        if has_router(module):
+            self.routing = stack.enter_context(ForcedRouting.on_rank(self._mesh, even=True))
+
+    def _try_optimizer(self, module: nn.Module) -> None:
         """Take a step without values; raises one of `NEEDS_VALUES_ERRORS` if it needs them."""
-        module = self.build()
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
         self.host_note = host_note(optimizer)
         if self._optimizer_steps is not None:
@@ -684,6 +679,9 @@ class Sketch:
                 called = self.sharding.parallelize(
                     module, self._mesh, blocks=map(module.get_submodule, units), own=own
                 )
+            # A way of the user's own may leave experts to other ranks.
+            for name in blocks.keys() - dict(module.named_modules()).keys():
+                del blocks[name]
             if self.kernels == "cuda":
                 refuse_cpu_offload(called)
             optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")

@@ -99,6 +99,10 @@ class GpuCount:
     # Whether every change was tried before this was called too large.
     is_least: bool = True
 
+    # The peak where all tokens choose the experts of this GPU; None where shapes do not depend on
+    # the routing. Tokens are spread evenly in `peak_bytes`.
+    worst_routing_bytes: int | None = None
+
     @property
     def num_gpus(self) -> int:
         return self.sharding.ranks
@@ -190,6 +194,13 @@ class FewestGpus:
             nearest = max(fewer, key=lambda one: (one.num_gpus, one.margin_bytes))
             lacks = format_bytes(-nearest.margin_bytes)
             text += f" With {nearest.num_gpus}, {lacks} are missing."
+        if best.worst_routing_bytes is not None:
+            lacking = best.worst_routing_bytes - best.limit_bytes
+            text += (
+                f" Tokens are spread evenly over experts: where all choose those of one GPU, it "
+                f"needs {format_bytes(best.worst_routing_bytes)}"
+                + (f", {format_bytes(lacking)} too much." if lacking > 0 else ".")
+            )
         return start + text
 
     def to_json(self) -> dict[str, Any]:
@@ -205,6 +216,7 @@ class FewestGpus:
                 "steps": one.steps,
                 "peak_bytes": one.peak_bytes,
                 "limit_bytes": one.limit_bytes,
+                "worst_routing_bytes": one.worst_routing_bytes,
                 **one.seconds.to_json(),
             }
             for one in self.attempts
@@ -366,16 +378,25 @@ class _Search:
         except UnsuitableHead:
             self.not_for_it.add("chunked loss")
             return ()
-        peak = step.peak_bytes
+        peak = self._peak(step)
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
         if step.trace is not None:
-            workspace = workspace_of(self.device.name)
-            memory = cuda_memory(step.trace, workspace_bytes=workspace)
-            peak = max(peak, memory.reserved_bytes) + CONTEXT_BYTES
             state += CONTEXT_BYTES
         seconds = self._seconds(step, sketch, steps)
         count = GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes, seconds)
-        return (replace(count, state_bytes=state),)
+        worst = None
+        if sketch.routing is not None and count.fits:
+            with sketch.routing.worst():
+                worst = self._peak(sketch.step(microbatch, accumulated=steps > 1, change=apply))
+            worst = worst if worst > peak else None
+        return (replace(count, state_bytes=state, worst_routing_bytes=worst),)
+
+    def _peak(self, step: StepEstimate) -> int:
+        """Return the memory of a GPU for a step: what is reserved, and the context."""
+        if step.trace is None:
+            return step.peak_bytes
+        memory = cuda_memory(step.trace, workspace_bytes=workspace_of(self.device.name))
+        return max(step.peak_bytes, memory.reserved_bytes) + CONTEXT_BYTES
 
     def _seconds(self, step: StepEstimate, sketch: Sketch, steps: int) -> RankSeconds:
         """Predict the time of an optimizer step of `steps` microbatches."""

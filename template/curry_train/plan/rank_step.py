@@ -7,7 +7,9 @@ The rank is that of the user's own program, under torch's fake process group, wh
 no data. Corrections make the bytes equal to those of a rank among real processes. They are those of
 torch 2.13, and the tests compare each with gloo.
 
-Proof: `python -m pytest tests/plan/test_ranks.py`.
+Why so long: all that stands in for other ranks acts in one context, routing to experts included.
+
+Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.py`.
 """
 
 import contextlib
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from ..core.measure import (
@@ -47,7 +50,14 @@ from .profiler import (
     PARAMETERS_GROUP,
     TEMPORARIES_GROUP,
 )
-from .shapes import KernelsAsTheyRun, fake_mode, run_with_values
+from .shapes import (
+    NEEDS_VALUES_ERRORS,
+    KernelsAsTheyRun,
+    fake_mode,
+    has_values,
+    run_with_values,
+    who_needs_values,
+)
 from .timeline import holding_output, run_recorded_step
 
 # Storages of one rank, fake or real.
@@ -207,6 +217,7 @@ NOTHING_SHARED_WARNING = (
     "no rank communicates with another in a step: parallelize has shared nothing, and each rank "
     "trains a model of its own"
 )
+FROM_SHAPES_ALONE = "one rank of several is predicted from shapes alone: {}"
 UNSYNCED_WARNING = (
     "the last microbatch of a window does not sync its gradients, and the optimizer steps without "
     "them: call set_requires_gradient_sync(True) before it"
@@ -293,6 +304,8 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
     """Return the loss of the wrapped module; what a wrong wrapping raises is one line."""
     try:
         return loss(program.called, batch)
+    except NEEDS_VALUES_ERRORS as error:
+        raise ValueError(FROM_SHAPES_ALONE.format(who_needs_values(error))) from error
     except (AssertionError, AttributeError, LookupError, TypeError) as error:
         raise WorkloadError(
             f"a forward of {type(program.called).__name__} after parallelize raised "
@@ -405,6 +418,119 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     if found:
         return all(type(leaf) is Tensor and leaf.dtype is torch.int32 for leaf in found)
     return func in FACTORY_OPERATIONS and kwargs.get("dtype") is torch.int32
+
+
+# Experts: a routing that is the same on every rank, and known where tensors have no values.
+
+EXPERTS_DIMENSION = "ep"
+
+
+def _arguments_of_call(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> tuple[Any, ...]:
+    return output, input, input_split_sizes, group
+
+
+def _arguments_of_functional(
+    input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any
+) -> tuple[Any, ...]:
+    return None, input, input_split_sizes, group_name
+
+
+# Ways to exchange parts of a tensor: what is received, or None for what is returned, what is sent,
+# the sizes of its parts, and the group.
+EXCHANGES: Mapping[Any, Callable[..., tuple[Any, ...]]] = {
+    dist.all_to_all_single: _arguments_of_call,
+    torch.ops._c10d_functional.all_to_all_single: _arguments_of_functional,
+}
+
+
+class ForcedRouting(TorchFunctionMode):
+    """Let a router send the tokens to all experts evenly, or all tokens to the same experts.
+
+    The scores of the experts that are chosen stay those of the model. Among ranks that share the
+    experts, the chosen ones are those of the rank at `place`. Within `pretended` the choices have
+    values, so that the numbers of tokens that an expert gets are known.
+    """
+
+    def __init__(self, *, even: bool, place: int = 0, places: int = 1) -> None:
+        super().__init__()
+        self.even = even
+        self.place = place
+        self.places = places
+
+    @classmethod
+    def on_rank(cls, mesh: Any, *, even: bool) -> "ForcedRouting":
+        """Make the routing for this rank of a mesh, or of a model alone."""
+        if mesh is None or EXPERTS_DIMENSION not in mesh.mesh_dim_names:
+            return cls(even=even)
+        sharing = mesh[EXPERTS_DIMENSION]
+        return cls(even=even, place=sharing.get_local_rank(), places=sharing.size())
+
+    @contextlib.contextmanager
+    def worst(self) -> Iterator[None]:
+        """Let all tokens choose the same experts for a while."""
+        before = self.even
+        self.even = False
+        try:
+            yield
+        finally:
+            self.even = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        scores: Any = args[0] if args else None
+        if func in (torch.topk, Tensor.topk) and _are_scores(scores, found[1]):
+            indices = self._indices(scores, found[1])
+            return torch.return_types.topk((scores.gather(-1, indices), indices))
+        if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
+            return self._indices(scores, found.unsqueeze(-1)).squeeze(-1)
+        if func in EXCHANGES and fake_mode() is not None:
+            output, *sent = EXCHANGES[func](*args, **(kwargs or {}))
+            received = found if output is None else output
+            if has_values(received):
+                _exchange(received, *sent)
+        return found
+
+    def _indices(self, scores: Tensor, found: Tensor) -> Tensor:
+        """Return as many experts for each token as were chosen."""
+        experts = scores.shape[-1]
+        if self.even:
+            places = torch.arange(found.numel(), device=found.device) % experts
+            return places.view(found.shape)
+        first = experts * self.place // self.places
+        chosen = torch.arange(first, first + found.shape[-1], device=found.device) % experts
+        return chosen.expand(found.shape).contiguous()
+
+
+def _are_scores(scores: Any, found: Any) -> bool:
+    """Check for the scores of experts for tokens, of which some were chosen for each."""
+    from ..primitives.routing import MOST_EXPERTS
+
+    return (
+        isinstance(scores, Tensor)
+        and scores.is_floating_point()
+        and scores.dim() > 1
+        and 1 < scores.shape[-1] <= MOST_EXPERTS
+        and found.shape[:-1] == scores.shape[:-1]
+    )
+
+
+def _exchange(received: Tensor, sent: Tensor, sizes: Sequence[int] | None, group: Any) -> None:
+    """Write what an all-to-all receives from ranks that all send the numbers of this one.
+
+    The all-to-all of the fake process group returns its input.
+    """
+    if isinstance(group, str):
+        group = vars(dist.distributed_c10d)["_resolve_process_group"](group)
+    size = dist.get_world_size(group)
+    own = sent.split(sizes or len(sent) // size)[dist.get_rank(group)]
+    run_with_values(torch.cat, ([own] * size,), {"out": received})
 
 
 @contextlib.contextmanager

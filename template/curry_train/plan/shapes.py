@@ -16,6 +16,7 @@ import copy
 import itertools
 import logging
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ class KernelsAsTheyRun(FakeTensorMode):
         if (
             args
             and (getattr(func, "is_view", False) or func is LIFT_OPERATION)
-            and _kernel_has_values(args[0])
+            and has_values(args[0])
         ):
             return run_with_values(func, args, kwargs)
         if func is READ_OPERATION and self.values is not None and self.values.is_active:
@@ -147,7 +148,8 @@ class KernelsAsTheyRun(FakeTensorMode):
             return torch.empty_strided(size, strides, dtype=a.dtype, device=a.device)
 
 
-def _kernel_has_values(value: Any) -> bool:
+def has_values(value: Any) -> bool:
+    """Check for a real tensor, such as token ids have inside of `pretended`."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
@@ -356,6 +358,22 @@ class NeedsValues(RuntimeError):
         self.func = func
         self.why = why
         super().__init__(f"{func}: {why}")
+
+
+def who_needs_values(error: BaseException) -> str:
+    """Name the operation that needs values, and the module whose forward calls it."""
+    owner = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if code.co_name == "forward" and isinstance(module, nn.Module):
+            owner = f" in the forward of {type(module).__name__}, {code.co_filename}:{line}"
+    if is_subclass_refusal(error):
+        return f"{error}: such a parameter is made from a tensor with values alone"
+    func = getattr(error, "func", None) or "an operation"
+    if isinstance(error, NeedsValues):
+        return f"{func}{owner}: {error.why}"
+    return f"{func}{owner} needs values, which an estimate from shapes does not have"
 
 
 KERNEL_DEVICES = ("cpu", "cuda")

@@ -9,6 +9,7 @@ Why so long: the search, and the figures that it reads of whole steps.
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
 """
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .. import primitives
 from ..core.measure import tensors_in
@@ -28,6 +28,7 @@ from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .parallel import Sharding
+from .rank_step import ForcedRouting
 from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
@@ -530,14 +531,20 @@ class WholeSteps:
         """
         from ..primitives.routing import has_router
 
-        if self.sketch.why_real is None or not has_router(self.sketch.build()):
+        sketch = self.sketch
+        is_measured = sketch.why_real is not None and has_router(sketch.build())
+        if not is_measured and sketch.routing is None:
             return None
-        peaks = {}
-        for name, even in (("even_bytes", True), ("worst_bytes", False)):
-            with ForcedRouting(even=even):
-                step = self.recorded(candidate)
-            peaks[name] = step.peak_bytes + self.overhead(step)
-        return peaks
+        routing = sketch.routing or ForcedRouting(even=True)
+        with routing if is_measured else contextlib.nullcontext():
+            even = self.recorded(candidate)
+            with routing.worst():
+                worst = self.recorded(candidate)
+        peaks = {
+            "even_bytes": even.peak_bytes + self.overhead(even),
+            "worst_bytes": worst.peak_bytes + self.overhead(worst),
+        }
+        return peaks if is_measured or peaks["even_bytes"] < peaks["worst_bytes"] else None
 
     def communication(self, candidate: Candidate) -> dict[str, Any] | None:
         """Describe the time and the collectives of a candidate that was estimated.
@@ -566,48 +573,6 @@ class WholeSteps:
             candidate.chunked_loss,
             tuple(candidate.options.items()),
         )
-
-
-class ForcedRouting(TorchFunctionMode):
-    """Let a router send the tokens to all experts evenly, or all tokens to the first experts.
-
-    The scores of the experts that are chosen stay those of the model.
-    """
-
-    def __init__(self, *, even: bool) -> None:
-        super().__init__()
-        self.even = even
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        scores: Any = args[0] if args else None
-        if func in (torch.topk, Tensor.topk) and _are_scores(scores, found[1]):
-            indices = self._indices(scores, found[1])
-            return torch.return_types.topk((scores.gather(-1, indices), indices))
-        if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
-            return self._indices(scores, found.unsqueeze(-1)).squeeze(-1)
-        return found
-
-    def _indices(self, scores: Tensor, found: Tensor) -> Tensor:
-        """Return as many experts for each token as were chosen."""
-        size = found.shape[-1]
-        if self.even:
-            places = torch.arange(found.numel(), device=found.device) % scores.shape[-1]
-            return places.view(found.shape)
-        return torch.arange(size, device=found.device).expand(found.shape).contiguous()
-
-
-def _are_scores(scores: Any, found: Any) -> bool:
-    """Check for the scores of experts for tokens, of which some were chosen for each."""
-    from ..primitives.routing import MOST_EXPERTS
-
-    return (
-        isinstance(scores, Tensor)
-        and scores.is_floating_point()
-        and scores.dim() > 1
-        and 1 < scores.shape[-1] <= MOST_EXPERTS
-        and found.shape[:-1] == scores.shape[:-1]
-    )
 
 
 def length_of(batch: Any) -> int:

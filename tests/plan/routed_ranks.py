@@ -1,0 +1,155 @@
+"""Models with experts on several ranks, for predicted ranks and for real processes."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from curry_train.core.blocks import find_blocks
+from curry_train.plan.optimizers import make_optimizer
+from curry_train.plan.parallel import Sharding
+from curry_train.plan.rank_step import ForcedRouting, peak_of_running_rank
+from curry_train.workloads.workload import Case, Workload
+
+WIDTH = 16
+NUM_EXPERTS = 4
+CHOSEN = 2
+BATCH_SIZE = 64
+
+
+class MoeBlock(nn.Module):
+    """A block whose tokens go to two of four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
+            for _ in range(NUM_EXPERTS)
+        )
+        self.counts = []
+
+    def forward(self, x):
+        scores, chosen = torch.topk(self.router(x).softmax(-1), CHOSEN, dim=-1)
+        out = torch.zeros_like(x)
+        self.counts = []
+        for number, expert in enumerate(self.experts):
+            rows, places = torch.where(chosen == number)
+            self.counts.append(len(rows))
+            out = out.index_add(0, rows, expert(x[rows]) * scores[rows, places, None])
+        return x + out
+
+
+class MoeNet(nn.Module):
+    def __init__(self, *, same=False, block=MoeBlock):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        if same:
+            for block in self.blocks:
+                nn.init.zeros_(block.router.weight)
+                block.router.bias.data = torch.arange(float(NUM_EXPERTS)).flip(0)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class SharedBlock(MoeBlock):
+    """A block whose experts are on several ranks, once `share_experts` has divided them."""
+
+    group = None
+    is_functional = True
+
+    def forward(self, x):
+        if self.group is None:
+            return super().forward(x)
+        scores, chosen = torch.topk(self.router(x).softmax(-1), CHOSEN, dim=-1)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=NUM_EXPERTS)
+        arriving = self.exchange(counts)
+        size = self.group.size()
+        sent = counts.view(size, -1).sum(1).tolist()
+        received = arriving.view(size, -1).sum(1).tolist()
+        swap = functional.all_to_all_single_autograd
+        rows = swap(x[order // CHOSEN], received, sent, self.group)
+        numbers = torch.arange(len(self.experts)).repeat(size).repeat_interleave(arriving)
+        back = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = torch.where(numbers == number)[0]
+            back = back.index_add(0, mine, expert(rows[mine]))
+        out = swap(back, sent, received, self.group) * scores.flatten()[order][:, None]
+        return x + torch.zeros_like(x).index_add(0, order // CHOSEN, out)
+
+    def exchange(self, counts):
+        if self.is_functional:
+            return functional.wait_tensor(
+                functional.all_to_all_single(counts, None, None, self.group)
+            )
+        arriving = torch.empty_like(counts)
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        return arriving
+
+
+class CallingBlock(SharedBlock):
+    """The same, with torch's call that writes into a tensor."""
+
+    is_functional = False
+
+
+def share_experts(model, mesh):
+    """Leave each rank its own experts."""
+    sharing = mesh["ep"]
+    each = NUM_EXPERTS // sharing.size()
+    first = sharing.get_local_rank() * each
+    for block in model.blocks:
+        block.group = sharing.get_group()
+        block.experts = nn.ModuleList([*block.experts][first : first + each])
+
+
+def routed(build=MoeNet):
+    return Workload(
+        "routed",
+        build,
+        lambda size: torch.randn(size, WIDTH),
+        lambda module, batch: module(batch).square().sum(),
+    )
+
+
+def program(name, *, rank=0):
+    """Return the workload of a program on two ranks, and its sharding."""
+    if name == "fsdp2":
+        return routed(), Sharding("fsdp2", 2, rank=rank)
+    block = {"shared": SharedBlock, "shared, called": CallingBlock}[name]
+    sharding = Sharding(share_experts, mesh={"ep": 2}, rank=rank)
+    return routed(lambda: MoeNet(block=block)), sharding
+
+
+def measure_routed(cases):
+    """Measure programs by name, with the routing of each case, in this rank."""
+    return [measure(name, even, place) for name, even, place in cases]
+
+
+def measure(name, even, place):
+    workload, sharding = program(name)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=tuple(sharding.mesh))
+
+    def make():
+        case = Case(workload)
+        model = case.build()
+        blocks = [*find_blocks(model).values()]
+        called = sharding.parallelize(model, mesh, blocks=blocks)
+        optimizer = make_optimizer("adamw", model)
+        batch = case.batch(BATCH_SIZE)
+
+        def step():
+            case.workload.mean_loss(called, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    places = sharding.mesh.get("ep", 1)
+    with ForcedRouting(even=even, place=place if places > 1 else 0, places=places):
+        return peak_of_running_rank(make, repeats=3)
