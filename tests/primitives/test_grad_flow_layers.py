@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from curry_train.plan.rank_step import one_rank
 from curry_train.primitives import GradFlow, recompute_segments
-from curry_train.primitives.grad_flow_probe import MOST_LAYERS, choose_layers
+from curry_train.primitives.grad_flow_probe import MOST_LAYERS, choose_layers, group_of_batch
 from curry_train.workloads.models import transformer
 
 
@@ -227,3 +229,21 @@ def test_a_context_can_be_opened_again_and_continues_to_count():
                 model(torch.ones(1, 2)).sum().backward()
                 flow.step()
     assert [record.step for record in flow.records] == [0, 2]
+
+
+def test_the_ranks_that_share_a_batch_are_those_of_the_wrapper():
+    def linear():
+        return nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+    def sharded(mesh):
+        return fully_shard(linear(), mesh=mesh)
+
+    assert group_of_batch(linear()) is None  # no process group
+    with one_rank({"dp": 4}) as mesh:
+        group = mesh.get_group()
+        assert group_of_batch(linear()) is None
+        assert group_of_batch(sharded(mesh)) is group
+        replicated = nn.parallel.DistributedDataParallel(linear(), process_group=group)
+        assert group_of_batch(replicated) is group
+    with one_rank({"replicate": 2, "shard": 2}) as mesh:
+        assert group_of_batch(sharded(mesh)) is None  # two groups share a batch
