@@ -256,6 +256,28 @@ def test_scaler_extra_objects_and_generators_continue(store):
     assert (other.step, other.position) == (2, 12)
 
 
+def test_a_load_writes_into_the_optimizers_tensors(store):
+    """Two sets of moments would not fit beside each other on a full GPU."""
+
+    def trained(seed):
+        state = new_state(seed=seed)
+        (group,) = state.optimizers[0].param_groups
+        group |= {"lr": torch.tensor(1e-3), "foreach": False}
+        train(state, 2)
+        return state
+
+    def tensors(state):
+        (optimizer,) = state.optimizers
+        moments = [one["exp_avg"] for one in optimizer.state.values()]
+        return [optimizer.param_groups[0]["lr"], *moments]
+
+    state, other = trained(0), trained(1)
+    there = tensors(other)
+    store.load(store.save("rollback", 1, state), other)
+    assert all(now is before for now, before in zip(tensors(other), there, strict=True))
+    assert all(map(torch.equal, tensors(other), tensors(state)))
+
+
 def test_every_generator_continues(store):
     state = new_state()
     saved = store.save("rollback", 1, state)

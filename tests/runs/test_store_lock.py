@@ -172,6 +172,27 @@ def test_a_reused_process_number_does_not_hold_the_lock(tmp_path):
         pass
 
 
+def test_a_holder_is_alive_only_if_its_process_is_seen_to_run():
+    own = lock.this_process()
+    assert lock.is_alive(own) is True
+    assert lock.is_alive({"pid": own["pid"], "host": own["host"]}) is True
+    assert lock.is_alive(own | {"started": "1"}) is False
+    for elsewhere in ({"machine": "another container"}, {"host": "another host"}, {"pid": "1"}):
+        assert lock.is_alive(own | elsewhere) is None
+
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        # It has ended, and is listed until its parent asks for its status.
+        os.kill(child, 0)
+        assert lock.is_alive({"pid": child, "host": own["host"]}) is False
+    finally:
+        os.waitpid(child, 0)
+    assert lock.is_alive({"pid": child, "host": own["host"]}) is False
+
+
 def test_without_kernel_locks_the_lock_file_counts(request):
     url = f"memory://{request.node.name}"
     with Store(url) as store:
