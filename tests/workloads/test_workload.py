@@ -320,6 +320,25 @@ def test_an_unknown_model_name_is_reported(spec, message):
         load_workload(spec)
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "import absent_package",
+            r"ModuleNotFoundError: No module named 'absent_package' \(.*:\d+\)",
+        ),
+        (
+            "raise ModuleNotFoundError('its requirements are missing')",
+            r"ModuleNotFoundError: its requirements are missing \(.*:\d+\)",
+        ),
+    ],
+)
+def test_a_package_that_the_users_module_lacks_is_no_advice_about_folders(factory, source, message):
+    with pytest.raises(WorkloadError, match=f"the import of .* raised {message}") as raised:
+        load_workload(factory(source))
+    assert "Run from the folder" not in str(raised.value)
+
+
 OWN_FILE = "from torch import nn\ndef build(): return nn.Linear(5, 1)\n"
 
 

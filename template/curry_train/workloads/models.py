@@ -513,15 +513,15 @@ def import_callable(spec: str) -> Callable[..., Any]:
 
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise WorkloadError(
-            f"{spec}: can't import {error.name}. Run from the folder that holds it, or give its "
-            "folder/file.py:factory"
-        ) from error
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
-        # The user's module may raise anything, or end Python.
+    except BaseException as error:  # the user's module may raise anything, or end Python
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
+            raise WorkloadError(
+                f"{spec}: can't import {absent}. Run from the folder that holds it, or give its "
+                "folder/file.py:factory"
+            ) from error
         raise WorkloadError(
             f"{spec}: the import of {module_name} raised {describe_raised(error)}"
         ) from error
