@@ -249,6 +249,13 @@ def test_every_technique_declares_what_its_gates_judge():
     assert others == {
         "recompute/parity-selective",
         "recompute/long-run",
+        # These need several of our calls together: to wrap, to copy, to report and to restore.
+        "recompute/chains",
+        "recompute/caches",
+        "recompute/wraps",
+        "recompute/refused",
+        "recompute/host-report",
+        "recompute/host-memory",
         "memory-plan/estimate",
     }
     assert num_gates > 45

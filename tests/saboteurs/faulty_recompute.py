@@ -15,7 +15,7 @@ from curry_train.core.blocks import find_blocks
 from curry_train.gates import planted_blocks
 from curry_train.gates import recompute as gates
 from curry_train.plan.profiler import MemoryProfiler
-from curry_train.primitives import checkpointed
+from curry_train.primitives import checkpointed, host_memory, offload
 from curry_train.primitives import recompute as technique
 from curry_train.primitives.offload import offload_blocks
 from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
@@ -254,7 +254,54 @@ def also_inside(module, pattern=None):
     return found | inside
 
 
+def of_the_kernel_alone(system):
+    return min(host_memory._kernel_bytes(system / "proc/meminfo"), default=None)
+
+
+class WithoutLimit(host_memory.HostPool):
+    """A pool that reserves more than the host has."""
+
+    def reserve(self, sizes):
+        for capacity in map(self.capacity, sizes):
+            self._idle.setdefault(capacity, []).append(self._allocate(capacity))
+
+
 FAULTS = [
+    planted(
+        "recompute.host-report", "no-op", offload=lambda model, **_: [], hint="no block of this"
+    ),
+    planted(
+        "recompute.host-report",
+        "each-view",
+        patches=[(offload.Moved, "is_same", lambda self, tensor, base: False)],
+        hint="views",
+    ),
+    planted(
+        "recompute.fetched-ahead",
+        "where-needed",
+        patches=[(offload.OffloadedForward, "fetch_ahead", lambda self, index: None)],
+        hint="have come back",
+    ),
+    planted(
+        "recompute.written-on-host",
+        "unchecked",
+        patches=[(offload, "check_unchanged", lambda tensor, version: None)],
+        hint="moved, and is written",
+    ),
+    planted(
+        "recompute.host-memory",
+        "of-the-kernel-alone",
+        available=lambda system: min(
+            host_memory._kernel_bytes(system / "proc/meminfo"), default=None
+        ),
+        hint="a group: ",
+    ),
+    planted(
+        "recompute.host-memory",
+        "unlimited",
+        patches=[(gates, "HostPool", WithoutLimit)],
+        hint="more than the host has",
+    ),
     planted("recompute.chains", "no-op", segments=lambda model, number, **_: [], hint="named"),
     planted(
         "recompute.chains", "one-segment-more", segments=one_segment_more, hint="run again|named"

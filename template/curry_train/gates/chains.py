@@ -1,16 +1,20 @@
-"""Gates of blocks that share values: chains in segments, caches of keys, and routers.
+"""Gates of what blocks share: chains in segments, caches, storages on the host, and routers.
 
 Chains and caches are planted, so that each form of them is judged whatever the user's model is.
 A router is disturbed between forward and backward, and has to choose the same experts again.
+
+Why so long: the tables of what blocks share are checked with the same planted blocks.
 
 Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_adapters.py`.
 """
 
 import contextlib
+import copy
+import pickle
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +28,18 @@ from ..core.blocks import is_changed
 from ..core.parity import Parity, StepRecord, check_comparable, compare, record
 from ..core.rerun import seeded
 from ..core.wording import unheard
-from ..primitives import checkpointed
+from ..primitives import checkpointed, host_memory
+from ..primitives.offload import OffloadReport, offload_blocks, offload_report, remove_offload
 from ..primitives.recompute import ChainBroken, Recompute, recompute_segments, remove_segments
 from ..workloads.workload import Case
+from .fixtures import (
+    SAVED_BYTES,
+    SAVED_STORAGES,
+    TENSOR_SIDE,
+    SavingBlock,
+    six_in_a_row,
+    square_tensor,
+)
 from .planted_blocks import (
     BLOCK_WIDTH,
     NUM_SAMPLES,
@@ -42,7 +55,7 @@ from .planted_blocks import (
     same_values,
     two_steps,
 )
-from .verdict import Gate, Judged, Takes, Verdict, not_applicable, with_errors
+from .verdict import Gate, Judged, Takes, Verdict, not_applicable
 
 # Chains whose blocks feed each other, and chains whose blocks do not.
 
@@ -427,6 +440,140 @@ def _wrong_cache(
     return "" if called(cache, **options) == (None, None) else "is given to the block"
 
 
+# Storages that blocks save, and the report of those that offload moves.
+
+
+def _offloaded_step(
+    model: Any, *, times: int = 1, change: Callable[[], Any] = lambda: None
+) -> list[Any]:
+    """Run a block and its backward; return the result, and copies of it and of all gradients."""
+    x = square_tensor(-1).requires_grad_()
+    block = model[0]
+    takes_data = "given" in block.act.__code__.co_varnames
+    given = [block.data[TENSOR_SIDE : 2 * TENSOR_SIDE]] if takes_data else []
+    y = block(x, *given)
+    change()
+    for left in reversed(range(times)):
+        y.square().sum().backward(retain_graph=left > 0 or times > 1)
+    gradients = [x.grad, block.weight.grad]
+    block.weight.grad = None
+    return [y, y.detach(), *gradients]
+
+
+def _saving(act: Callable[..., Tensor]) -> Any:
+    return nn.Sequential(SavingBlock(act))
+
+
+def host_report(case: Case, *, offload: Callable[..., Any] = offload_blocks) -> Verdict:
+    """Compare the report of planted blocks with what they save, and their steps with plain ones."""
+    wrong = []
+    for name, (act, num_moved, stays) in SAVED_STORAGES.items():
+        plain, model = _saving(act), _saving(act)
+        offload(model, blocks="0", keep_last=0)
+        graphs = []
+        for times in (1, 2, 1):
+            expected = _offloaded_step(plain, times=times)
+            graphs.append(_offloaded_step(model, times=times))
+            if not same_values(expected[1:], graphs[-1][1:]):
+                wrong.append(f"{name} trains otherwise")
+        moved = num_moved * SAVED_BYTES // (2 if name == "a copy of a weight" else 1)
+        found = replace(offload_report(model), reserved_bytes=0)
+        if found != OffloadReport(moved, moved, 0, num_moved, stays):
+            wrong.append(f"{name} is reported as {found}")
+        rows = [line.split(": ")[-1] for line in found.table().splitlines()[3:]]
+        expected = sorted(stays, key=lambda reason: -stays[reason][1])
+        if rows != expected or f"in {num_moved} storages" not in found.table():
+            wrong.append(f"the table of {name} is {found.table()}")
+    wrong += _wrong_order(offload)
+    wrong += _wrong_after_offload(offload)
+    what = "moves the storages that its blocks save, and trains as the plain model"
+    return judged_ways("recompute/host-report", 3 * len(SAVED_STORAGES) + 6, wrong, what=what)
+
+
+def _wrong_order(offload: Callable[..., Any]) -> list[str]:
+    """Note what has come back before each step of backward: two storages ahead of the last."""
+    model = _saving(six_in_a_row)
+    offload(model, blocks="0", keep_last=0)
+    found: list[int] = []
+    model[0].note = lambda _: found.append(offload_report(model).brought_back_bytes // SAVED_BYTES)
+    _offloaded_step(model)
+    expected = [0, 3, 4, 5, 6, 6]
+    return [] if found == expected else [f"{found} storages have come back, not {expected}"]
+
+
+def _wrong_after_offload(offload: Callable[..., Any]) -> list[str]:
+    """Copy, restore and change a model with offload; return what is not as without."""
+    wrong = []
+    alive: list[bool] = []
+    act = SAVED_STORAGES["views"][0]
+    expected = _offloaded_step(_saving(act))
+    model = _saving(act)
+    offload(
+        model,
+        blocks="0",
+        keep_last=0,
+        batch=torch.ones(TENSOR_SIDE, TENSOR_SIDE, requires_grad=True),
+        loss=lambda module, batch: module(batch).sum(),
+    )
+    counted = offload_report(model)
+    if (counted.reserved_bytes, counted.num_moved) != (SAVED_BYTES, 0):
+        wrong.append(f"after the count the report is {counted}")
+    for copier in (copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))):
+        other = copier(model)
+        if not same_values(expected[1:], _offloaded_step(other)[1:]):
+            wrong.append("a copy trains otherwise")
+        if offload_report(other).num_moved != 1 or offload_report(model).num_moved:
+            wrong.append("a copy has no report of its own")
+    _offloaded_step(model.eval())
+    if offload_report(model.train()).num_moved:
+        wrong.append("a block in eval mode moves what it saves")
+    model[0].saved = []
+    _offloaded_step(model, change=lambda: alive.append(model[0].saved[0]() is not None))
+    if alive != [False]:
+        wrong.append("a storage that has moved stays alive on the device")
+    small = _saving(act)
+    offload(small, blocks="0", keep_last=0, min_bytes=SAVED_BYTES + 1)
+    _offloaded_step(small)
+    if offload_report(small).num_moved or list(offload_report(small).skipped) != ["too small"]:
+        wrong.append(f"with a larger min_bytes the report is {offload_report(small)}")
+    if remove_offload(model) != ["0"] or not same_values(expected[1:], _offloaded_step(model)[1:]):
+        wrong.append("a model without offload again trains otherwise")
+    text = "no block of this model is offloaded"
+    if why := refusal(partial(offload_report, model), [text], (ValueError,)):
+        wrong.append(f"a report without offload: {why}")
+    return wrong + _unseen_changes(offload)
+
+
+def _saves_and_keeps(kept: list[Tensor], block: Any, x: Tensor, *, without: bool) -> Tensor:
+    """Let autograd save an exponential, with a gradient of its own or without one."""
+    kept.append((x.detach() if without else x).exp())
+    return x * kept[0] if without else kept[0] * 2
+
+
+def _unseen_changes(offload: Callable[..., Any]) -> list[str]:
+    """Write into saved tensors before backward, on the host and on the device."""
+    wrong = []
+    for name, min_bytes in (("moved", 1), ("moved without a gradient", 1), ("left", 10**9)):
+        kept: list[Tensor] = []
+        model = _saving(partial(_saves_and_keeps, kept, without="without" in name))
+        offload(model, blocks="0", keep_last=0, min_bytes=min_bytes)
+        x = torch.ones(TENSOR_SIDE, TENSOR_SIDE, requires_grad=True)
+        loss = model(x).sum()
+        kept[0].detach().mul_(2)
+        if why := refusal(loss.backward, ["modified by an inplace operation"], (RuntimeError,)):
+            wrong.append(f"a tensor that was {name}, and is written: {why}")
+    with mock.patch.object(host_memory, "available_host_bytes", return_value=100):
+        model = _saving(SAVED_STORAGES["views"][0])
+        batch = torch.ones(TENSOR_SIDE, TENSOR_SIDE, requires_grad=True)
+        given = {"batch": batch, "loss": lambda module, batch: module(batch).sum()}
+        call = partial(offload, model, blocks="0", keep_last=0, **given)
+        if why := refusal(call, ["16.0 KiB"], (host_memory.HostMemoryShort,)):
+            wrong.append(f"too little memory: {why}")
+        if type(model[0]) is not SavingBlock:
+            wrong.append("a block is offloaded in spite of too little memory")
+    return wrong
+
+
 # A gate of recompute: a router that is disturbed between forward and backward.
 
 Keep = Callable[[nn.Module], Any]
@@ -579,11 +726,8 @@ def _reversed(choose: Callable[..., Any]) -> Callable[..., Any]:
 ROUTING_JUDGED = (Judged("keep_routing", lambda model: None),)
 
 CHAIN_GATES = (
-    Gate(
-        "recompute/chains",
-        chains,
-        {"recompute_segments": Takes("segments", with_errors(ChainBroken))},
-    ),
+    Gate("recompute/chains", chains),
     Gate("recompute/caches", caches),
+    Gate("recompute/host-report", host_report),
     Gate("recompute/routing", routing, {"keep_routing": Takes("keep")}),
 )

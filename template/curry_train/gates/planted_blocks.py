@@ -30,7 +30,7 @@ from ..core.rerun import Generators, seeded
 from ..primitives.recompute import CheckpointWrapper, Recompute, recompute_blocks, remove_recompute
 from ..workloads.workload import Case
 from .same_training import calls_by_module
-from .verdict import Gate, Takes, Verdict
+from .verdict import Gate, Verdict
 
 # Blocks of three numbers, and a training of two steps that records all that must be equal.
 
@@ -728,6 +728,6 @@ def refused(case: Case) -> Verdict:
 
 
 PLANTED_GATES = (
-    Gate("recompute/wraps", wraps, {"recompute_blocks": Takes("wrap")}),
+    Gate("recompute/wraps", wraps),
     Gate("recompute/refused", refused),
 )

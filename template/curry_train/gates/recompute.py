@@ -9,15 +9,17 @@ Proof: `python -m pytest tests/gates tests/primitives`.
 """
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..core.blocks import find_blocks
@@ -41,13 +43,23 @@ from ..core.parity import (
 from ..core.rerun import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..primitives.offload import NothingToMove, offload_blocks
+from ..primitives import host_memory
+from ..primitives.host_memory import HostCopies, HostMemoryShort, HostPool, available_host_bytes
+from ..primitives.offload import NothingToMove, OffloadReport, offload_blocks
 from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
 from .chains import CHAIN_GATES, ROUTING_JUDGED
-from .planted_blocks import PLANTED_GATES
+from .fixtures import (
+    LEAST_BYTES,
+    PLANTED_HOSTS,
+    PLANTED_SIZES,
+    CopiedBytes,
+    PlantedStream,
+    SavedTensors,
+)
+from .planted_blocks import PLANTED_GATES, judged_ways, refusal
 from .same_training import (
     calls_counted,
     in_place,
@@ -518,7 +530,6 @@ def _listed(values: Iterable[float]) -> str:
 # Gates of offload: the same training, each storage moved once, and no parameter moved.
 
 APPLY_OFFLOAD = STRATEGIES["offload"].apply
-LEAST_BYTES = 4096  # smaller storages stay on the device
 
 
 def offload_parity(case: Case, *, apply: Apply = APPLY_OFFLOAD) -> Verdict:
@@ -609,6 +620,8 @@ WRONG_OFFLOADS: dict[str, tuple[dict[str, Any], str]] = {
     "keep_last of 0.5": ({"keep_last": 0.5}, "keep_last"),
     "keep_last of True": ({"keep_last": True}, "keep_last"),
     "keep_last of all blocks": ({"keep_last": 3}, "keep_last=3"),
+    "min_bytes of -1": ({"min_bytes": -1}, "min_bytes"),
+    "min_bytes of 0.5": ({"min_bytes": 0.5}, "min_bytes"),
     "a pattern without blocks": ({"blocks": "layers.*"}, "layers.*"),
     "a batch without a loss": ({"batch": SMALL_BATCH}, "loss"),
     "a batch that saves too little": ({"batch": SMALL_BATCH, "loss": _sum_of}, "larger batch"),
@@ -616,7 +629,7 @@ WRONG_OFFLOADS: dict[str, tuple[dict[str, Any], str]] = {
 # Sound ones, with the blocks that they offload.
 SOUND_OFFLOADS: tuple[tuple[dict[str, Any], list[str]], ...] = (
     ({}, ["0", "1"]),
-    ({"keep_last": 0}, ["0", "1", "2"]),
+    ({"keep_last": 0, "loss": _sum_of}, ["0", "1", "2"]),
     ({"keep_last": 2}, ["0"]),
     ({"blocks": ["0", "2"], "keep_last": 0}, ["0", "2"]),
     ({"batch": torch.ones(512, 4), "loss": _sum_of}, ["0", "1"]),
@@ -661,104 +674,113 @@ def offload_wrong_uses(
     return Verdict(gate, not wrong, measured, required, "; ".join(wrong))
 
 
+def hosts(case: Case, *, available: Callable[[Path], Any] = available_host_bytes) -> Verdict:
+    """Read the memory of planted hosts, and reserve more and less than a host has."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as name:
+        for number, (what, (files, expected)) in enumerate(PLANTED_HOSTS.items()):
+            for path, text in files.items():
+                place = Path(name, str(number), path)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text)
+            if (found := available(Path(name, str(number)))) != expected:
+                wrong.append(f"{what}: {found} bytes in place of {expected}")
+    for nbytes, text in PLANTED_SIZES.items():
+        table = OffloadReport(moved_bytes=nbytes).table()
+        if not table.startswith(f"moved to the host     {text:>9} in 0 storages\n"):
+            wrong.append(f"{nbytes} bytes are not printed as {text}")
+    wrong += _wrong_pool() + _wrong_copies()
+    num_ways = len(PLANTED_HOSTS) + len(PLANTED_SIZES) + 2
+    return judged_ways("recompute/host-memory", num_ways, wrong, what="as planted")
+
+
+def _wrong_pool() -> list[str]:
+    """Take and give buffers of the host; return what is not as it should be."""
+    pool = HostPool(pinned=False)
+    sizes = [pool.capacity(nbytes) for nbytes in (1, 4096, 4097)]
+    pool.reserve([100, 5000, 100])
+    reserved = [pool.reserved_bytes]
+    taken = [pool.take(nbytes) for nbytes in (100, 5000, 100)]
+    reserved.append(pool.reserved_bytes)
+    places = [buffer.data_ptr() for buffer in taken]
+    pool.give(taken.pop())
+    is_again = pool.take(4000).data_ptr() == places[-1]
+    for buffer in taken:
+        pool.give(buffer)
+    # The smallest that fits; of those that are more than four times too large none.
+    fitting = [pool.take(nbytes).nbytes for nbytes in (3000, 2000)]
+    pool.give(torch.zeros(5 * 4096, dtype=torch.uint8))
+    pool.reserved_bytes += 5 * 4096
+    fitting.append(pool.take(1).nbytes)
+    reserved.append(pool.reserved_bytes)
+    pool.reserve([10, 10])
+    pool.clear()
+    reserved.append(pool.reserved_bytes)
+    why = []
+    if sizes != [4096, 4096, 8192] or HostPool(pinned=True).capacity(4097) != 8192:
+        why.append(f"buffers have {sizes} bytes")
+    if reserved != [16384, 16384, 20480, 20480] or fitting != [4096, 8192, 4096] or not is_again:
+        why.append(f"the pool reserves {reserved} and gives {fitting}")
+    with mock.patch.object(host_memory, "available_host_bytes", return_value=12000):
+        short = partial(pool.reserve, [4096, 4096, 4096])
+        if text := refusal(short, ["needs 12.0 KiB", "11.7 KiB is available"], (HostMemoryShort,)):
+            why.append(f"more than the host has: {text}")
+        if pool.reserved_bytes != reserved[-1]:
+            why.append("buffers are reserved in spite of the error")
+    return why
+
+
+def _wrong_copies() -> list[str]:
+    """Copy to the host and back in a planted stream; return what is not as it should be."""
+    computing = PlantedStream()
+    device = torch.device("cuda", 0)
+    made: list[Any] = []
+
+    def empty(*sizes: int, **options: Any) -> Tensor:
+        made.append((*sizes, options))
+        return torch.zeros(*sizes, dtype=options["dtype"])
+
+    with (
+        mock.patch.object(torch.cuda, "Stream", PlantedStream),
+        mock.patch.object(torch.cuda, "stream", contextlib.nullcontext),
+        mock.patch.object(torch.cuda, "current_stream", {device: computing}.__getitem__),
+        mock.patch.object(torch, "empty", empty),
+    ):
+        copies = HostCopies(device)
+        stream: Any = copies.stream
+        hosts = [torch.zeros(16, dtype=torch.uint8) for _ in range(4)]
+        alive: list[Any] = []
+        noted = []
+        for number, host in enumerate(hosts):
+            source = torch.full((10,), number + 1, dtype=torch.uint8)
+            alive.append(ref(source))
+            copies.out(source, host, most_bytes=20)
+            del source
+            noted.append(sum(one() is not None for one in alive))
+        stream.done[2] = True
+        back, event = copies.back(hosts[3], 10)
+        noted.append(sum(one() is not None for one in alive))
+        copies.wait(event)
+        copies.wait(None)
+        HostPool(pinned=True).take(5)
+    awaited = [one.number for one in computing.calls]
+    expected = [
+        (10, {"dtype": torch.uint8, "device": device}),
+        (8, {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}),
+    ]
+    is_sound = (noted, awaited, made) == ([1, 2, 2, 2, 1], [0, 1, 4], expected)
+    is_sound = is_sound and stream.calls == [computing] * 5 and back.tolist() == [4] * 10
+    return [] if is_sound else [f"copies hold {noted} sources and wait for {awaited}, {made}"]
+
+
 OFFLOAD_TAKES = {"offload_blocks": Takes("apply", _offloaded)}
 OFFLOAD_GATES = (
     Gate("recompute/offload-parity", offload_parity, OFFLOAD_TAKES),
     Gate("recompute/offload-forms", offload_forms, OFFLOAD_TAKES),
     Gate("recompute/offload-bytes", offload_moved_bytes, OFFLOAD_TAKES),
     Gate("recompute/offload-refused", offload_wrong_uses, {"offload_blocks": Takes("offload")}),
+    Gate("recompute/host-memory", hosts),
 )
-
-
-class SavedTensors:
-    """The tensors that autograd saves while some modules run, as `save_on_cpu` would copy them."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.model = model
-        self.modules = [model.get_submodule(name) for name in names]
-        self.tensors: list[Tensor] = []
-        self.open: list[saved_tensors_hooks] = []
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        handles = [module.register_forward_pre_hook(self._enter) for module in self.modules]
-        handles += [module.register_forward_hook(self._leave) for module in self.modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            while self.open:  # a module raised
-                self._leave()
-
-    def num_bytes(self, *, sure: bool = False) -> int:
-        """Count the bytes of the storages that are large enough and not of parameters or buffers.
-
-        With `sure` only storages that must move are counted: those with a saved tensor that
-        requires a gradient or fills at least half of the storage, unless it is a cast of a
-        parameter. The others may stay on the device.
-        """
-        owned = {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
-        groups: dict[int, list[Tensor]] = {}
-        for tensor in self.tensors:
-            if tensor.untyped_storage().nbytes() >= LEAST_BYTES and _address(tensor) not in owned:
-                groups.setdefault(_address(tensor), []).append(tensor)
-        sizes = {address: group[0].untyped_storage().nbytes() for address, group in groups.items()}
-        return sum(
-            size
-            for address, size in sizes.items()
-            if not sure or any(map(_is_sure, groups[address]))
-        )
-
-    def _enter(self, *_: Any) -> None:
-        self.open.append(saved_tensors_hooks(self._keep, lambda tensor: tensor))
-        self.open[-1].__enter__()
-
-    def _leave(self, *_: Any) -> None:
-        self.open.pop().__exit__()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
-            self.tensors.append(tensor)  # held alive, so that no address is reused
-        return tensor.detach()
-
-
-class CopiedBytes(TorchDispatchMode):
-    """Count the bytes that copies write: to the host on CUDA, all of them on CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.nbytes = 0
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in COPY_OPERATIONS and isinstance(out, Tensor):
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if self.device.type == source.device.type and out.device.type == "cpu":
-                self.nbytes += out.nbytes
-        return out
-
-
-COPY_OPERATIONS = (
-    torch.ops.aten.copy_.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _is_sure(tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    sources = [] if base.grad_fn is None else [node for node, _ in base.grad_fn.next_functions]
-    if len(sources) == 1:
-        parameter = getattr(sources[0], "variable", base)
-        if getattr(parameter, "dtype", base.dtype) != base.dtype:  # a cast of a parameter
-            return False
-    return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
 JUDGED_CALLABLES = (
