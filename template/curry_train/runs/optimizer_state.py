@@ -130,7 +130,6 @@ class FrozenBase:
         return {
             "algorithm": chosen,
             "hash": self._hashes[key],
-            "num_parameters": len(parameters),
         }
 
     def _hash(self, algorithm: str) -> str:
