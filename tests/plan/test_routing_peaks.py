@@ -5,15 +5,12 @@ python -m pytest tests/plan/test_routing_peaks.py
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import routed_ranks
 import torch
-from routed_ranks import BATCH_SIZE, WIDTH, MoeNet, program, routed
+from routed_ranks import WIDTH, MoeNet, program, routed
 from torch import nn
 
-from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.memory_plan import measured_peak
 from curry_train.plan import plan
 from curry_train.plan.device import PROFILES
@@ -62,30 +59,6 @@ def test_a_model_without_experts_states_no_routing():
     found = plan(dense, 2**30, microbatch=4, global_batch=4, **QUICK)
     assert found.settings["why_real"]
     assert found.settings["routing"] is None
-
-
-# Program, whether the routing is even, and the place of the rank whose experts are chosen else.
-ROUTED = [
-    ("fsdp2", True, 0),
-    ("fsdp2", False, 0),
-    ("shared", True, 0),
-    ("shared", False, 0),
-    ("shared", False, 1),
-    ("shared, called", False, 1),
-]
-
-
-def test_a_rank_with_experts_peaks_as_a_real_process_with_an_even_and_the_worst_routing():
-    target = f"{Path(routed_ranks.__file__).resolve()}:measure_routed"
-    real = run_on_ranks(target, num_ranks=2, cases=ROUTED)
-    for index, (name, even, place) in enumerate(ROUTED):
-        workload, sharding = program(name, rank=place)
-        with Sketch(workload, sharding=sharding) as sketch:
-            sketch.routing.even = even
-            found = sketch.step(BATCH_SIZE).peak_bytes
-        assert found == real[place][index], (name, even, place)
-    # The tokens of two ranks meet on one of them.
-    assert real[0][3] > 1.5 * real[0][2]
 
 
 @pytest.mark.long

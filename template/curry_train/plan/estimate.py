@@ -50,7 +50,7 @@ from .optimizers import (
     make_optimizer,
     take_eagerly,
 )
-from .parallel import Sharding, refuse_cpu_offload
+from .parallel import Sharding, is_offloaded
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -65,7 +65,9 @@ from .rank_step import (
     RankKernels,
     RankProgram,
     RankStorages,
+    host_apart,
     local_bytes,
+    on_host,
     one_rank,
     record_rank_step,
 )
@@ -81,7 +83,7 @@ from .shapes import (
     pretended,
     who_needs_values,
 )
-from .timeline import ASKS_FOR_DEVICE, StepLives, record_step_storages, timeline_of
+from .timeline import ASKS_FOR_DEVICE, HeldStorages, StepLives, record_step_storages, timeline_of
 
 if TYPE_CHECKING:
     from .rank_time import StepCourse
@@ -134,17 +136,6 @@ def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
             held[value] = storages.bytes_alive
         del loss
     draws.value = max(held, key=lambda value: held[value])
-
-
-class HeldStorages(LiveStorages):
-    """Follow storages of tensors with or without values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class StorageCheck(TorchDispatchMode):
@@ -369,6 +360,7 @@ class StepEstimate:
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
     # Of a rank: a microbatch before the last of a window, and when both wait for collectives.
     middle_bytes: int = 0
+    host_bytes: int = 0  # that FSDP2 and the optimizer hold on the host
     course: "StepCourse | None" = None
     middle_course: "StepCourse | None" = None
 
@@ -430,6 +422,12 @@ class RankLives(RankStorages, PricedLives):
             self._recorder.add(func, args, kwargs or {}, out, stream=self.stream_number)
         return out
 
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.is_offloaded:
+            self.steps = None
+        with on_host() if self.is_offloaded else contextlib.nullcontext():
+            super().take(optimizer)
+
     @property
     def course(self) -> "StepCourse":
         return self._recorder.finish(self.flops, self.moved)
@@ -486,6 +484,7 @@ class Sketch:
                     mesh = one_rank(self.sharding.mesh, rank=self.sharding.rank)
                     self._mesh = stack.enter_context(mesh)
                     mode = RankKernels(kernels=self.kernels)
+                    stack.enter_context(host_apart(is_apart=self.kernels == "cuda"))
                 stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=self._values))
                 self.case = PretendedCase(self._load(), **self._options)
                 module = self.build()
@@ -682,10 +681,10 @@ class Sketch:
             # A way of the user's own may leave experts to other ranks.
             for name in blocks.keys() - dict(module.named_modules()).keys():
                 del blocks[name]
-            if self.kernels == "cuda":
-                refuse_cpu_offload(called)
-            optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
-            return RankProgram(module, called, batch, optimizer)
+            moved = self.kernels == "cuda" and is_offloaded(called)
+            foreach = self.kernels == "cuda" and not moved
+            optimizer = make_optimizer(self.optimizer, module, foreach=foreach)
+            return RankProgram(module, called, batch, optimizer, moved)
 
         found = record_rank_step(
             make_program,
@@ -701,16 +700,16 @@ class Sketch:
         estimate = _estimate(found.lives, module, blocks)
         trace = None
         if self.kernels == "cuda":
-            first_step = [] if steps is None else steps.first_step
+            first_step = [] if steps is None or found.program.is_offloaded else steps.first_step
             fused = is_fused(found.program.optimizer)
-            trace = trace_of(
-                found.lives, module, first_step, fused=fused, streams=found.lives.streams
-            )
+            streams = found.lives.streams
+            trace = trace_of(found.lives, module, first_step, fused=fused, streams=streams)
         middle = found.middle
         return replace(
             estimate,
             trace=trace,
             middle_bytes=0 if middle is None else middle.bytes_peak,
+            host_bytes=found.lives.host_peak,
             course=found.lives.course,
             middle_course=None if middle is None else middle.course,
         )

@@ -27,7 +27,7 @@ from ..workloads.workload import Workload
 from .cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
-from .parallel import Sharding
+from .parallel import Sharding, offload_note
 from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
 from .rank_time import (
@@ -103,6 +103,9 @@ class GpuCount:
     # the routing. Tokens are spread evenly in `peak_bytes`.
     worst_routing_bytes: int | None = None
 
+    # What the host holds for this GPU, where FSDP2 offloads to it.
+    host_bytes: int = 0
+
     @property
     def num_gpus(self) -> int:
         return self.sharding.ranks
@@ -163,14 +166,21 @@ class FewestGpus:
             )
             more = textwrap.wrap(one.change_text, TABLE_WIDTH - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
-        lines += ["", *textwrap.wrap(self._time_note(), TABLE_WIDTH)]
+        one = self._shown_several
+        lines += ["", *textwrap.wrap(self._time_note(one), TABLE_WIDTH)]
+        if one.host_bytes:
+            lines += textwrap.wrap(offload_note(one.host_bytes), TABLE_WIDTH)
         lines += textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)
         return "\n".join(lines)
 
-    def _time_note(self) -> str:
-        """Describe the communication in the step of the fewest GPUs, if they are several."""
+    @property
+    def _shown_several(self) -> GpuCount:
+        """The fewest GPUs that fit, if they are several; else the most that were tried."""
         several = [one for one in self.attempts if one.fits and one.num_gpus > 1]
-        one = several[0] if several else self.attempts[-1]
+        return several[0] if several else self.attempts[-1]
+
+    def _time_note(self, one: GpuCount) -> str:
+        """Describe the communication in a step."""
         exposed = format_seconds(one.seconds.exposed)
         return (
             f"Step times are estimated, not measured: with {one.num_gpus}, {exposed} wait for "
@@ -217,6 +227,7 @@ class FewestGpus:
                 "peak_bytes": one.peak_bytes,
                 "limit_bytes": one.limit_bytes,
                 "worst_routing_bytes": one.worst_routing_bytes,
+                "host_bytes": one.host_bytes,
                 **one.seconds.to_json(),
             }
             for one in self.attempts
@@ -389,7 +400,8 @@ class _Search:
             with sketch.routing.worst():
                 worst = self._peak(sketch.step(microbatch, accumulated=steps > 1, change=apply))
             worst = worst if worst > peak else None
-        return (replace(count, state_bytes=state, worst_routing_bytes=worst),)
+        count = replace(count, state_bytes=state, host_bytes=step.host_bytes)
+        return (replace(count, worst_routing_bytes=worst),)
 
     def _peak(self, step: StepEstimate) -> int:
         """Return the memory of a GPU for a step: what is reserved, and the context."""

@@ -50,7 +50,7 @@ from .cuda_step import (
 from .device import DeviceProfile, find_profile
 from .estimate import operation_cost
 from .optimizers import OptimizerFactory, ValuesInSteps, is_fused, make_optimizer, take_eagerly
-from .parallel import Sharding
+from .parallel import Sharding, is_offloaded
 from .profiler import ACTIVATIONS_GROUP, OPTIMIZER_STATE_GROUP
 from .rank_step import (
     RankKernels,
@@ -221,6 +221,10 @@ TENSORS_NOTE = (
     "These are the bytes of tensors, optimizer included. On a GPU the allocator reserves more, and "
     "the buffers of NCCL and the context of the process come on top."
 )
+OFFLOADED_STAGES = (
+    "FSDP2's CPUOffloadPolicy is not planned for in the stages of a pipeline: leave offload_policy "
+    "out of fully_shard"
+)
 OUTSIDE_NOTE = "The buffers of NCCL are not in these figures."
 
 
@@ -339,6 +343,8 @@ class _Program:
 
             def make() -> Callable[[], object]:
                 module, step = running_pipeline(self.pipeline, case.build(), mesh, batch)
+                if on_cuda and is_offloaded(module):
+                    raise ValueError(OFFLOADED_STAGES)
                 optimizer = make_optimizer(chosen, module, foreach=on_cuda)
                 built.extend((module, optimizer))
                 return stepping(module, step, optimizer, storages)

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.
 """
 
 import contextlib
+import contextvars
 import functools
 import gc
 import math
@@ -38,6 +39,7 @@ from ..core.measure import (
     divide,
     has_wrapper,
     local_tensors,
+    tensors_in,
 )
 from ..core.rerun import seeded
 from ..workloads.models import describe_raised
@@ -66,16 +68,34 @@ COLLECTIVES_NAMESPACE = "c10d"
 OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
 
 
+_ON_HOST = contextvars.ContextVar("on_host", default=False)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Count the storages that are made or followed in here as memory of the host."""
+    token = _ON_HOST.set(True)
+    try:
+        yield
+    finally:
+        _ON_HOST.reset(token)
+
+
 class RankStorages(LiveStorages):
     """Follow the storages below DTensors, and those whose size changes, as FSDP2's do.
 
     It is entered before a model is wrapped, because DDP makes its buckets then. `streams` has the
-    number of the stream of each storage that is not of the default stream.
+    number of the stream of each storage that is not of the default stream. Storages of the host are
+    counted apart.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.streams: dict[int, int] = {}
+        self.host_bytes = 0
+        self.host_peak = 0
+        # Whether parameters, gradients and optimizer state are on the host.
+        self.is_offloaded = False
         self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
         self._is_paused = False
         self._patches = contextlib.ExitStack()
@@ -136,7 +156,24 @@ class RankStorages(LiveStorages):
             again = Life(life.nbytes, life.owner, self.num_operations)
             self._watch(storage, again, True)
 
+    def follow_offloaded(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Follow parameters, gradients and optimizer state as memory of the host."""
+        self.is_offloaded = True
+        parameters = list(module.parameters())
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        with on_host():
+            for tensor in (*parameters, *gradients, *tensors_in([*optimizer.state.values()])):
+                self.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))
+
+    def _leave_host(self, num_bytes: int) -> None:
+        self.host_bytes -= num_bytes
+
     def _watch(self, storage: Any, life: Life, counts: bool) -> None:
+        if counts and _ON_HOST.get():
+            counts = False
+            self.host_bytes += life.nbytes
+            self.host_peak = max(self.host_peak, self.host_bytes)
+            weakref.finalize(storage, self._leave_host, life.nbytes)
         super()._watch(storage, life, counts)
         number = self.stream_number
         if number and counts:
@@ -235,6 +272,9 @@ class RankProgram:
     batch: Any
     optimizer: torch.optim.Optimizer
 
+    # Whether FSDP2 has parameters, gradients and optimizer state on the host.
+    is_offloaded: bool = False
+
 
 @dataclass(frozen=True)
 class RankRecord:
@@ -320,6 +360,8 @@ def _begin_record(
     gc.collect()
     name = type(program.optimizer).__name__
     lives = make(program.module, torch.device("cpu"), layers, 0, name)
+    if program.is_offloaded:
+        lives.follow_offloaded(program.module, program.optimizer)
     lives.follow_all(program.batch, program.optimizer)
     for earlier in records:
         lives.follow_rest(earlier)
@@ -579,6 +621,54 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         dist.destroy_process_group()
         # DTensor would use the groups of this rank for an equal mesh of another rank.
         _clear_sharding_prop_cache()
+
+
+class _CopyToHost(TorchFunctionMode):
+    """Copy tensors where they are moved to a device, which is the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and isinstance(args[1], torch.device):
+            with on_host():
+                return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def host_apart(*, is_apart: bool = True) -> Iterator[None]:
+    """Let FSDP2's `CPUOffloadPolicy` copy to the device and back, as it does on a GPU.
+
+    On the CPU host and device are one memory, and both moves return the tensor itself.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
+
+    if not is_apart:
+        yield
+        return
+    name = "all_gather_inputs"
+    find = vars(_fsdp_param.FSDPParam)[name].fget
+    reduce: Any = vars(_fsdp_param_group)["foreach_reduce"]
+
+    def on_device(parameter: Any) -> Any:
+        is_moved = parameter.sharded_state is _fsdp_param.ShardedState.SHARDED
+        if not (parameter.offload_to_cpu and is_moved):
+            return find(parameter)
+        host = parameter._sharded_param_data
+        parameter._sharded_param_data = host.clone()
+        try:
+            return find(parameter)
+        finally:
+            parameter._sharded_param_data = host
+
+    def copy_out(parameters: Sequence[Any], *args: Any, **options: Any) -> Any:
+        is_moved = any(one.offload_to_cpu for one in parameters)
+        with _CopyToHost() if is_moved else contextlib.nullcontext():
+            return reduce(parameters, *args, **options)
+
+    with (
+        replaced(_fsdp_param.FSDPParam, name, property(on_device)),
+        replaced(_fsdp_param_group, "foreach_reduce", copy_out),
+    ):
+        yield
 
 
 class ShardChunks(Sequence[Tensor]):

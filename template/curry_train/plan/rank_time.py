@@ -367,7 +367,11 @@ def time_of_window(
     options: dict[str, Any] = {"dtype": dtype, "scale": scale}
     assert step.course is not None, "only a step of one rank of several has a course"
     last = time_of_course(step.course, profile, links, **options)
-    found = last + RankSeconds(optimizer=profile.optimizer_seconds(step.fixed, step.gradients))
+    found = last
+    if not step.host_bytes:
+        # An optimizer on the host takes a time that no rate of a GPU gives.
+        here = profile.optimizer_seconds(step.fixed, step.gradients)
+        found += RankSeconds(optimizer=here)
     if steps > 1:
         middle = time_of_course(step.middle_course or step.course, profile, links, **options)
         found += middle.times(steps - 1)
@@ -394,6 +398,9 @@ class Microbatches(Protocol):
 
     @property
     def gradients(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
 
     @property
     def course(self) -> StepCourse | None: ...

@@ -220,6 +220,17 @@ def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+class HeldStorages(LiveStorages):
+    """Follow storages of tensors with or without values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].device
+        if has_wrapper(types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class StepLives(LiveStorages):
     """Record the storages of a step; the owner of each is a pair of group and layer."""
 

@@ -27,7 +27,7 @@ from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
-from .parallel import Sharding
+from .parallel import Sharding, offload_note
 from .rank_step import ForcedRouting
 from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
@@ -559,10 +559,14 @@ class WholeSteps:
         chain = self.chain(candidate)
         links = self._links_of(chain)
         seconds = chain.seconds(candidate.microbatch, candidate.options)
+        text = f"Links: {links}."
+        if step.host_bytes:
+            text += f" {offload_note(step.host_bytes)}"
         return self.rank_seconds(candidate, seconds).to_json() | {
             "collectives": count_window(step, candidate.steps),
+            "host_bytes": step.host_bytes,
             "links": links.to_json(),
-            "text": f"Links: {links}.",
+            "text": text,
         }
 
     @staticmethod
