@@ -247,3 +247,21 @@ def test_the_ranks_that_share_a_batch_are_those_of_the_wrapper():
         assert group_of_batch(replicated) is group
     with one_rank({"replicate": 2, "shard": 2}) as mesh:
         assert group_of_batch(sharded(mesh)) is None  # two groups share a batch
+
+
+def test_a_forward_inside_a_transform_is_not_counted():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(weights, sample):
+        return torch.func.functional_call(model, weights, (sample[None],)).sum()
+
+    with GradFlow(model, optimizer, every=1) as flow:
+        model(x).sum().backward()
+        weights = dict(model.named_parameters())
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+        optimizer.step()
+    (record,) = flow.records
+    assert [layer.calls for layer in record.layers.values()] == [1, 1]
+    assert all(layer.activation.elements == 12 for layer in record.layers.values())

@@ -460,7 +460,7 @@ class Activations:
         return list(self._sums.values())
 
     def _enter(self, arguments: Any) -> None:
-        training = torch.is_grad_enabled() and not in_backward()
+        training = torch.is_grad_enabled() and not (in_backward() or in_transform())
         if training:
             self._before_forward()
         self._training.append(training)
