@@ -26,13 +26,14 @@ from ..core.wording import unheard
 from ..runs.format import INDEX_FILE_NAME, METADATA_FILE_NAME
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Journal, JournalError, JournalReading
-from ..runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, read_manifest
+from ..runs.layout import BEST_KIND, MANIFEST_FILE_NAME, FileEntry, hash_bytes, read_manifest
 from ..runs.policy import SavingPolicy
-from ..runs.policy_config import PolicyConfig
+from ..runs.policy_config import PolicyConfig, Retention
 from ..runs.ranks import DamagedCheckpoint, HostileCheckpoint, RunError, SaveError
 from ..runs.resume import Resumed, load_chosen
 from ..runs.store import SavedRun, Store, Writing
 from ..workloads.workload import Case
+from .saved_forms import FORMS_GATES, JUDGED_FORMS
 from .saved_state import FORGED_CALLS, JOURNAL_EVENT_GATES, JUDGED_HERE, SAVED_STATE_GATES
 from .trials import (
     SOUND_STORE,
@@ -43,6 +44,7 @@ from .trials import (
     backward_of,
     broken_promise,
     differing,
+    new_saved,
     new_state,
     random_history,
     restored_facts,
@@ -631,16 +633,109 @@ def coinciding_saves_once(
     return Verdict(gate, not hint, measured, required, hint)
 
 
+def _configured(*counts: int | None, **options: Any) -> PolicyConfig:
+    """Return a policy with `rollback_keep`, `recovery_keep` and `keep_every`."""
+    defaults = (2, 1, None)
+    keep, recoveries, every = (*counts, *defaults[len(counts) :])
+    return PolicyConfig(retention=Retention(keep or 2, recoveries or 1, every), **options)
+
+
+def _records(text: str) -> list[Any]:
+    """Return records of `kind+step[=value]`: r rollback, R recovery, b best-k, a accuracy, p."""
+    found = []
+    names = {"b": "dev_loss", "a": "accuracy", "p": "rollback"}
+    for word in text.split():
+        step, _, value = word[1:].partition("=")
+        if word[0] in "rR":
+            found.append(new_saved("recovery" if word[0] == "R" else "rollback", int(step)))
+        else:
+            name = names[word[0]]
+            number = float(value or step)
+            found.append(new_saved(BEST_KIND, int(step), number, name=name))
+    return found
+
+
+MAXIMIZED_BEST = {"best_k_direction": "maximize"}
+# What is saved, the configuration, the step, what is damaged, what is protected, and what goes.
+KEPT_STATES: tuple[tuple[str, PolicyConfig, int, str, str, str], ...] = (
+    ("r8 r9 r10 r11", _configured(), 11, "", "", "r8 r9"),
+    ("r99999998 r99999999 r100000000", _configured(), 100000000, "", "", "r99999998"),
+    ("r11 r8 r10 r9", _configured(1), 11, "", "r8", "r9 r10"),
+    ("R4 r4 r5 r6", _configured(), 6, "", "", "r4"),
+    ("R2 R4 R6 r6 r7", _configured(2, 2), 7, "", "", "R2 r6"),
+    ("R2 R4 R6 r6 r7", _configured(2, 1), 7, "", "", "R2 R4 r6"),
+    ("R2 r3", _configured(1, 1), 3, "", "", ""),
+    ("r1 r2 r3 r4", _configured(1), 2, "", "", "r1 r3 r4"),
+    ("r3 R4", _configured(1), 2, "", "", ""),
+    ("r3 b4=1 R5", _configured(1, best_k=0), 2, "", "", ""),
+    ("r1 r2 r3 r4", _configured(), 4, "r4 r2", "", "r2"),
+    ("r1 r2 r3 r4", _configured(), 4, "r2 r1", "", "r1 r2"),
+    ("r1 r2", _configured(1), 2, "r2", "", ""),
+    ("r1 r2 r3 r4 r5 r6", _configured(1, 1, 2), 6, "", "", "r1 r3 r5"),
+    ("r2 R2 r3 r4 p6 p7", _configured(1, 1, 2), 4, "", "", "r2 r3 p6 p7"),
+    ("p2 p3 p4 p5 r6", _configured(1, 1, 2), 6, "", "", "p3"),
+    ("p8 p9 p10 p11 p100", _configured(), 11, "", "", "p8 p9 p100"),
+    ("p9 p10 p11", _configured(1), 11, "p10", "", "p9"),
+    ("b1=3 b2=1 b3=2 b4=1", _configured(best_k=2), 4, "", "", "b1=3 b3=2"),
+    ("b1=3 b2=1 b3=2 b4=3", _configured(best_k=2, **MAXIMIZED_BEST), 4, "", "", "b2=1 b3=2"),
+    ("b1=3 b2=1 b3=2", _configured(best_k=1), 3, "b2=1", "", "b1=3"),
+    ("b1=3 a2=1 r3", _configured(best_k=0), 3, "", "", ""),
+    ("b1=3 b2=4 a3=1", _configured(best_k=1), 3, "", "", "b2=4"),
+    ("b1=3 a2=1 a3=2", _configured(best_k=1, best_k_metric="accuracy"), 3, "", "", "a3=2"),
+)
+# What is saved, the configuration, step and value of another one, and whether it is a best.
+AMONG_BEST: tuple[tuple[str, PolicyConfig, int, float, bool], ...] = (
+    ("", _configured(best_k=1), 1, 5.0, True),
+    ("", _configured(best_k=0), 1, 5.0, False),
+    ("", _configured(best_k=1), 1, math.nan, False),
+    ("", _configured(best_k=1), 1, math.inf, False),
+    ("", _configured(best_k=1), 1, -math.inf, False),
+    ("", _configured(best_k=1, **MAXIMIZED_BEST), 1, math.inf, False),
+    ("b1=3 b2=2", _configured(best_k=2), 3, 2.5, True),
+    ("b1=3 b2=2", _configured(best_k=2), 3, 3.0, False),
+    ("b1=3 b2=2", _configured(best_k=2), 3, 4.0, False),
+    ("b1=3 b2=2", _configured(best_k=3), 3, 4.0, True),
+    ("b1=3 b5=2", _configured(best_k=2), 1, 3.0, False),
+    ("b4=3 b5=2", _configured(best_k=2), 1, 3.0, True),
+    ("b1=3 b2=2", _configured(best_k=2, **MAXIMIZED_BEST), 3, 2.5, True),
+    ("b1=3 b2=2", _configured(best_k=2, **MAXIMIZED_BEST), 3, 1.5, False),
+    ("b1=-3 b2=-2", _configured(best_k=1, **MAXIMIZED_BEST), 3, -1.0, True),
+    ("a1=3 a2=2", _configured(best_k=1), 3, 9.0, True),
+    ("r1 R2", _configured(best_k=1), 3, 9.0, True),
+)
+
+
+def _folders_in(text: str) -> set[str]:
+    return {one.folder for one in _records(text)}
+
+
+def kept(case: Case, *, rules: Rules | None = None) -> Verdict:
+    """Apply the rules of retention to a table of saved states, of all kinds and settings."""
+    rules = rules or Rules()
+    wrong = list[str]()
+    for saved, config, step, damaged, protected, goes in KEPT_STATES:
+        given = {"damaged": _folders_in(damaged), "protected": _folders_in(protected)}
+        gone = rules.delete(_records(saved), config, step=step, **given) or ()
+        if {one.folder for one in gone} != _folders_in(goes):
+            names = " ".join(one.folder for one in gone)
+            wrong.append(f"of {saved} go {names or 'none'}, not {goes or 'none'}")
+    for saved, config, step, value, is_best in AMONG_BEST:
+        if rules.among_best(value, step, _records(saved), config) is not is_best:
+            wrong.append(f"{value} at step {step} beside {saved or 'none'}: {not is_best} is wrong")
+    number = len(KEPT_STATES) + len(AMONG_BEST)
+    hint = f"{wrong[0]}: the newest, the best and what is read stay" if wrong else ""
+    measured = f"{number - len(wrong)} of {number} cases right"
+    return Verdict("checkpoint-policy/kept", not wrong, measured, f"{number} of {number}", hint)
+
+
 def _rule(name: str) -> Takes:
     return Takes("rules", lambda given, present: replace(present or Rules(), **{name: given.value}))
 
 
+RULES_TAKE = {"to_delete": _rule("delete"), "is_among_best": _rule("among_best")}
 RETENTION_GATES = (
-    Gate(
-        "checkpoint-policy/retention",
-        retention,
-        {"to_delete": _rule("delete"), "is_among_best": _rule("among_best")},
-    ),
+    Gate("checkpoint-policy/retention", retention, RULES_TAKE),
+    Gate("checkpoint-policy/kept", kept, RULES_TAKE),
     Gate(
         "checkpoint-policy/fallback",
         fallback,
@@ -686,11 +781,13 @@ JUDGED_CALLABLES = (
     Judged("Journal", lambda folder: None),
     Judged("read_history", lambda folder: None),
     *JUDGED_HERE,
+    *JUDGED_FORMS,
 )
 GATES = (
     *CHECKPOINT_GATES,
     *SAVED_STATE_GATES,
     *RETENTION_GATES,
+    *FORMS_GATES,
     *JOURNAL_GATES,
     *JOURNAL_EVENT_GATES,
 )

@@ -1,14 +1,20 @@
-"""Gates of a run while it saves: what it syncs, waits for, refuses, deletes and records.
+"""Gates of a run while it saves: what it syncs, waits for, locks, refuses, deletes, records.
 
 They train a planted model of two layers, because none of these claims depends on the model. The
 gates of `checkpoint_policy.py` save and load the state of the model itself.
+
+Why so long: seven gates of one folder, with the threads, disks, hosts and forgeries they plant.
 
 Proof: `python -m pytest tests/gates/test_saved_state.py`.
 """
 
 import contextlib
+import errno
+import importlib.util
+import json
 import math
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -23,18 +29,39 @@ from torch import nn
 
 from ..core.rerun import seeded
 from ..core.wording import unheard
+from ..runs import lock
 from ..runs.attach import saving
 from ..runs.background import BackgroundSaver
 from ..runs.files import Files, LocalFiles
 from ..runs.journal import JournalReading
-from ..runs.lock import reading
+from ..runs.lock import RunLock, is_being_read, reading, this_process
 from ..runs.policy import SavingPolicy
 from ..runs.policy_config import PolicyConfig, Retention
+from ..runs.ranks import LockedRun
+from ..runs.retention import finish_giving_up
 from ..runs.state import TrainingState
 from ..runs.store import SavedRun, Store
 from ..workloads.workload import Case
-from .trials import same_bits, tensors_of
-from .verdict import Gate, Judged, Takes, Verdict
+from .trials import (
+    given_up_at_once,
+    given_up_once_saved,
+    given_up_twice,
+    same_bits,
+    tensors_of,
+)
+from .verdict import (
+    Gate,
+    Judged,
+    Takes,
+    Trial,
+    Verdict,
+    attributes_set,
+    first_of,
+    judged_by,
+    not_applicable,
+    unlike,
+    unrefused,
+)
 
 ROLLBACK_KIND = "rollback"
 
@@ -366,10 +393,355 @@ def _events_of(events: Sequence[Any], kind: str) -> list[Any]:
     return [event for event in events if event.kind == kind]
 
 
+# One writer, and readers.
+
+
+@contextlib.contextmanager
+def waits_shortened() -> Iterator[None]:
+    """Let a writer that is silent for a moment count as dead."""
+    waits = {"SILENCE_SECONDS": 0.03, "SETTLE_SECONDS": 0.0}
+    with attributes_set(lock, **waits):
+        yield
+
+
+@contextlib.contextmanager
+def without_kernel_locks() -> Iterator[None]:
+    """Refuse kernel locks, as a network file system without a lock daemon does."""
+    import fcntl
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    with attributes_set(fcntl, flock=refuse), waits_shortened():
+        yield
+
+
+def _is_writer(folder: Path, make: Callable[..., Any]) -> bool:
+    """Return whether the lock is free for another writer, which then gives it back."""
+    other = make(LocalFiles(folder))
+    try:
+        other.acquire()
+    except LockedRun:
+        return False
+    other.release()
+    return True
+
+
+def two_writers(folder: Path, make: Callable[..., Any]) -> str:
+    """Refuse a second writer, with the name of the first, until the first has released."""
+    pid = f"process {os.getpid()} on {socket.gethostname()}"
+    problems = []
+    for context, words in (
+        (contextlib.nullcontext, "which is running"),
+        (without_kernel_locks, "which is running"),
+    ):
+        with context():
+            first = make(LocalFiles(folder))
+            second = make(LocalFiles(folder))
+            first.acquire()
+            first.acquire()
+            problems.append(unrefused(LockedRun, second.acquire, pid, words, lock.LOCK_FILE_NAME))
+            problems.append("" if first.held and not second.held else "the second writer holds")
+            second.release()
+            problems.append("" if not _is_writer(folder, make) else "its release freed the lock")
+            first.require_held()
+            first.require_own()
+            first.release()
+            first.release()
+            problems.append("" if _is_writer(folder, make) else "a release frees nothing")
+            left = [path.name for path in folder.iterdir() if path.stat().st_size]
+            problems.append(f"{left[0]} stays after a release" if left else "")
+    return first_of(problems)
+
+
+def _own_claim(**facts: Any) -> dict[str, Any]:
+    """Return what a writer notes in the lock file."""
+    return {**this_process(), "since": "2026-01-01", "beats": False, "token": "a" * 32, **facts}
+
+
+# A number that no process has; and the start of a process that had the number of ours before.
+NO_PROCESS = 2**30
+CLAIMS: dict[str, tuple[dict[str, Any], bool]] = {
+    "a process that lives": ({}, False),
+    "a process that lives, of an unknown start": ({"started": None}, False),
+    "a process of another user": ({"pid": 1, "started": None}, False),
+    "a process that is dead": ({"pid": NO_PROCESS}, True),
+    "another process of the same number": ({"started": "1"}, True),
+    "a process on another host": ({"host": "elsewhere"}, False),
+    "a process in another container": ({"machine": "another"}, False),
+    "a process on another host that beats no more": ({"host": "elsewhere", "beats": True}, True),
+    "no process": ({"pid": None}, True),
+    "a number of no process": ({"pid": -1}, False),
+    "a number beyond all": ({"pid": 2**31}, False),
+    "a process without host": ({"host": None}, True),
+}
+
+
+def claims_of_others(folder: Path, make: Callable[..., Any]) -> str:
+    """Find claims in the lock file, without a kernel lock; take over those of the dead alone."""
+    problems = []
+    for name, (facts, may) in CLAIMS.items():
+        if "started" in facts and this_process()["started"] is None:
+            continue  # this system does not tell when a process started
+        (folder / lock.LOCK_FILE_NAME).write_text(json.dumps(_own_claim(**facts)))
+        with without_kernel_locks():
+            problems.append(_took_over(folder, make, name, may))
+        (folder / lock.LOCK_FILE_NAME).write_text(json.dumps(_own_claim(**facts)))
+        # A kernel lock that is free proves the death of a silent process on another host.
+        with waits_shortened(), attributes_set(lock, kernel_locks_reach_all=lambda path: True):
+            proved = may or bool({*facts} & {"host", "machine"}) or name.startswith("a number")
+            problems.append(_took_over(folder, make, f"{name}, and a free kernel lock", proved))
+    for text in ("", "{", "[]", "5", '{"pid": 1', "[" * 4000):
+        (folder / lock.LOCK_FILE_NAME).write_text(text)
+        problems.append(_took_over(folder, make, f"the torn claim {text!r:.9}", True))
+        (folder / lock.LOCK_FILE_NAME).write_text(text)
+        with without_kernel_locks():
+            problems.append(_took_over(folder, make, f"the torn claim {text!r:.9}", True))
+    return first_of(problems)
+
+
+def _took_over(folder: Path, make: Callable[..., Any], name: str, may: bool) -> str:
+    writer = make(LocalFiles(folder))
+    for _ in range(9):
+        # As a store that waits for a writer of which it is not known whether it lives.
+        took = True
+        try:
+            writer.acquire()
+            break
+        except LockedRun:
+            took = False
+            if not writer.is_undecided:
+                break
+        time.sleep(0.01)
+    writer.release()
+    if took != may:
+        return f"{name}: {'taken over' if took else 'not taken over'}"
+    return ""
+
+
+def announcements(folder: Path, make: Callable[..., Any]) -> str:
+    """Without kernel locks, meet processes that announce themselves at the same moment."""
+    problems = []
+    for name, facts, may in (
+        ("one that lives", {}, False),
+        ("a dead one", {"pid": NO_PROCESS}, True),
+        ("one on another host", {"host": "elsewhere"}, True),
+    ):
+        other = folder / f"{lock.LOCK_FILE_NAME}.{'b' * 32}"
+        other.write_text(json.dumps(_own_claim(**facts)))
+        (folder / "a file of theirs").touch()
+        (folder / f"{lock.LOCK_FILE_NAME}.{'0' * 32}").write_text("{")
+        with without_kernel_locks():
+            problems.append(_took_over(folder, make, f"{name} announced itself", may))
+        left = [path.name for path in folder.iterdir() if ".lock." in path.name]
+        wanted = [other.name] if not may else []
+        problems.append(unlike(f"announcements beside {name}", left, wanted) if may else "")
+        for path in folder.glob("*.lock.*"):
+            path.unlink()
+    there = (folder / "a file of theirs").exists()
+    return first_of([*problems, "" if there else "a file of theirs was removed"])
+
+
+def taken_over(folder: Path, make: Callable[..., Any]) -> str:
+    """Take the lock from a writer, remove its file, and fork: it has to notice before a commit."""
+    place = folder / lock.LOCK_FILE_NAME
+    problems = []
+    for context in (contextlib.nullcontext, without_kernel_locks):
+        with context():
+            writer = make(LocalFiles(folder))
+            writer.acquire()
+            place.unlink()
+            writer.require_held()
+            problems.append("" if writer.held and place.exists() else "a lost file is not written")
+            problems.append(
+                "" if not _is_writer(folder, make) else "the lock was lost with its file"
+            )
+            other = folder / "other"
+            other.write_text(json.dumps(_own_claim(pid=77, host="elsewhere")))
+            other.replace(place)
+            problems.append(
+                unrefused(LockedRun, writer.require_held, "77", "elsewhere", "taken over")
+            )
+            writer.release()
+            problems.append("" if place.stat().st_size else "a release removed another's claim")
+            place.unlink()
+    child = make(LocalFiles(folder))
+    child.acquire()
+    descriptor = getattr(child, "_descriptor", None)
+    child.leave_behind()
+    problems.append(unrefused(LockedRun, child.require_own, "forked", str(folder)))
+    problems.append("" if not child.held else "a forked child holds the lock")
+    child.release()
+    problems.append(
+        "" if descriptor is None or not _is_writer(folder, make) else "a child freed it"
+    )
+    if descriptor is not None:
+        os.close(descriptor)
+    return first_of(problems)
+
+
+def strange_lock_files(folder: Path, make: Callable[..., Any]) -> str:
+    """Find a folder or a link in place of the lock file; it is moved aside."""
+    outside = folder / "outside"
+    outside.write_text("kept")
+    place = folder / lock.LOCK_FILE_NAME
+    problems = []
+    for plant in (place.mkdir, lambda: place.symlink_to(outside), lambda: os.mkfifo(place)):
+        plant()
+        writer = make(LocalFiles(folder))
+        writer.acquire()
+        is_file = place.is_file() and not place.is_symlink()
+        problems.append("" if is_file else f"{place.name} is no file")
+        writer.release()
+        place.unlink()
+    aside = len([path for path in folder.iterdir() if "damaged" in path.name])
+    problems.append(unlike("what was moved aside", aside, 3))
+    return first_of([*problems, unlike("a file that was linked", outside.read_text(), "kept")])
+
+
+PLANTED_MOUNTS = """\
+1 0 8:1 / / rw - {root} /dev/a rw
+2 1 8:2 / {at} rw shared:1 - {kind} server:/a {options}
+3 1 8:3 / {at}/inner/deeper rw - ext4 /dev/b rw
+4 1 8:3 / {at}x rw - ext4 /dev/b rw
+torn - line
+"""
+MOUNT_KINDS: tuple[tuple[str, str, bool], ...] = (
+    ("ext4", "rw", True),
+    ("xfs", "rw", True),
+    ("overlay", "rw", True),
+    ("ceph", "rw", True),
+    ("nfs", "rw,local_lock=none,hard", True),
+    ("nfs4", "rw,local_lock=none", True),
+    ("nfs4", "rw,local_lock=all", False),
+    ("nfs", "rw,local_lock=flock", False),
+    ("lustre", "rw,flock,lazystatfs", True),
+    ("lustre", "rw,localflock", False),
+    ("lustre", "rw,flock,localflock", False),
+    ("lustre", "rw", False),
+    ("fuse.sshfs", "rw", False),
+)
+
+
+def file_systems(folder: Path, make: Callable[..., Any]) -> str:
+    """Read from planted tables of mounts whether a kernel lock reaches every host."""
+    table = folder / "mountinfo"
+    at = folder.resolve() / "a b"
+    (at / "inner").mkdir(parents=True)
+    problems = []
+    for kind, options, reaches in MOUNT_KINDS:
+        written = str(at).replace(" ", "\\040")
+        for root in ("ext4", "fuse.other"):
+            mounts = PLANTED_MOUNTS.format(root=root, at=written, kind=kind, options=options)
+            table.write_text(mounts.replace("torn - line\n", ""))
+            with attributes_set(lock, MOUNTS_FILE=table):
+                found = [lock.kernel_locks_reach_all(one) for one in (at, at / "inner/writer.lock")]
+                outside = lock.kernel_locks_reach_all(folder / "c")
+            problems.append(unlike(f"a lock on {kind} with {options}", found, [reaches, reaches]))
+            problems.append(unlike(f"a lock on {root}", outside, root == "ext4"))
+    first = "1 0 8:1 / / rw - fuse.a a rw\n1 0 8:1 / / rw - ext4 a rw\n"
+    for text, reaches in ((first, True), ("", False)):
+        table.write_text(text)
+        with attributes_set(lock, MOUNTS_FILE=table):
+            problems.append(unlike("the last mount", lock.kernel_locks_reach_all(at), reaches))
+    with attributes_set(lock, MOUNTS_FILE=folder / "none"):
+        problems.append(unlike("no table of mounts", lock.kernel_locks_reach_all(at), False))
+    return first_of(problems)
+
+
+def readers(folder: Path, make: Callable[..., Any]) -> str:
+    """Read a checkpoint from two places; it is being read until the last one is done."""
+    files = LocalFiles(folder)
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").write_text("{}")
+    (folder / "link").symlink_to(folder / "a")
+    (folder / "empty").mkdir()
+    found = [is_being_read(files, "a")]
+    with reading(files, "a") as first:
+        with reading(files, "a") as second, reading(files, "b"):
+            found += [first, second, is_being_read(files, "a"), is_being_read(files, "b")]
+        found += [is_being_read(files, "a"), is_being_read(files, "b")]
+    found.append(is_being_read(files, "a"))
+    for name in ("empty", "link", "none"):
+        with reading(files, name) as locked:
+            found += [locked, is_being_read(files, name)]
+    with without_kernel_locks(), reading(files, "a") as locked:
+        found += [locked, is_being_read(files, "a")]
+    right = [False, True, True, True, True, True, *[False] * 10]
+    return unlike("what is being read", found, right)
+
+
+def dying(folder: Path, make: Callable[..., Any]) -> str:
+    """Wait for the kernel to free the lock of a process that has just died, and not for ever."""
+    place = folder / lock.LOCK_FILE_NAME
+    holder = make(LocalFiles(folder))
+    holder.acquire()
+    waiting = []
+    for pid, seconds in ((NO_PROCESS, 30.0), (NO_PROCESS, 0.0), (os.getpid(), 30.0)):
+        place.write_text(json.dumps(_own_claim(pid=pid)))
+        with attributes_set(lock, FREEING_SECONDS=seconds):
+            other = make(LocalFiles(folder))
+            words = "which is dead: wait" if pid == NO_PROCESS else "is running"
+            if problem := unrefused(LockedRun, other.acquire, words):
+                return problem
+            waiting.append(other.is_undecided)
+    holder.release()
+    return unlike("whether to wait", waiting, [True, False, False])
+
+
+LOCK_TRIALS: dict[str, Trial] = {
+    "two writers": two_writers,
+    "claims": claims_of_others,
+    "announcements": announcements,
+    "takeovers": taken_over,
+    "strange files": strange_lock_files,
+    "file systems": file_systems,
+    "readers": readers,
+    "dying": dying,
+}
+
+
+def one_writer(case: Case, *, lock: Callable[..., Any] = RunLock) -> Verdict:
+    """Open a run from two places, beside the claims of living and dead processes of all hosts."""
+    gate = "checkpoint-policy/one-writer"
+    if importlib.util.find_spec("fcntl") is None:
+        return not_applicable(gate, required="kernel locks", why="this system has no fcntl")
+    with seeded(case.seed):
+        return judged_by(
+            gate,
+            LOCK_TRIALS,
+            lock,
+            hint="refuse while the holder may live, and take over when it is proved dead",
+        )
+
+
+# States that a run gives up.
+
+GIVE_UP_TRIALS: dict[str, Trial] = {
+    "at once": given_up_at_once,
+    "once saved": given_up_once_saved,
+    "twice": given_up_twice,
+}
+
+
+def gives_up(case: Case, *, finish: Callable[[Store], None] = finish_giving_up) -> Verdict:
+    """Give up states of a run at once and for a later save, beside readers and kills."""
+    with seeded(case.seed):
+        return judged_by(
+            "checkpoint-policy/given-up",
+            GIVE_UP_TRIALS,
+            finish,
+            hint="note what is given up before it is deleted, and delete nothing that is read",
+        )
+
+
 POLICY_TAKES = {"SavingPolicy": Takes("policy")}
 JUDGED_HERE = (
     Judged("BackgroundSaver", lambda store: None),
     Judged("LocalFiles", lambda root: None),
+    Judged("RunLock", lambda files: None),
+    Judged("finish_giving_up", lambda store: None),
     Judged("saving", lambda model, optimizer, *, runs, journal: None),
 )
 SAVED_STATE_GATES = (
@@ -377,6 +749,8 @@ SAVED_STATE_GATES = (
     Gate("checkpoint-policy/synced", synced, {"LocalFiles": Takes("files")}),
     Gate("checkpoint-policy/finite", finite_states, POLICY_TAKES),
     Gate("checkpoint-policy/deletes", deletes, POLICY_TAKES),
+    Gate("checkpoint-policy/one-writer", one_writer, {"RunLock": Takes("lock")}),
+    Gate("checkpoint-policy/given-up", gives_up, {"finish_giving_up": Takes("finish")}),
 )
 JOURNAL_EVENT_GATES = (Gate("run-journal/events", journal_events, {"saving": Takes("attach")}),)
 

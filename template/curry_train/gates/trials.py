@@ -2,13 +2,18 @@
 
 Each trial takes the components that it runs, so that tests and `--impl` can replace them.
 
+Why so long: all that several gates of saved state plant, which none of them could import from
+another.
+
 Proof: `python -m pytest tests/gates/test_checkpoint_policy.py tests/gates/test_loss_spike.py`.
 """
 
 import contextlib
 import copy
+import json
 import math
 import random
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,13 +32,25 @@ from ..core.rerun import seeded
 from ..core.wording import unheard
 from ..runs.files import LocalFiles
 from ..runs.layout import BEST_KIND, Manifest, Metric, SavedCheckpoint, folder_name
+from ..runs.lock import reading
 from ..runs.policy import SavingPolicy
 from ..runs.policy_config import PolicyConfig, Retention, SpikeConfig
-from ..runs.retention import best_first, is_among_best, newest_first, to_delete
+from ..runs.retention import (
+    NoRoom,
+    best_first,
+    give_up,
+    give_up_once,
+    given_up,
+    is_among_best,
+    newest_first,
+    require_room,
+    to_delete,
+)
 from ..runs.spike import Recovered, Recoveries, SpikeWatchdog, recover
 from ..runs.state import TrainingState
 from ..runs.store import SavedRun, Store, Writing
 from ..workloads.workload import Case
+from .verdict import attributes_set, first_of, unlike, unrefused
 
 # A short training for the gates of the checkpoint store.
 
@@ -553,3 +570,223 @@ class StoreTrial:
 def _planted_loss(step: int, *, high: bool) -> float:
     """Return the loss that the watchdog gets for a step."""
     return 2000.0 if high else 2.0 + 0.01 * (step % 5)
+
+
+ROLLBACK_KIND = "rollback"
+
+
+# Folders that are given up, and room on the disk.
+
+
+class TinyState:
+    """Makes small checkpoints, whose values tell one from another."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(2, 1)
+        self.state = TrainingState(self.layer)
+
+    def saved(self, store: Store, step: int, *, replace: bool = False) -> str:
+        with torch.no_grad():
+            self.layer.weight.add_(1)
+        return store.save(ROLLBACK_KIND, step, self.state, replace=replace).folder
+
+
+def _steps_in(folder: Path) -> list[int]:
+    return [one.step for one in SavedRun(folder).committed(ROLLBACK_KIND)]
+
+
+def _unnoted(folder: Path) -> str:
+    left = [path.name for path in folder.iterdir() if "turned" in path.name]
+    return f"{left[0]} stays when all is given up" if left else ""
+
+
+def given_up_at_once(folder: Path, finish: Callable[[Store], None]) -> str:
+    """Give up two of four states, one of which is read; it goes when the reader has."""
+    tiny = TinyState()
+    with Store(folder, files=InterruptedFiles(folder)) as store:
+        names = [tiny.saved(store, step) for step in (1, 2, 3, 4)]
+        with reading(store.files, names[1]):
+            give_up(store, names[:1])
+            problems = [unlike("what stays", _steps_in(folder), [2, 3, 4]), _unnoted(folder)]
+            give_up(store, names[1:3])
+            problems.append(unlike("what is read stays", _steps_in(folder), [2, 4]))
+            problems.append(unlike("given up", sorted(given_up(store.files)), [names[1]]))
+            finish(store)
+            problems.append(unlike("what is read stays", _steps_in(folder), [2, 4]))
+    with Store(folder, files=InterruptedFiles(folder)) as store:
+        problems.append(unlike("given up", sorted(given_up(store.files)), [names[1]]))
+        finish(store)
+        problems.append(unlike("after the reader", _steps_in(folder), [4]))
+        problems.append(unlike("given up", sorted(given_up(store.files)), []))
+        problems.append(_unnoted(folder))
+        finish(store)
+    return first_of(problems)
+
+
+def given_up_once_saved(folder: Path, finish: Callable[[Store], None]) -> str:
+    """Give states up for a save that comes, one that comes later, and one that never does."""
+    tiny = TinyState()
+    problems = []
+    with Store(folder, files=InterruptedFiles(folder)) as store:
+        names = [tiny.saved(store, step) for step in (1, 2, 3)]
+        # A state that has the name of the next save already is kept until it is attributes_set.
+        give_up_once(store, names[1:], names[1])
+        problems.append(unlike("before the save", sorted(given_up(store.files)), []))
+        tiny.saved(store, 2, replace=True)
+        problems.append(unlike("after the save", sorted(given_up(store.files)), names[2:]))
+        finish(store)
+        problems += [unlike("what stays", _steps_in(folder), [1, 2]), _unnoted(folder)]
+
+        give_up_once(store, names[:1], "rollback/step-00000005.dcp")
+        problems.append(unlike("before the save", sorted(given_up(store.files)), []))
+        finish(store)
+        problems += [unlike("after no save", _steps_in(folder), [1, 2]), _unnoted(folder)]
+
+        give_up_once(store, names[:2], "rollback/step-00000006.dcp")
+        tiny.saved(store, 6)
+    with Store(folder, files=InterruptedFiles(folder)) as store:
+        finish(store)
+        problems += [unlike("after a kill", _steps_in(folder), [6]), _unnoted(folder)]
+    return first_of(problems)
+
+
+def given_up_twice(folder: Path, finish: Callable[[Store], None]) -> str:
+    """Give up for a later save what is read, beside what is given up already; read torn notes."""
+    tiny = TinyState()
+    problems = []
+    with Store(folder, files=InterruptedFiles(folder)) as store:
+        names = [tiny.saved(store, step) for step in (1, 2, 3)]
+        with reading(store.files, names[0]):
+            give_up(store, names[:1])
+            give_up_once(store, names[1:2], "rollback/step-00000007.dcp")
+            problems.append(unlike("before the save", sorted(given_up(store.files)), names[:1]))
+            tiny.saved(store, 7)
+            problems.append(unlike("after the save", sorted(given_up(store.files)), names[:2]))
+            finish(store)
+            problems.append(unlike("what is read stays", _steps_in(folder), [1, 3, 7]))
+            problems.append(unlike("given up", sorted(given_up(store.files)), names[:1]))
+        noted = next((path for path in folder.iterdir() if "turned" in path.name), None)
+        if noted is None:
+            return first_of(problems)
+        finish(store)
+        problems += [unlike("what stays", _steps_in(folder), [3, 7]), _unnoted(folder)]
+        once = {"now": [], "later": [names[2]], "once": names[2], "unlike": None}
+        for text in ("", "{", "5", '{"now": []}', json.dumps(once | {"later": 1})):
+            noted.write_text(text)
+            problems.append(unlike(f"given up by {text!r:.20}", sorted(given_up(store.files)), []))
+    return first_of(problems)
+
+
+def no_room(folder: Path, estimate: Callable[..., Any]) -> str:
+    """Refuse a save that does not fit on its volume, with the bytes that are missing."""
+    problems = []
+    asked = []
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    (folder / "recovery").symlink_to(elsewhere)
+
+    def usage(path: Any) -> Any:
+        asked.append(Path(path).name)
+        return SimpleNamespace(free=20 * 10**9)
+
+    with attributes_set(shutil, disk_usage=usage):
+        files = LocalFiles(folder / "not yet")
+        for kind, words in (
+            (ROLLBACK_KIND, "rollback_keep"),
+            ("recovery", "recovery_keep"),
+            (BEST_KIND, "best_k"),
+        ):
+            require_room(files, kind, 19 * 10**9)
+            call = lambda kind=kind: require_room(files, kind, 50 * 10**9)  # noqa: E731
+            problems.append(unrefused(NoRoom, call, "20.00 GB", "50.00 GB", "30.00 GB", words))
+        problems.append(
+            unrefused(NoRoom, lambda: require_room(files, ROLLBACK_KIND, 20 * 10**9), "bytes are")
+        )
+        require_room(LocalFiles(folder), "recovery", 1)
+    problems.append(unlike("the volumes", [asked[0], asked[-1]], [folder.name, "elsewhere"]))
+    unknown = SimpleNamespace(free_bytes=lambda: None, location=str)
+    require_room(unknown, ROLLBACK_KIND, 10**30)  # type: ignore[arg-type]
+    return first_of(problems)
+
+
+# In bytes per parameter: a checkpoint with AdamW's state, and its weights.
+DISK_BYTES = {"float32": (12, 4), "bfloat16": (14, 2), "float16": (14, 2), "bfloat16-pure": (6, 2)}
+
+
+def estimated(folder: Path, estimate: Callable[..., Any]) -> str:
+    """Compare the estimate of a policy with its definition, for each dtype and for SGD."""
+    config = PolicyConfig(best_k=2, retention=Retention(3, 4))
+    small = PolicyConfig(rollback_parameters_only=True, best_k=2, retention=Retention(3, 4))
+    off = PolicyConfig(rollback_every=None, retention=Retention(3, 4, 500), best_k=0)
+    problems = []
+    for dtype, (state, weights) in DISK_BYTES.items():
+        for given, (rollbacks, best) in ((config, (3, 2)), (small, (3, 2)), (off, (0, 0))):
+            found = estimate(1000, given, dtype=dtype)
+            of_rollback = weights if given is small else state
+            sizes = [rollbacks * of_rollback, 4 * state, best * weights]
+            expected = {
+                "parameters": 1000,
+                "dtype": dtype,
+                "checkpoint": 1000 * state,
+                "best": 1000 * weights,
+                "kept": dict(
+                    zip(
+                        ("rollback", "recovery", "best-k"),
+                        [1000 * one for one in sizes],
+                        strict=True,
+                    )
+                ),
+                "total": 1000 * sum(sizes),
+                "in_flight": 1000 * state,
+                "advice": found.advice,
+                "most": 1000 * (sum(sizes) + state),
+            }
+            problems.append(unlike(f"the estimate for {dtype}", found.to_json(), expected))
+    sgd = estimate(1000, config, state_bytes_per_parameter=8)
+    least = estimate(1, state_bytes_per_parameter=4)
+    problems.append(unlike("the estimate for SGD", (sgd.checkpoint, sgd.best), (8000, 4000)))
+    problems.append(
+        unlike(
+            "the smallest estimate",
+            least.total,
+            estimate(1, PolicyConfig(), state_bytes_per_parameter=4).total,
+        )
+    )
+    problems.append(unrefused(ValueError, lambda: estimate(0), "parameters"))
+    problems.append(
+        unrefused(
+            ValueError, lambda: estimate(1, dtype="fp32"), "dtype", "float32, bfloat16", "fp32"
+        )
+    )
+    problems.append(
+        unrefused(
+            ValueError,
+            lambda: estimate(1, state_bytes_per_parameter=3.9),
+            "state_bytes_per_parameter",
+            "4 or more",
+            "3.9",
+        )
+    )
+    return first_of([*problems, *_wrong_advice(estimate)])
+
+
+def _wrong_advice(estimate: Callable[..., Any]) -> Iterator[str]:
+    """Yield what is wrong with the advice: none up to 10 GB, and what applies above."""
+    billion = 10**9
+    default = PolicyConfig()
+    rare = PolicyConfig(rollback_every=None)
+    small = PolicyConfig(rollback_parameters_only=True)
+    every = PolicyConfig(retention=Retention(keep_every=700))
+    for parameters, config, words in (
+        (10 * billion // 12, default, []),
+        (10 * billion // 12, every, [("keep_every", "700 steps")]),
+        (7 * billion, every, [("keep_every",), ("84.0 GB", "10 GB"), ("28.0 GB", "280 GB")]),
+        (7 * billion, default, [("84.0 GB", "10 GB"), ("28.0 GB", "280 GB")]),
+        (7 * billion, rare, [("84.0 GB",)]),
+        (7 * billion, small, [("84.0 GB",)]),
+    ):
+        found = estimate(parameters, config).advice
+        yield unlike("the number of advices", len(found), len(words))
+        for wanted, line in zip(words, found, strict=False):
+            missing = [word for word in wanted if word not in line]
+            yield f"the advice does not name {missing[0]}: {line}" if missing else ""

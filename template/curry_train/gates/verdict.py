@@ -14,15 +14,18 @@ not apply: it never judges ours in their place.
 Proof: `python -m pytest tests/gates/test_implementation.py tests/cli/test_cli.py`.
 """
 
+import contextlib
 import fnmatch
 import functools
 import importlib
 import inspect
+import logging
 import multiprocessing
 import os
+import tempfile
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
@@ -30,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten_with_path
 
 from ..core.blocks import NoBlocks
 from ..core.wording import nearest
@@ -138,6 +142,100 @@ def no_such_gate(pattern: str, names: Sequence[str]) -> str:
 
 def not_applicable(gate: str, *, required: str, why: str) -> Verdict:
     return Verdict(gate, None, "not applicable", required, why)
+
+
+# Tables of trials, each in a folder of its own.
+
+Trial = Callable[..., str]
+
+
+def judged_by(gate: str, trials: Mapping[str, Trial], *given: Any, hint: str) -> Verdict:
+    """Run each trial of a table in a folder of its own; each returns what is wrong, or nothing."""
+    wrong = {}
+    for name, trial in trials.items():
+        with (
+            warnings_read() as warned,
+            tempfile.TemporaryDirectory(prefix="saved-forms-gate-") as folder,
+        ):
+            problem = trial(Path(folder), *given)
+        unnamed = [text for text in warned if "None" in text or "%s" in text]
+        if problem or unnamed:
+            wrong[name] = problem or f"a warning names nothing: {unnamed[0]}"
+    first = next((f"{name}: {problem}" for name, problem in wrong.items()), "")
+    return Verdict(
+        gate,
+        not wrong,
+        f"{len(trials) - len(wrong)} of {len(trials)} forms right",
+        f"{len(trials)} of {len(trials)}",
+        f"{first}; {hint}" if first else "",
+    )
+
+
+@contextlib.contextmanager
+def warnings_read() -> Iterator[list[str]]:
+    """Yield the texts that the room `runs` logs, which nobody else hears meanwhile."""
+    texts: list[str] = []
+    logger = logging.getLogger(f"{__package__.rpartition('.')[0]}.runs")
+    handler = logging.Handler()
+    handler.handle = lambda record: bool(texts.append(record.getMessage()))  # type: ignore
+    propagates = logger.propagate
+    logger.propagate = False
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+def unrefused(error: type[Exception], call: Callable[..., Any], *words: str) -> str:
+    """Return what is wrong unless a call raises this error, with these words in its message."""
+    try:
+        call()
+    except error as raised:
+        missing = [word for word in words if word not in str(raised)]
+        return f"the error does not name {missing[0]}: {raised}" if missing else ""
+    except Exception as raised:  # noqa: BLE001 - an implementation may fail with any error
+        return f"{type(raised).__name__} instead of {error.__name__}: {raised}"
+    return f"no {error.__name__} that names {', '.join(words)}"
+
+
+def first_of(problems: Iterable[str]) -> str:
+    return next((problem for problem in problems if problem), "")
+
+
+def unlike(name: str, found: Any, expected: Any) -> str:
+    """Return what is wrong unless both are equal, with types, NaN and the bits of tensors."""
+    leaves = dict(tree_flatten_with_path(found)[0])
+    wanted = dict(tree_flatten_with_path(expected)[0])
+    if list(leaves) != list(wanted):
+        return f"{name} is {found!r:.200}, not {expected!r:.200}"
+    for path, value in wanted.items():
+        if not _same(leaves[path], value):
+            return f"{name}{''.join(map(str, path))} is {leaves[path]!r:.80}, not {value!r:.80}"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        is_same = one.dtype == other.dtype and one.shape == other.shape
+        return is_same and (torch.equal(one, other) or bool((one.isnan() & other.isnan()).all()))
+    return bool(one == other) or one is other
+
+
+@contextlib.contextmanager
+def attributes_set(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes other values inside the context."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 # Another implementation of what gates judge, as `--impl` names it.
@@ -249,7 +347,7 @@ def judge(gate: Gate, given: Sequence[Implementation]) -> Gate:
         return replace(gate, check=partial(gate.check, **arguments))
 
     named = ", ".join(implementation.judged for implementation in given)
-    judged = " and ".join(gate.judges) or "nothing that can be replaced"
+    judged = " and ".join(gate.judges) or "nothing that can be attributes_set"
     why = f"this gate judges {judged}, and --impl names {named}"
     return replace(gate, check=lambda case: _other(gate.name, why))
 
