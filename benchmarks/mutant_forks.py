@@ -401,6 +401,7 @@ class Fork:
 
 def _work_and_exit(work: Callable[[], Any], answer: IO[bytes]) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         os.setsid()
         answer.write(json.dumps(work()).encode())
@@ -568,6 +569,8 @@ def run_mutants(
     running: list[tuple[dict[str, Any], float, Fork]] = []
     waiting = tasks(job, kinds)
     is_over = False
+    # A mutant of `os.kill(pid, 0)` may send the first signal to its parent.
+    hang_up = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         while (running or not is_over) and time.time() < job["until"] + MORE_SECONDS_AT_THE_END:
             while len(running) < job["at_once"] and not is_over:
@@ -584,6 +587,7 @@ def run_mutants(
     finally:
         for _, _, fork in running:
             fork.kill()
+        signal.signal(signal.SIGHUP, hang_up)
 
 
 def _said(

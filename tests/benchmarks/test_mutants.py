@@ -5,6 +5,7 @@ python -m pytest tests/benchmarks/test_mutants.py
 
 import math
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -193,6 +194,17 @@ def test_a_mutant_that_ends_its_process_is_caught_and_no_mutant_begins_after_the
     check = Check("exits", lambda: sys.exit(0), called=frozenset("f"))
     assert run_job({"gates": [check]}, "a") == {("a", "gates"): "status 3"}
     assert run_job({"gates": [check]}, "a", until=0.0) == {}
+
+
+def test_a_mutant_whose_signal_0_became_1_does_not_end_the_runner():
+    def hang_up():
+        os.kill(os.getppid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    check = Check("hangs up", hang_up, called=frozenset("f"))
+    before = signal.getsignal(signal.SIGHUP)
+    assert run_job({"gates": [check]}, "a") == {("a", "gates"): "status -1"}
+    assert signal.getsignal(signal.SIGHUP) == before
 
 
 def test_forks_are_killed_some_seconds_after_the_time_of_a_job(monkeypatch):
