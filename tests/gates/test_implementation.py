@@ -256,6 +256,8 @@ def test_every_technique_declares_what_its_gates_judge():
         "recompute/refused",
         "recompute/host-report",
         "recompute/host-memory",
+        "memory-plan/loss-calls",
+        "memory-plan/loss-heads",
         "memory-plan/estimate",
     }
     assert num_gates > 45

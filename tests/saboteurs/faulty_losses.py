@@ -8,6 +8,7 @@ import functools
 import torch
 from saboteurs import planted
 
+from curry_train.primitives import chunked_loss, cross_entropy
 from curry_train.primitives.chunked_loss import apply_chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
 
@@ -89,7 +90,41 @@ def in_eval_mode_too(model, *, head="0", **options):
     return names
 
 
+def counts_logits_alone(given, options):
+    """Return the tokens whose logits fit into a chunk, with nothing else."""
+    return max(1, (options.chunk_bytes or 2**20) // (4 * given.weight.shape[0]))
+
+
+def first_of_the_widest(linears):
+    return dict([max(linears.items(), key=lambda item: item[1].out_features)])
+
+
 FAULTS = [
+    planted("memory-plan.loss-calls", "half", loss=half_of_a_backend, hint="of one's own"),
+    planted(
+        "memory-plan.loss-calls",
+        "no-ignored",
+        loss=without("ignore_index"),
+        hint="another ignored|raised",
+    ),
+    planted(
+        "memory-plan.loss-calls",
+        "logits-alone",
+        patches=[(cross_entropy, "_fitting_rows", counts_logits_alone)],
+        hint="chunks with",
+    ),
+    planted(
+        "memory-plan.loss-heads",
+        "first-of-two",
+        patches=[(chunked_loss, "_widest", first_of_the_widest)],
+        hint="as wide",
+    ),
+    planted(
+        "memory-plan.loss-heads",
+        "named-otherwise",
+        patches=[(chunked_loss, "_name", lambda function: "an operation")],
+        hint="is reported as",
+    ),
     *(
         planted("memory-plan.loss-forms", name, apply=apply, hint=hint, model="transformer")
         for name, apply, hint in (

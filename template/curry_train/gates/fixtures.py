@@ -1,13 +1,14 @@
-"""Fixtures of gates: a simulated machine, planted hosts, counted copies, and ranks.
+"""Fixtures of gates: a simulated machine, planted hosts, blocks and losses, and ranks.
 
 The machine slows down over time, is slow before it is warm, stalls now and then, and returns from a
 launch before the work is done. Its time depends only on the work given to it, so the right result
 of a measurement is known, whatever else runs on the real machine.
 
+Why so long: the tables of what is planted, each for one gate, and functions that run on ranks.
+
 Proof: `python -m pytest tests/gates/test_ranks.py tests/gates/test_bench.py`.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +26,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core.rerun import seeded
+from ..primitives.cross_entropy import IGNORED_TARGET
 
 
 class PlantedMachine:
@@ -94,102 +98,6 @@ LAST_LINES = 12
 
 # The interpreter that runs the ranks.
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
-
-
-# What autograd saves in blocks, and the bytes that are copied, for the gates of offload.
-
-LEAST_BYTES = 4096  # smaller storages stay on the device
-
-
-class SavedTensors:
-    """The tensors that autograd saves while some modules run, as `save_on_cpu` would copy them."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.model = model
-        self.modules = [model.get_submodule(name) for name in names]
-        self.tensors: list[Tensor] = []
-        self.open: list[saved_tensors_hooks] = []
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        handles = [module.register_forward_pre_hook(self._enter) for module in self.modules]
-        handles += [module.register_forward_hook(self._leave) for module in self.modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            while self.open:  # a module raised
-                self._leave()
-
-    def num_bytes(self, *, sure: bool = False) -> int:
-        """Count the bytes of the storages that are large enough and not of parameters or buffers.
-
-        With `sure` only storages that must move are counted: those with a saved tensor that
-        requires a gradient or fills at least half of the storage, unless it is a cast of a
-        parameter. The others may stay on the device.
-        """
-        owned = {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
-        groups: dict[int, list[Tensor]] = {}
-        for tensor in self.tensors:
-            if tensor.untyped_storage().nbytes() >= LEAST_BYTES and _address(tensor) not in owned:
-                groups.setdefault(_address(tensor), []).append(tensor)
-        sizes = {address: group[0].untyped_storage().nbytes() for address, group in groups.items()}
-        return sum(
-            size
-            for address, size in sizes.items()
-            if not sure or any(map(_is_sure, groups[address]))
-        )
-
-    def _enter(self, *_: Any) -> None:
-        self.open.append(saved_tensors_hooks(self._keep, lambda tensor: tensor))
-        self.open[-1].__enter__()
-
-    def _leave(self, *_: Any) -> None:
-        self.open.pop().__exit__()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
-            self.tensors.append(tensor)  # held alive, so that no address is reused
-        return tensor.detach()
-
-
-class CopiedBytes(TorchDispatchMode):
-    """Count the bytes that copies write: to the host on CUDA, all of them on CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.nbytes = 0
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in COPY_OPERATIONS and isinstance(out, Tensor):
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if self.device.type == source.device.type and out.device.type == "cpu":
-                self.nbytes += out.nbytes
-        return out
-
-
-COPY_OPERATIONS = (
-    torch.ops.aten.copy_.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _is_sure(tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    sources = [] if base.grad_fn is None else [node for node, _ in base.grad_fn.next_functions]
-    if len(sources) == 1:
-        parameter = getattr(sources[0], "variable", base)
-        if getattr(parameter, "dtype", base.dtype) != base.dtype:  # a cast of a parameter
-            return False
-    return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
 
 
 # Blocks whose saved tensors are known: what moves to the host, and what stays.
@@ -349,6 +257,335 @@ class PlantedStream:
         number = len(self.done)
         self.done.append(False)
         return SimpleNamespace(query=lambda: self.done[number], number=number)
+
+
+# Losses over logits, as people write them, and the definition of their options.
+
+HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
+# The next higher precision. Tokens that the model predicts with a probability near 1 have gradients
+# that are small differences of it and 1, so float32 may round them by more than its bound.
+HIGHER_PRECISION = {
+    torch.float32: torch.float64,
+    **dict.fromkeys(HALF_PRECISION_DTYPES, torch.float32),
+}
+
+
+def loss_by_definition(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    reduction: str = "mean",
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    class_weights: Tensor | None = None,
+    token_weights: Tensor | str | None = None,
+    ignore_index: int = IGNORED_TARGET,
+    backend: object = None,
+    **smoothing: float,
+) -> Tensor:
+    """Compute the loss from whole logits, in the next higher precision, whatever the backend."""
+    dtype = HIGHER_PRECISION.get(hidden.dtype, hidden.dtype)
+    logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    shares = None if class_weights is None else class_weights.to(dtype)
+    options: dict[str, Any] = {"weight": shares, "ignore_index": ignore_index, **smoothing}
+    is_used = targets != ignore_index
+    rows = logits.flatten(0, -2)
+    losses = F.cross_entropy(rows, targets.flatten(), reduction="none", **options)
+    losses = losses.reshape(targets.shape)
+    losses = losses + is_used * z_loss * logits.logsumexp(-1).square()
+    if token_weights is not None:
+        factors = token_weights
+        if isinstance(factors, str):
+            chosen = targets.where(is_used, 0)[..., None]
+            factors = logits.softmax(-1).gather(-1, chosen)[..., 0].detach()
+        losses = losses * factors
+    if reduction == "none":
+        return losses
+    terms = is_used if shares is None else is_used * shares[targets.where(is_used, 0)]
+    return losses.sum() / (terms.sum() if reduction == "mean" else 1)
+
+
+def own_backend(reference: Any, sources: Any, targets: Tensor, used: Any) -> Tensor:
+    """Compute a loss by the reference, as a backend of the user may."""
+    loss: Tensor = reference(*sources, targets, **used)
+    return loss
+
+
+def options_of_losses(hidden: Tensor, classes: int) -> dict[str, dict[str, Any]]:
+    """Draw each option of the chunked cross-entropy, for tokens and classes of these numbers."""
+    weights = torch.rand(classes).to(hidden.device) + 0.5
+    token_weights = torch.rand(hidden.shape[:-1]).to(hidden.device)
+    bias = torch.randn(classes).to(hidden)
+    each: dict[str, dict[str, Any]] = {
+        "sum": {"reduction": "sum"},
+        "a bias": {"bias": bias},
+        "class weights": {"class_weights": weights},
+        "label smoothing": {"label_smoothing": 0.1},
+        "z-loss": {"z_loss": 1e-2},
+        "softcap": {"softcap": 2.0},
+        "token weights": {"token_weights": token_weights, "reduction": "sum"},
+        "probability": {"token_weights": "probability"},
+        "another ignored target": {"ignore_index": 0},
+        "the leanest backend": {"backend": "auto"},
+        "a backend of one's own": {"backend": own_backend, "bias": bias, "reduction": "sum"},
+    }
+    each["all, by token"] = {key: value for one in each.values() for key, value in one.items()}
+    each["all, by token"] |= {"reduction": "none", "ignore_index": IGNORED_TARGET}
+    return each
+
+
+# What people write between the head and the loss. Each takes logits and targets of two sequences.
+FORMS_IN_CHUNKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a shift": lambda logits, targets: _by_row(logits[:, :-1], targets[:, 1:]),
+    "a shift by ...": lambda logits, targets: _by_row(
+        logits[..., :-1, :].contiguous(), targets[..., 1:]
+    ),
+    "one position": lambda logits, targets: F.cross_entropy(logits[:, -2], targets[:, -2]),
+    "flatten": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+    "a mask": lambda logits, targets: F.cross_entropy(
+        logits[targets != IGNORED_TARGET], targets[targets != IGNORED_TARGET]
+    ),
+    "indices": lambda logits, targets: F.cross_entropy(
+        torch.reshape(logits, (-1, logits.shape[-1]))[_every_second(targets)],
+        targets.flatten()[_every_second(targets)],
+    ),
+    "transpose": lambda logits, targets: F.cross_entropy(logits.transpose(1, 2), targets),
+    "permute": lambda logits, targets: F.cross_entropy(logits.permute(0, -1, 1), targets),
+    "transpose twice": lambda logits, targets: _by_row(
+        logits.transpose(-1, -2).transpose(2, 1), targets
+    ),
+    "float": lambda logits, targets: _by_row(logits.float().to(logits.device), targets),
+    "two losses": lambda logits, targets: (
+        _by_row(logits[:1], targets[:1]) + 2 * _by_row(logits[1:], targets[1:])
+    ),
+}
+# A factor changes the rows of the head's input, which leaves out a bias.
+FORMS_WITHOUT_BIAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a temperature": lambda logits, targets: _by_row(logits / 0.7, targets),
+    "a factor": lambda logits, targets: _by_row(torch.mul(2 * logits, 0.25), targets),
+    "a softcap": lambda logits, targets: _by_row(3.0 * torch.tanh(logits / 2.0), targets),
+}
+# These need all of the logits, which are computed then.
+WHOLE_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "log_softmax": lambda logits, targets: F.nll_loss(logits[0].log_softmax(-1), targets[0]),
+    "a term beside the loss": lambda logits, targets: (
+        _by_row(logits, targets) + 0.1 * logits.logsumexp(-1).square().mean()
+    ),
+    "a factor below 0": lambda logits, targets: _by_row(logits * -1, targets),
+    "classes left out": lambda logits, targets: F.cross_entropy(
+        logits[..., :-1].flatten(0, 1), targets.flatten().clamp(max=logits.shape[-1] - 2)
+    ),
+    "probabilities": lambda logits, targets: F.cross_entropy(logits[0], logits[1].softmax(-1)),
+}
+
+
+def _by_row(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
+
+
+def _every_second(targets: Tensor) -> Tensor:
+    return torch.arange(0, targets.numel(), 2, device=targets.device)
+
+
+# Planted losses: small tensors, in which each chunk, dtype and gradient can be counted.
+
+LOSS_WIDTH = 5
+LOSS_CLASSES = 7
+LOSS_SHAPE = (2, 6)
+
+
+def planted_loss(dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Any]:
+    """Return the tensors of a loss, of which two targets are left out."""
+    with seeded(0):
+        given = {
+            "hidden": torch.randn(*LOSS_SHAPE, LOSS_WIDTH).to(dtype),
+            "weight": torch.randn(LOSS_CLASSES, LOSS_WIDTH).to(dtype),
+            "targets": torch.randint(LOSS_CLASSES, LOSS_SHAPE),
+        }
+    given["targets"][:, 2] = IGNORED_TARGET
+    return given | changes
+
+
+# Wrong calls of the chunked cross-entropy, and what the error has to name.
+WRONG_LOSSES: dict[str, tuple[dict[str, Any], str]] = {
+    "another width": ({"hidden": torch.ones(*LOSS_SHAPE, 4)}, "do not fit"),
+    "a number as input": ({"hidden": torch.ones(())}, "do not fit"),
+    "a weight without classes": ({"weight": torch.ones(LOSS_WIDTH)}, "do not fit"),
+    "probabilities": ({"targets": torch.ones(LOSS_SHAPE)}, "class indices"),
+    "fewer targets": ({"targets": torch.ones(2, 5).long()}, "targets of (2, 6)"),
+    "another bias": ({"bias": torch.ones(LOSS_WIDTH)}, "bias must be (7,)"),
+    "another dtype": ({"weight": torch.ones(LOSS_CLASSES, LOSS_WIDTH).half()}, "same floating"),
+    "a bias of another dtype": ({"bias": torch.ones(LOSS_CLASSES).half()}, "torch.float16"),
+    "whole numbers": (
+        {
+            "hidden": torch.ones(*LOSS_SHAPE, LOSS_WIDTH).long(),
+            "weight": torch.ones(LOSS_CLASSES, LOSS_WIDTH).long(),
+        },
+        "floating-point dtype",
+    ),
+    "another reduction": ({"reduction": "average"}, "reduction must be"),
+    "smoothing below 0": ({"label_smoothing": -0.1}, "label_smoothing"),
+    "smoothing above 1": ({"label_smoothing": 1.1}, "label_smoothing"),
+    "a z-loss below 0": ({"z_loss": -1e-3}, "z_loss"),
+    "an infinite z-loss": ({"z_loss": float("inf")}, "z_loss"),
+    "a softcap of 0": ({"softcap": 0.0}, "softcap"),
+    "an infinite softcap": ({"softcap": float("inf")}, "softcap"),
+    "a word for weights": ({"token_weights": "own"}, "'own'"),
+    "weights of other tokens": ({"token_weights": torch.ones(6)}, "token_weights"),
+    "weights of other classes": ({"class_weights": torch.ones(6)}, "of shape (7,)"),
+    "whole class weights": ({"class_weights": torch.ones(7).long()}, "class_weights"),
+    "weights with a gradient": (
+        {"class_weights": torch.ones(7, requires_grad=True)},
+        "class_weights get no gradient",
+    ),
+    "no tokens": ({"chunk_tokens": 0}, "chunk_tokens"),
+    "True tokens": ({"chunk_tokens": True}, "chunk_tokens"),
+    "half a byte": ({"chunk_bytes": 0.5}, "chunk_bytes"),
+    "two sizes": ({"chunk_tokens": 2, "chunk_bytes": 100}, "chunk_tokens=2 and chunk_bytes=100"),
+    "an unknown backend": ({"backend": "none"}, "got 'none'"),
+}
+# Options of a loss of ten counted tokens, and the tokens of its chunks. A token has the bytes of
+# its logits, of their copies and of its input.
+CHUNK_SIZES: tuple[tuple[torch.dtype, dict[str, Any], list[int]], ...] = (
+    (torch.float32, {"chunk_tokens": 4}, [4, 4, 2]),
+    (torch.float32, {"chunk_bytes": 7 * 4 + 5 * 4 + 47}, [1] * 10),
+    (torch.float32, {"chunk_bytes": 2 * (7 * 4 + 5 * 4)}, [2] * 5),
+    (torch.float32, {"chunk_bytes": 2 * (7 * 8 + 5 * 4), "softcap": 3.0}, [2] * 5),
+    (torch.float64, {"chunk_bytes": 5 * (7 * 8 + 5 * 8)}, [5, 5]),
+    (torch.bfloat16, {"chunk_bytes": 3 * (7 * 6 + 5 * 2)}, [3, 3, 3, 1]),
+    (torch.float32, {"chunk_bytes": 1}, [1] * 10),
+    (torch.float32, {}, [10]),
+    # Half of the gradients' bytes, of 480 tokens and of the weight.
+    (torch.float32, {"repeated": 40}, [101, 101, 101, 97]),
+    (torch.float32, {"repeated": 40, "needs": (False, True)}, [16] * 25),
+)
+
+
+class ProductRows(TorchDispatchMode):
+    """Note the rows of each product whose columns are classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if "mm" in func.__name__ and out.shape[-1] == LOSS_CLASSES:
+            self.rows.append(out.shape[0])
+        return out
+
+
+WRONG_CHUNKS: dict[str, dict[str, Any]] = {
+    "no tokens": {"chunk_tokens": 0},
+    "no bytes": {"chunk_bytes": 0},
+    "half a token": {"chunk_tokens": 1.5},
+    "tokens and bytes": {"chunk_tokens": 4, "chunk_bytes": 2**20},
+    "a head that is not there": {"head": "no_such_head"},
+    "a head that is no Linear": {"head": "1"},
+    "an unknown backend": {"backend": "no_such_backend"},
+}
+
+
+def rows_of_chunks(
+    loss: Callable[..., Tensor],
+    dtype: torch.dtype,
+    *,
+    repeated: int = 1,
+    needs: tuple[bool, bool] = (True, True),
+    **options: Any,
+) -> list[int]:
+    """Return the tokens of each chunk of a planted loss."""
+    given = planted_loss(dtype)
+    for name, count in (("hidden", repeated), ("targets", repeated)):
+        given[name] = torch.cat([given[name]] * count)
+    for name, need in zip(("hidden", "weight"), needs, strict=True):
+        given[name].requires_grad_(need)
+    with ProductRows() as found:
+        loss(**given, **options)
+    return found.rows
+
+
+class LossesPerToken(TorchFunctionMode):
+    """Count the tokens that `F.cross_entropy` gets with `reduction="none"`."""
+
+    num_tokens = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and kwargs.get("reduction") == "none":
+            self.num_tokens += (args[1] if len(args) > 1 else kwargs["target"]).numel()
+        return func(*args, **kwargs)
+
+
+# Planted heads: a model, the head that is named, and the heads found, or what the error names.
+
+
+def _with_head(model: Any, head: nn.Module | None) -> nn.Module:
+    model.get_output_embeddings = lambda: head
+    return model
+
+
+def _two_heads() -> nn.Module:
+    heads = nn.ModuleDict({"a": nn.Linear(4, 9), "b": nn.Linear(4, 8)})
+    return nn.ModuleDict({"body": nn.Linear(4, 4), "heads": heads})
+
+
+class OwnLinear(nn.Linear):
+    """A Linear with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+PLANTED_HEADS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str] | str]] = {
+    "the widest": (_two_heads, {}, ["heads.a"]),
+    "by name": (_two_heads, {"head": "heads.b"}, ["heads.b"]),
+    "by a pattern": (_two_heads, {"head": "heads.*"}, ["heads.a", "heads.b"]),
+    "two that are as wide": (
+        lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(4, 9)),
+        {},
+        "Sequential has no output layer",
+    ),
+    "narrower than its input": (lambda: nn.Sequential(nn.Linear(9, 4)), {}, "head="),
+    "no Linear": (lambda: nn.Sequential(nn.Tanh()), {}, "has no output layer"),
+    "embeddings": (
+        lambda: _with_head(model := nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9)), model[0]),
+        {},
+        ["0"],
+    ),
+    "no embeddings": (lambda: _with_head(nn.Sequential(nn.Linear(4, 9)), None), {}, ["0"]),
+    "embeddings of another kind": (
+        lambda: _with_head(model := nn.Sequential(nn.Bilinear(4, 4, 9)), model[0]),
+        {},
+        "0 is a Bilinear, not a plain nn.Linear",
+    ),
+    "an own forward": (lambda: nn.Sequential(OwnLinear(4, 9)), {}, "0 is a OwnLinear"),
+    "the model itself": (lambda: OwnLinear(4, 9), {}, "the model is a OwnLinear"),
+    "another name": (_two_heads, {"head": "other"}, "head 'other' matches no module"),
+}
+# Operations that read all logits, and the name under which the report has them.
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "exp": torch.exp,
+    "argmax": lambda logits: logits.argmax(-1),
+    "T": lambda logits: logits[0].T,
+    "__rsub__": lambda logits: 1 - logits,
+    "mul": lambda logits: logits.mul(True),
+    "view": lambda logits: logits.view(torch.int32),
+    "__getitem__": lambda logits: logits[..., 0],
+    "to": lambda logits: logits.to(torch.float64),
+    "cross_entropy with reduction='average'": lambda logits: F.cross_entropy(
+        logits.flatten(0, 1), torch.zeros(4).long(), reduction="average"
+    ),
+    "cross_entropy with classes that are not in dimension 1": lambda logits: F.cross_entropy(
+        logits, torch.zeros(2, 9).long()
+    ),
+}
 
 
 # Functions that run on several ranks.

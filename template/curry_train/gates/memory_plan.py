@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/gates/test_memory_plan.py tests/gates/test_memory
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, measure_memory
@@ -48,9 +48,15 @@ from ..primitives.chunked_loss import (
     UnsuitableHead,
     apply_chunked_loss,
     chunked_loss_report,
+    remove_chunked_loss,
 )
-from ..primitives.cross_entropy import IGNORED_TARGET, chunked_cross_entropy
+from ..primitives.cross_entropy import (
+    IGNORED_TARGET,
+    chunked_cross_entropy,
+    chunked_log_probabilities,
+)
 from ..workloads.workload import Case, token_loss
+from . import fixtures
 from .same_training import same_training
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable
 
@@ -58,13 +64,6 @@ from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicabl
 
 ApplyToHead = Callable[..., list[str]]  # takes what apply_chunked_loss takes
 CrossEntropy = Callable[..., Tensor]  # takes what chunked_cross_entropy takes
-HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
-# The next higher precision. Tokens that the model predicts with a probability near 1 have gradients
-# that are small differences of it and 1, so float32 may round them by more than its bound.
-HIGHER_PRECISION = {
-    torch.float32: torch.float64,
-    **dict.fromkeys(HALF_PRECISION_DTYPES, torch.float32),
-}
 # Times the difference between a plain step and the same step in higher precision.
 ROUNDING_FACTOR = 2.0
 # Of the peak of a head and its loss, without the gradients, which every loss allocates.
@@ -131,24 +130,10 @@ def chunked_loss(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verd
     return Verdict(gate, not hint, measured, required, hint)
 
 
-class _LossesPerToken(TorchFunctionMode):
-    """Count the tokens that `F.cross_entropy` gets with `reduction="none"`."""
-
-    num_tokens = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.cross_entropy and kwargs.get("reduction") == "none":
-            self.num_tokens += (args[1] if len(args) > 1 else kwargs["target"]).numel()
-        return func(*args, **kwargs)
-
-
 def _num_losses_per_token(case: Case) -> int:
     """Return how many tokens of the plain step have a loss of their own."""
     module = case.build()
-    with seeded(case.seed), torch.no_grad(), _LossesPerToken() as found:
+    with seeded(case.seed), torch.no_grad(), fixtures.LossesPerToken() as found:
         case.workload.mean_loss(module, case.batch())
     return found.num_tokens
 
@@ -195,7 +180,7 @@ def _compared_on_head(
     """Compare a loss over the head alone with and without chunks, for targets of this shape."""
     modules: list[nn.Module] = []
     records = []
-    dtype = torch.float32 if case.dtype in HALF_PRECISION_DTYPES else case.dtype
+    dtype = torch.float32 if case.dtype in fixtures.HALF_PRECISION_DTYPES else case.dtype
     for change in (None, apply):
         with seeded(case.seed):
             module = nn.Sequential(_linear_of(replace(case, dtype=dtype), head))
@@ -238,7 +223,7 @@ def chunked_memory(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Ve
 
     # The gradient of a half-precision weight is summed in float32 before it is rounded.
     weight_itemsize = case.dtype.itemsize
-    if case.dtype in HALF_PRECISION_DTYPES:
+    if case.dtype in fixtures.HALF_PRECISION_DTYPES:
         weight_itemsize += 4
     gradients = tokens * found.width * case.dtype.itemsize
     gradients += found.width * found.classes * weight_itemsize
@@ -272,37 +257,15 @@ def every_loss_option(case: Case, *, loss: CrossEntropy = chunked_cross_entropy)
         linear = _linear_of(case, head).requires_grad_(requires_grad=False)
         hidden = torch.randn(OPTION_TOKENS, head.width).to(linear.weight)
         targets = torch.randint(head.classes, (OPTION_TOKENS,)).to(case.device)
-        weights = torch.rand(head.classes).to(case.device) + 0.5
-        token_weights = torch.rand(OPTION_TOKENS).to(case.device)
-        bias = torch.randn(head.classes).to(linear.weight)
+        each = fixtures.options_of_losses(hidden, head.classes)
     is_ignored = torch.arange(OPTION_TOKENS).to(case.device) % 3 == 0
-
-    def own(reference: Any, sources: Any, targets: Tensor, used: Any) -> Tensor:
-        loss: Tensor = reference(*sources, targets, **used)
-        return loss
-
-    each: dict[str, dict[str, Any]] = {
-        "sum": {"reduction": "sum"},
-        "a bias": {"bias": bias},
-        "class weights": {"class_weights": weights},
-        "label smoothing": {"label_smoothing": 0.1},
-        "z-loss": {"z_loss": 1e-2},
-        "softcap": {"softcap": 2.0},
-        "token weights": {"token_weights": token_weights, "reduction": "sum"},
-        "probability": {"token_weights": "probability"},
-        "another ignored target": {"ignore_index": 0},
-        "the leanest backend": {"backend": "auto"},
-        "a backend of one's own": {"backend": own, "bias": bias, "reduction": "sum"},
-    }
-    each["all, by token"] = {key: value for one in each.values() for key, value in one.items()}
-    each["all, by token"] |= {"reduction": "none", "ignore_index": IGNORED_TARGET}
     wrong = {}
     for name, options in each.items():
         for size in ({"chunk_tokens": OPTION_TOKENS // 3}, {"chunk_bytes": 16 * head.classes}):
             ignored = options.get("ignore_index", IGNORED_TARGET)
             given = (hidden, linear.weight, targets.where(~is_ignored, ignored))
             found = _loss_and_gradients(partial(loss, **size), *given, **options)
-            expected = _loss_and_gradients(_defined, *given, **options)
+            expected = _loss_and_gradients(fixtures.loss_by_definition, *given, **options)
             worst = max(map(_difference, found, expected))
             if not worst <= tolerance:
                 wrong[name] = f"{name} off by {worst:.1e}"
@@ -311,43 +274,6 @@ def every_loss_option(case: Case, *, loss: CrossEntropy = chunked_cross_entropy)
     if wrong:
         hint = f"{'; '.join(wrong.values())}: apply it to each chunk, and in its gradient"
     return Verdict(gate, not wrong, measured, required, hint)
-
-
-def _defined(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    reduction: str = "mean",
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    class_weights: Tensor | None = None,
-    token_weights: Tensor | str | None = None,
-    ignore_index: int = IGNORED_TARGET,
-    backend: object = None,
-    **smoothing: float,
-) -> Tensor:
-    """Compute the loss from whole logits, in the next higher precision, whatever the backend."""
-    dtype = HIGHER_PRECISION.get(hidden.dtype, hidden.dtype)
-    logits = F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    shares = None if class_weights is None else class_weights.to(dtype)
-    options: dict[str, Any] = {"weight": shares, "ignore_index": ignore_index, **smoothing}
-    is_used = targets != ignore_index
-    losses = F.cross_entropy(logits, targets, reduction="none", **options)
-    losses = losses + is_used * z_loss * logits.logsumexp(-1).square()
-    if token_weights is not None:
-        factors = token_weights
-        if isinstance(factors, str):
-            chosen = targets.where(is_used, 0)[:, None]
-            factors = logits.softmax(-1).gather(1, chosen)[:, 0].detach()
-        losses = losses * factors
-    if reduction == "none":
-        return losses
-    terms = is_used if shares is None else is_used * shares[targets.where(is_used, 0)]
-    return losses.sum() / (terms.sum() if reduction == "mean" else 1)
 
 
 def _loss_and_gradients(
@@ -359,7 +285,7 @@ def _loss_and_gradients(
         leaves.append(options["bias"].clone().requires_grad_())
         options["bias"] = leaves[-1]
     value = function(*leaves[:2], targets, **options)
-    factors = torch.arange(1, value.numel() + 1).to(value).reshape(value.shape)
+    factors = torch.arange(3, value.numel() + 3).to(value).reshape(value.shape)
     return [value.detach(), *torch.autograd.grad((value * factors).sum(), leaves)]
 
 
@@ -368,57 +294,78 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found.to(expected.dtype) - expected).norm() / expected.norm())
 
 
-# What people write between the head and the loss. Each takes logits and targets of two sequences.
-FORMS_IN_CHUNKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a shift": lambda logits, targets: _by_row(logits[:, :-1], targets[:, 1:]),
-    "a shift by ...": lambda logits, targets: _by_row(
-        logits[..., :-1, :].contiguous(), targets[..., 1:]
-    ),
-    "one position": lambda logits, targets: F.cross_entropy(logits[:, -2], targets[:, -2]),
-    "flatten": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
-    "a mask": lambda logits, targets: F.cross_entropy(
-        logits[targets != IGNORED_TARGET], targets[targets != IGNORED_TARGET]
-    ),
-    "indices": lambda logits, targets: F.cross_entropy(
-        torch.reshape(logits, (-1, logits.shape[-1]))[_every_second(targets)],
-        targets.flatten()[_every_second(targets)],
-    ),
-    "transpose": lambda logits, targets: F.cross_entropy(logits.transpose(1, 2), targets),
-    "permute": lambda logits, targets: F.cross_entropy(logits.permute(0, -1, 1), targets),
-    "transpose twice": lambda logits, targets: _by_row(
-        logits.transpose(-1, -2).transpose(2, 1), targets
-    ),
-    "float": lambda logits, targets: _by_row(logits.float().to(logits.device), targets),
-    "two losses": lambda logits, targets: (
-        _by_row(logits[:1], targets[:1]) + 2 * _by_row(logits[1:], targets[1:])
-    ),
-}
-# A factor changes the rows of the head's input, which leaves out a bias.
-FORMS_WITHOUT_BIAS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "a temperature": lambda logits, targets: _by_row(logits / 0.7, targets),
-    "a factor": lambda logits, targets: _by_row(torch.mul(2 * logits, 0.25), targets),
-    "a softcap": lambda logits, targets: _by_row(3.0 * torch.tanh(logits / 2.0), targets),
-}
-# These need all of the logits, which are computed then.
-WHOLE_FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "log_softmax": lambda logits, targets: F.nll_loss(logits[0].log_softmax(-1), targets[0]),
-    "a term beside the loss": lambda logits, targets: (
-        _by_row(logits, targets) + 0.1 * logits.logsumexp(-1).square().mean()
-    ),
-    "a factor below 0": lambda logits, targets: _by_row(logits * -1, targets),
-    "classes left out": lambda logits, targets: F.cross_entropy(
-        logits[..., :-1].flatten(0, 1), targets.flatten().clamp(max=logits.shape[-1] - 2)
-    ),
-    "probabilities": lambda logits, targets: F.cross_entropy(logits[0], logits[1].softmax(-1)),
-}
+def every_loss_call(case: Case, *, loss: CrossEntropy = chunked_cross_entropy) -> Verdict:
+    """Call planted losses: in each dtype, chunk size and choice of gradients, and wrongly."""
+    wrong = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, None):
+        given = fixtures.planted_loss(dtype or torch.float32)
+        with seeded(0):
+            each = fixtures.options_of_losses(given["hidden"], fixtures.LOSS_CLASSES)
+        for name, options in each.items():
+            is_used = fixtures.planted_loss()["targets"] != IGNORED_TARGET
+            ignored = options.get("ignore_index", IGNORED_TARGET)
+            given["targets"] = fixtures.planted_loss()["targets"].where(is_used, ignored)
+            # Under autocast the tensors are rounded before the products, and the products too.
+            rounding = torch.autocast("cpu", torch.bfloat16, enabled=dtype is None)
+            with rounding:
+                found = _loss_and_gradients(loss, **given, **options)
+            expected = _loss_and_gradients(fixtures.loss_by_definition, **given, **options)
+            worst = max(map(_difference, found, expected))
+            exact = torch.float64 if dtype is torch.float64 else torch.float32
+            same_shape = found[0].shape == expected[0].shape and found[0].dtype is exact
+            tolerance = OUTER_BOUND[dtype] if dtype else 4 * OUTER_BOUND[torch.bfloat16]
+            if not (worst <= tolerance and same_shape):
+                wrong.append(f"{name} in {dtype or 'autocast'} off by {worst:.1e}")
+    for dtype, options, expected_rows in fixtures.CHUNK_SIZES:
+        if (rows := fixtures.rows_of_chunks(loss, dtype, **options)) != expected_rows:
+            wrong.append(f"chunks with {options} have {rows} tokens")
+    wrong += _wrong_gradients(loss)
+    for name, (changes, text) in fixtures.WRONG_LOSSES.items():
+        try:
+            loss(**fixtures.planted_loss(**changes))
+            wrong.append(f"{name} is taken")
+        except ValueError as error:
+            if text not in str(error):
+                wrong.append(f"{name}: the error does not name {text}")
+    num_ways = 4 * len(each) + len(fixtures.CHUNK_SIZES) + len(fixtures.WRONG_LOSSES)
+    measured = f"{num_ways} calls, {len(wrong)} wrong"
+    required = "as defined, and errors that name what is wrong"
+    return Verdict("memory-plan/loss-calls", not wrong, measured, required, "; ".join(wrong[:4]))
 
 
-def _by_row(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.reshape(-1, logits.size(-1)), targets.reshape(-1))
-
-
-def _every_second(targets: Tensor) -> Tensor:
-    return torch.arange(0, targets.numel(), 2, device=targets.device)
+def _wrong_gradients(loss: CrossEntropy) -> list[str]:
+    """Return the choices of inputs with a gradient in which gradients are wrong."""
+    wrong = []
+    for reduction in ("mean", "none"):
+        for needs in itertools.product((False, True), repeat=3):
+            found = []
+            for function in (loss, fixtures.loss_by_definition):
+                bias = torch.linspace(0, 1, fixtures.LOSS_CLASSES, dtype=torch.float64)
+                given = fixtures.planted_loss(torch.float64, bias=bias)
+                names = list(itertools.compress(("hidden", "weight", "bias"), needs))
+                leaves = [given[name].requires_grad_() for name in names]
+                value = function(**given, reduction=reduction).sum()
+                again = [
+                    torch.autograd.grad(3 * value, leaves, retain_graph=True)
+                    for _ in range(2 if leaves else 0)
+                ]
+                found.append([value.detach(), *itertools.chain(*again)])
+            if value.requires_grad != any(needs) or max(map(_difference, *found)) > 1e-10:
+                wrong.append(f"gradients of {names} with reduction={reduction}")
+    given = fixtures.planted_loss()
+    given["weight"].requires_grad_()
+    try:
+        torch.autograd.grad(loss(**given), given["weight"], create_graph=True)
+        wrong.append("a second derivative is given")
+    except RuntimeError as error:
+        if "differentiated twice" not in str(error):
+            wrong.append(f"a second derivative: {error}")
+    ours = chunked_log_probabilities(**fixtures.planted_loss(), softcap=2.0)
+    definition = partial(fixtures.loss_by_definition, softcap=2.0, reduction="none")
+    by_hand = -definition(**fixtures.planted_loss())
+    if ours.shape != fixtures.LOSS_SHAPE or _difference(ours, by_hand) > 1e-5:
+        wrong.append("log-probabilities")
+    return wrong
 
 
 def every_loss_form(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
@@ -433,15 +380,15 @@ def every_loss_form(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> V
     if isinstance(head, str):
         return not_applicable(gate, required=required, why=head)
 
-    needs_all = WHOLE_FORMS | (FORMS_WITHOUT_BIAS if head.bias else {})
-    forms = FORMS_IN_CHUNKS | FORMS_WITHOUT_BIAS | WHOLE_FORMS
+    needs_all = fixtures.WHOLE_FORMS | (fixtures.FORMS_WITHOUT_BIAS if head.bias else {})
+    forms = fixtures.FORMS_IN_CHUNKS | fixtures.FORMS_WITHOUT_BIAS | fixtures.WHOLE_FORMS
     wrong = [
         f"{name}: {why}"
         for name, form in forms.items()
         if (why := _wrong_form(case, head, apply, form, needs_all=name in needs_all))
     ]
     wrong += _taken_although_wrong(case, head, apply)
-    measured = f"{len(forms)} losses, {len(WRONG_CHUNKS)} wrong inputs; {len(wrong)} wrong"
+    measured = f"{len(forms)} losses, {len(fixtures.WRONG_CHUNKS)} wrong inputs; {len(wrong)} wrong"
     return Verdict(gate, not wrong, measured, required, "; ".join(wrong))
 
 
@@ -467,21 +414,10 @@ def _wrong_form(
     return "" if torch.equal(*evaluated) else "other logits in eval mode"
 
 
-WRONG_CHUNKS: dict[str, dict[str, Any]] = {
-    "no tokens": {"chunk_tokens": 0},
-    "no bytes": {"chunk_bytes": 0},
-    "half a token": {"chunk_tokens": 1.5},
-    "tokens and bytes": {"chunk_tokens": 4, "chunk_bytes": 2**20},
-    "a head that is not there": {"head": "no_such_head"},
-    "a head that is no Linear": {"head": "1"},
-    "an unknown backend": {"backend": "no_such_backend"},
-}
-
-
 def _taken_although_wrong(case: Case, head: Head, apply: ApplyToHead) -> list[str]:
     """List the wrong inputs that are not refused, or that change the model."""
     taken = []
-    for name, options in WRONG_CHUNKS.items():
+    for name, options in fixtures.WRONG_CHUNKS.items():
         module = nn.Sequential(_linear_of(case, head), nn.Identity())
         try:
             apply(module, **{"head": "0"} | options)
@@ -493,10 +429,67 @@ def _taken_although_wrong(case: Case, head: Head, apply: ApplyToHead) -> list[st
     return taken
 
 
+def every_head(case: Case, *, apply: ApplyToHead = apply_chunked_loss) -> Verdict:
+    """Find the heads of planted models, read their logits, and undo the chunks again."""
+    wrong = []
+    for name, (make, options, expected) in fixtures.PLANTED_HEADS.items():
+        model = make()
+        before = [type(module) for module in model.modules()]
+        try:
+            found: list[str] | str = apply(model, **options)
+            restored = remove_chunked_loss(model), [type(module) for module in model.modules()]
+            if restored != (found, before):
+                wrong.append(f"{name}: {restored} after the chunks are removed")
+        except ValueError as error:
+            found = str(error)
+        if found != expected and not (isinstance(found, str) and str(expected) in found):
+            wrong.append(f"{name}: {found}")
+    for name, read in fixtures.READS.items():
+        model = nn.Sequential(nn.Linear(4, 9))
+        apply(model)
+        hidden = torch.linspace(-1, 1, 16).reshape(2, 2, 4)
+        (use,) = chunked_loss_report(model).values()
+        with contextlib.suppress(ValueError, RuntimeError):
+            read(model(hidden))
+        (use,) = chunked_loss_report(model).values()
+        if use.whole != [name] or str(use) != f"all logits made for {name}":
+            wrong.append(f"{name} is reported as {use}")
+    wrong += _wrong_reports(apply)
+    num_ways = len(fixtures.PLANTED_HEADS) + len(fixtures.READS)
+    measured = f"{num_ways - len(wrong)} of {num_ways} right"
+    return Verdict("memory-plan/loss-heads", not wrong, measured, "all", "; ".join(wrong[:4]))
+
+
+def _wrong_reports(apply: ApplyToHead) -> list[str]:
+    """Return what is wrong with a report of losses, and with logits that are read too late."""
+    model: Any = nn.Sequential(nn.Linear(4, 9))
+    apply(model)
+    wrong = []
+    logits = model(torch.ones(3, 4))
+    (use,) = chunked_loss_report(model).values()
+    texts = [str(use)]
+    for _ in range(2):
+        F.cross_entropy(logits, torch.zeros(3).long())
+        texts.append(str(use))
+    if texts != ["no loss yet", "1 loss in chunks", "2 losses in chunks"]:
+        wrong.append(f"losses are reported as {texts}")
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    try:
+        logits.exp()
+        wrong.append("logits are read after the weight has changed")
+    except RuntimeError as error:
+        if "had changed" not in str(error):
+            wrong.append(f"logits that are read too late: {error}")
+    return wrong
+
+
 CHUNKED_TAKES = {"apply_chunked_loss": Takes("apply")}
 CHUNKED_LOSS_GATES = (
     Gate("memory-plan/loss-options", every_loss_option, {"chunked_cross_entropy": Takes("loss")}),
+    Gate("memory-plan/loss-calls", every_loss_call),
     Gate("memory-plan/loss-forms", every_loss_form, CHUNKED_TAKES),
+    Gate("memory-plan/loss-heads", every_head),
     Gate("memory-plan/chunked-loss", chunked_loss, CHUNKED_TAKES),
     Gate("memory-plan/chunked-memory", chunked_memory, CHUNKED_TAKES),
 )
@@ -552,9 +545,9 @@ def _step(case: Case, batch: Any, apply: Callable[[nn.Module], Any] = lambda mod
 
 def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
     """Return how far the plain step is from the same step in higher precision."""
-    if case.dtype not in HIGHER_PRECISION:
+    if case.dtype not in fixtures.HIGHER_PRECISION:
         return 0.0
-    precise = replace(case, dtype=HIGHER_PRECISION[case.dtype])
+    precise = replace(case, dtype=fixtures.HIGHER_PRECISION[case.dtype])
     try:
         with seeded(case.seed):
             module = case.build().to(precise.dtype)

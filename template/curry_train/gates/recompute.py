@@ -51,16 +51,12 @@ from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
 from .chains import CHAIN_GATES, ROUTING_JUDGED
-from .fixtures import (
-    LEAST_BYTES,
-    PLANTED_HOSTS,
-    PLANTED_SIZES,
-    CopiedBytes,
-    PlantedStream,
-    SavedTensors,
-)
+from .fixtures import PLANTED_HOSTS, PLANTED_SIZES, PlantedStream
 from .planted_blocks import PLANTED_GATES, judged_ways, refusal
 from .same_training import (
+    LEAST_BYTES,
+    CopiedBytes,
+    SavedTensors,
     calls_counted,
     in_place,
     same_in_every_form,

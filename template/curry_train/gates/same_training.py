@@ -11,6 +11,7 @@ Why so long: the training, its evidence and the search for the block that differ
 Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -692,3 +694,99 @@ class OverwritingBlock(nn.Module):
         x = self.layer(x)
         normed: Tensor = self.norm(x)
         return normed + x.mul_(0.5)
+
+
+# What autograd saves in blocks, and the bytes that are copied, for the gates of offload.
+
+LEAST_BYTES = 4096  # smaller storages stay on the device
+
+
+class SavedTensors:
+    """The tensors that autograd saves while some modules run, as `save_on_cpu` would copy them."""
+
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self.model = model
+        self.modules = [model.get_submodule(name) for name in names]
+        self.tensors: list[Tensor] = []
+        self.open: list[saved_tensors_hooks] = []
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        handles = [module.register_forward_pre_hook(self._enter) for module in self.modules]
+        handles += [module.register_forward_hook(self._leave) for module in self.modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while self.open:  # a module raised
+                self._leave()
+
+    def num_bytes(self, *, sure: bool = False) -> int:
+        """Count the bytes of the storages that are large enough and not of parameters or buffers.
+
+        With `sure` only storages that must move are counted: those with a saved tensor that
+        requires a gradient or fills at least half of the storage, unless it is a cast of a
+        parameter. The others may stay on the device.
+        """
+        owned = {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
+        groups: dict[int, list[Tensor]] = {}
+        for tensor in self.tensors:
+            if tensor.untyped_storage().nbytes() >= LEAST_BYTES and _address(tensor) not in owned:
+                groups.setdefault(_address(tensor), []).append(tensor)
+        sizes = {address: group[0].untyped_storage().nbytes() for address, group in groups.items()}
+        return sum(
+            size
+            for address, size in sizes.items()
+            if not sure or any(map(_is_sure, groups[address]))
+        )
+
+    def _enter(self, *_: Any) -> None:
+        self.open.append(saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        self.open[-1].__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        self.open.pop().__exit__()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
+            self.tensors.append(tensor)  # held alive, so that no address is reused
+        return tensor.detach()
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Count the bytes that copies write: to the host on CUDA, all of them on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in COPY_OPERATIONS and isinstance(out, Tensor):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            if self.device.type == source.device.type and out.device.type == "cpu":
+                self.nbytes += out.nbytes
+        return out
+
+
+COPY_OPERATIONS = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_sure(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    sources = [] if base.grad_fn is None else [node for node, _ in base.grad_fn.next_functions]
+    if len(sources) == 1:
+        parameter = getattr(sources[0], "variable", base)
+        if getattr(parameter, "dtype", base.dtype) != base.dtype:  # a cast of a parameter
+            return False
+    return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
