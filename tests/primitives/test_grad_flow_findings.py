@@ -70,9 +70,10 @@ def test_the_last_layer_is_named_for_gradients_where_forward_was_finite():
 
 def test_weights_that_were_not_finite_before_are_reported():
     bad = replace(spread("activation", nonfinite=1, squares=NAN), update=Update(NAN, NAN))
-    assert (
-        "an earlier step broke them, so probe with every=1"
-        in flow_findings([record(0, at_0=bad)])[0].message
+    (found,) = flow_findings([record(0, at_0=bad)])
+    assert found.message == (
+        "1.0% of its activations are inf or nan, the first layer in forward order; weights are "
+        "too, starting with layers.0: an earlier step broke them, so probe with every=1"
     )
 
 
@@ -160,6 +161,14 @@ def test_the_table_has_each_figure_of_a_layer():
     # rms, share of zeros and of values that are not finite; norm and the same shares; the update.
     assert cells["layers.0"] == ["1.0e+00", "10.0%", "0", "1.0e-01", "0", "0", "1.0e-03"]
     assert cells["layers.1"] == ["2.0e+00", "100%", "1%", "3.0e+00", "12.5%", "60%", "3.0e-04"]
+
+
+def test_the_table_names_the_ranks_whose_figures_were_added_up():
+    alone, of_two = (
+        flow_table([replace(record(), ranks=ranks)]).splitlines()[0] for ranks in (1, 2)
+    )
+    assert "ranks" not in alone
+    assert ", 2 ranks, gradient norm" in of_two
 
 
 def test_a_long_name_keeps_its_end():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from curry_train.plan.rank_step import one_rank
-from curry_train.primitives import GradFlow, recompute_segments
+from curry_train.primitives import GradFlow, grad_flow_probe, recompute_segments
 from curry_train.primitives.grad_flow_probe import MOST_LAYERS, choose_layers, group_of_batch
 from curry_train.workloads.models import transformer
 
@@ -265,3 +265,19 @@ def test_a_forward_inside_a_transform_is_not_counted():
     (record,) = flow.records
     assert [layer.calls for layer in record.layers.values()] == [1, 1]
     assert all(layer.activation.elements == 12 for layer in record.layers.values())
+
+
+@pytest.mark.parametrize("most", [7, 100_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_counts_what_the_cpu_does(monkeypatch, most, dtype):
+    tensor = torch.randn(9, 30).to(dtype).relu().T  # strided, with zeros
+    tensor[3, 5], tensor[4, 5], tensor[20, 1] = float("inf"), float("nan"), -float("inf")
+    monkeypatch.setattr(grad_flow_probe, "DEVICE_PIECE_ELEMENTS", most)
+    finite = tensor[5:20]
+    for part in (tensor, finite, finite[:0]):
+        here, there = grad_flow_probe._counted_here(part), grad_flow_probe._counted_there(part)
+        torch.testing.assert_close(there, here, rtol=1e-12, atol=0, equal_nan=True)
+    nonzero, bad, squares = grad_flow_probe._counted_there(finite).tolist()
+    assert (nonzero, bad) == ((finite != 0).sum(), 0)
+    assert squares == pytest.approx(finite.double().square().sum().item())
+    assert grad_flow_probe._counted_there(tensor)[1] == 3

@@ -279,3 +279,16 @@ def test_an_error_inside_off_ends_the_pause():
     assert model[0].recomputes
     assert not block._forward_hooks
     assert getattr(torch_checkpoint, REENTRANT_CLASS).__name__ == REENTRANT_CLASS
+
+
+@pytest.mark.parametrize(("way", "forwards"), [("filter", 2), ("off", 1)])
+def test_recompute_that_is_turned_off_runs_no_forward_again(way, forwards):
+    ran = []
+
+    def count(model):
+        recompute_blocks(model)
+        block = next(module for module in model.modules() if type(module).__name__ == "FeedForward")
+        block.register_forward_hook(lambda *_: ran.append(1))
+
+    run(DROPOUT, count, way=way, steps=1)
+    assert len(ran) == 2 * forwards  # of two microbatches
