@@ -17,7 +17,8 @@ CHECKS = {gate.name: gate.check for gate in loss_spike.GATES}
 CASE = Case(transformer(dropout=0.1, depth=1))
 
 
-@pytest.mark.parametrize("check", CHECKS)
+# The loops are planted, and the same for each model.
+@pytest.mark.parametrize("check", sorted(CHECKS.keys() - {"loss-spike/loops"}))
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_gates_hold_on_built_in_workloads(name, check):
     verdict = CHECKS[check](Case(load_workload(name)))

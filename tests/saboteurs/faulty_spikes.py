@@ -11,8 +11,17 @@ from dataclasses import replace
 from saboteurs import planted
 
 from curry_train.gates.trials import SpikeComponents
+from curry_train.runs import spike
 from curry_train.runs.attach import saving
-from curry_train.runs.spike import Recovered, Recoveries, Spike, SpikeWatchdog, recover
+from curry_train.runs.spike import (
+    AttachedWatch,
+    Recovered,
+    Recoveries,
+    Recovery,
+    Spike,
+    SpikeWatchdog,
+    recover,
+)
 
 
 class Silent(SpikeWatchdog):
@@ -141,7 +150,50 @@ class StartUnsaved(SpikeWatchdog):
         return super().state_dict() | {"began": None}
 
 
+def skips_one_more(self, position):
+    """Skip the batch after the skipped ones too."""
+    return any(one.start <= position <= one.stop for one in self.recoveries.done)
+
+
+def forgets_streams(self, state, files):
+    """Read the recoveries, and skip nothing in a stream."""
+    self._judged = state.step
+    self.recoveries = Recoveries(files)
+
+
+def tells_nothing(self, message, *values):
+    """Print no warning."""
+
+
+def reads_what_is_there(entry):
+    return Recovery(**entry)
+
+
 FAULTS = [
+    planted(
+        "loss-spike.loops",
+        "one-more",
+        patches=[(AttachedWatch, "skips", skips_one_more)],
+        hint="trained on",
+    ),
+    planted(
+        "loss-spike.loops",
+        "streams",
+        patches=[(AttachedWatch, "begin", forgets_streams)],
+        hint="in the next process",
+    ),
+    planted(
+        "loss-spike.named",
+        "silent",
+        patches=[(AttachedWatch, "_warn", tells_nothing)],
+        hint="no warning names",
+    ),
+    planted(
+        "loss-spike.named",
+        "unchecked",
+        patches=[(spike, "_checked", reads_what_is_there)],
+        hint="RunError",
+    ),
     planted("loss-spike.limit", "no-drift", watchdog=NoDrift, hint="drift"),
     planted("loss-spike.limit", "no-noise", watchdog=LeastRiseAlways, hint="threshold"),
     planted("loss-spike.watchdog-state", "suspects", watchdog=SuspectsUnsaved, hint="saved at"),

@@ -2,27 +2,35 @@
 
 Each gate takes the component that it checks, so that its tests can plant a wrong one.
 
+Why so long: the gates of one technique: its watchdog, its recovery, and the loops it watches.
+
 Proof: `python -m pytest tests/gates/test_loss_spike.py`.
 """
 
+import itertools
 import json
 import math
+import os
 import random
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..core.rerun import seeded
 from ..core.wording import unheard
 from ..runs.attach import saving
+from ..runs.files import LocalFiles
+from ..runs.journal import JournalReading
 from ..runs.policy import SavingPolicy
 from ..runs.policy_config import SpikeConfig
-from ..runs.spike import Recoveries, SpikeNotRecovered, SpikeWatchdog
+from ..runs.ranks import RunError
+from ..runs.spike import RECOVERIES_FILE_NAME, Recoveries, SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
 from .saved_state import planted_training
 from .trials import (
@@ -34,7 +42,21 @@ from .trials import (
     StoreTrial,
     same_bits,
 )
-from .verdict import Gate, Implementation, Judged, Takes, Verdict, as_ours
+from .verdict import (
+    Gate,
+    Implementation,
+    Judged,
+    Takes,
+    Trial,
+    Verdict,
+    as_ours,
+    attributes_set,
+    first_of,
+    judged_by,
+    unlike,
+    unrefused,
+    warnings_read,
+)
 
 HEALTHY_STEPS = 40  # steps of healthy training
 NUM_PLANTED = 16
@@ -243,7 +265,7 @@ class Positions:
 
     def take(self) -> int:
         """Return the next position to train on."""
-        position = self.after(self.position, windows=1) - 1
+        position = self.after(self.position, windows=0)
         self.position = position + 1
         return position
 
@@ -312,6 +334,257 @@ def lowered_rate(case: Case, *, attach: Callable[..., Any] = saving) -> Verdict:
     return Verdict(gate, not hint, measured, required, hint)
 
 
+# Loops of all forms that `saving` watches.
+
+NUM_EPOCHS = 4
+BATCHES_PER_EPOCH = 10
+WATCHED_SPIKE = {"action": "rollback", "window": 16, "patience": 2, "skip_around": 1, "attempts": 2}
+
+
+@dataclass
+class WatchedLoop:
+    """A loop over a loader, which may end and begin again; a bad position has a high loss."""
+
+    folder: Path
+    attach: Callable[..., Any]
+    bad: Callable[[int], float | None]
+    spike: Mapping[str, Any] = field(default_factory=lambda: WATCHED_SPIKE)
+    microbatches: int = 1
+    rollback_every: int = 8
+    loader: Callable[[], Any] = lambda: range(BATCHES_PER_EPOCH)
+    # Of each process, its exit status, and the positions that it trained on.
+    ended: list[tuple[Any, list[int]]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Train until the process ends."""
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        taken: list[int] = []
+        options = {"spike": self.spike, "rollback_every": self.rollback_every}
+        try:
+            with self.attach(model, optimizer, runs=self.folder, **options) as run:
+                for epoch in run.epochs(range(NUM_EPOCHS)):
+                    for batch in run.batches(self.loader()):
+                        position = epoch * BATCHES_PER_EPOCH + int(batch)
+                        taken.append(position)
+                        if len(taken) % self.microbatches == 0:
+                            high = self.bad(position)
+                            run.step(loss=2.0 + 0.01 * (position % 5) if high is None else high)
+            self.ended.append((None, taken))
+        except SystemExit as end:
+            self.ended.append((end.code, taken))
+
+    def skipped(self) -> list[tuple[int, int]]:
+        return [(one.start, one.stop) for one in Recoveries(LocalFiles(self.folder)).done]
+
+
+def _between(start: int, stop: int, loss: float = 100.0) -> Callable[[int], float | None]:
+    return lambda position: loss if start <= position < stop else None
+
+
+def _positions(*spans: int) -> list[int]:
+    """Return the positions from each first number to the one after it, without the last."""
+    every = map(range, spans[::2], spans[1::2])
+    return list(itertools.chain.from_iterable(every))
+
+
+def _told(texts: Sequence[str], *words: str) -> str:
+    """Return what is wrong unless one warning has all of these words."""
+    for text in texts:
+        if all(word in text for word in words):
+            return ""
+    return f"no warning names {', '.join(words)}: {texts}"
+
+
+def loader_loop(folder: Path, attach: Callable[..., Any]) -> str:
+    """Skip the batches around two spikes, of which the second is two steps after the first.
+
+    The first is found in step 26, on position 25: steps 24 to 27 are skipped, which took positions
+    23 to 26. The second attempt skips twice as many on each side, of the positions that are left.
+    """
+    loop = WatchedLoop(folder, attach, lambda at: 100.0 if at in (24, 25, 30, 31) else None)
+    with warnings_read() as texts:
+        for _ in range(3):
+            loop.run()
+    expected = [
+        (75, _positions(0, 26)),
+        (75, _positions(16, 23, 27, 32)),
+        (None, _positions(24, 28, 34, 40)),
+    ]
+    return first_of(
+        (
+            unlike("what the processes trained on", loop.ended[:2], expected[:2]),
+            unlike("the last process", loop.ended[2][0], None),
+            unlike("batches after the skipped", loop.ended[2][1][-6:], _positions(34, 40)),
+            unlike("skipped", loop.skipped(), [(23, 27), (28, 34)]),
+            _told(
+                texts, "Rolled back to rollback/step-00000016", "batches 23 to 26 (attempt 1 of 2)"
+            ),
+            _told(
+                texts, "batches 28 to 33 (attempt 2 of 2)", "start again", "too high since step 27"
+            ),
+        )
+    )
+
+
+def accumulating_loop(folder: Path, attach: Callable[..., Any]) -> str:
+    """Skip whole steps of two batches, and roll back at once from NaN."""
+    loop = WatchedLoop(folder, attach, _between(31, 32, math.nan), WATCHED_SPIKE, 2, 4)
+    loop.run()
+    loop.run()
+    # Step 16 has positions 30 and 31; with a step on each side, 28 to 33 are skipped.
+    expected = [(75, _positions(0, 32)), (None, _positions(24, 28, 34, 40))]
+    return unlike("what the processes trained on", loop.ended, expected)
+
+
+def stream_loop(folder: Path, attach: Callable[..., Any]) -> str:
+    """Skip positions of a stream in this process and the next, at a lower learning rate."""
+    model = nn.Linear(1, 1)
+    spike = WATCHED_SPIKE | {"lower_rate": 0.5, "lower_rate_steps": 3}
+    options = {"runs": folder, "spike": spike, "rollback_every": 8, "journal": True}
+    stream = Positions()
+    taken = []
+    with warnings_read() as texts, attach(model, stream=stream, **options) as run:
+        while run.continues(until=30):
+            taken.append(stream.take())
+            run.learning_rate_factor()
+            bad = _between(24, 26)(taken[-1])
+            run.step(loss=bad or 2.0 + 0.01 * (taken[-1] % 5))
+    other = Positions()
+    with attach(nn.Linear(1, 1), stream=other, **options | {"journal": False}) as run:
+        left = other.after(22, windows=2)
+    skips = [event.facts for event in JournalReading(folder) if event.kind == "skip"]
+    words = ("without the 4 samples at positions 23 to 26", "0.5 of the learning rate")
+    return first_of(
+        (
+            unlike("what was trained on", taken, _positions(0, 26, 16, 23, 27, 34)),
+            unlike("the samples in the journal", skips[0].get("samples"), [23, 24, 25, 26]),
+            unlike("two windows later in the next process", left, 28),
+            _told(texts, *words, "until step 29 (attempt 1 of 2)", "Rolled back to rollback/step"),
+        )
+    )
+
+
+def warned_loop(folder: Path, attach: Callable[..., Any]) -> str:
+    """Only warn of a spike, which is the default, or watch nothing."""
+    problems = []
+    for name, spike, num_spikes in (("warn", {"window": 16}, 1), ("none", {"action": "none"}, 0)):
+        loop = WatchedLoop(folder / name, attach, _between(24, 29), spike)
+        with warnings_read() as texts:
+            loop.run()
+        problems.append(unlike(f"with {name}", loop.ended, [(None, _positions(0, 40))]))
+        problems.append(unlike(f"warnings with {name}", len(texts), num_spikes))
+        if num_spikes:
+            problems.append(_told(texts, "spike: loss 100", "spike.action=rollback", "step 27"))
+    return first_of(problems)
+
+
+def spike_that_returns(folder: Path, attach: Callable[..., Any]) -> str:
+    """End with the skipped positions and the place to resume from, or with no state at all."""
+    loop = WatchedLoop(folder / "again", attach, _between(24, 99))
+    loop.run()
+    loop.run()
+    early = WatchedLoop(folder / "early", attach, _between(18, 20), rollback_every=100)
+    resume = 'saving(..., resume="before-'
+    return first_of(
+        (
+            unlike("exit statuses", [status for status, _ in loop.ended], [75, 75]),
+            unrefused(SpikeNotRecovered, loop.run, "after 2 rollbacks", "23 to 26", resume),
+            unrefused(SpikeNotRecovered, early.run, "nothing to go back to", "rollback_every"),
+        )
+    )
+
+
+# The loader's own generator, the step before that of a NaN, and whether the order is another one
+# after the rollback to step 16, in the second epoch.
+SHUFFLED_LOOPS = ((None, 22, True), (torch.Generator(), 22, False), (None, 18, False))
+
+
+def shuffled_loop(folder: Path, attach: Callable[..., Any]) -> str:
+    """Warn that an epoch without a generator of its own is shuffled anew in another order."""
+    problems = []
+    for number, (own, bad, is_warned) in enumerate(SHUFFLED_LOOPS):
+        samples: Any = range(BATCHES_PER_EPOCH)
+        loader = DataLoader(samples, batch_size=None, shuffle=True, generator=own)
+        count = itertools.count()
+        loop = WatchedLoop(
+            folder / str(number),
+            attach,
+            lambda at, count=count, bad=bad: math.nan if next(count) == bad else None,  # type: ignore
+            loader=lambda loader=loader: loader,  # type: ignore[misc]
+        )
+        with warnings_read() as texts:
+            loop.run()
+        warned = [text for text in texts if "epoch 2 will be shuffled again" in text]
+        problems.append(unlike("warnings of another order", len(warned), int(is_warned)))
+        problems += [_told(warned, "DataLoader(..., generator=torch.Generator())")] * is_warned
+        problems.append(_told(texts, "Rolled back to rollback/step-00000016"))
+    return first_of(problems)
+
+
+def wrong_loops(folder: Path, attach: Callable[..., Any]) -> str:
+    """Refuse settings and steps that nothing could watch, and a damaged list of recoveries."""
+    model = nn.Linear(1, 1)
+
+    def begun(**spike: Any) -> Callable[[], Any]:
+        return lambda: attach(model, runs=folder / "refused", spike=spike)
+
+    def unknown_loss() -> None:
+        with attach(model, runs=folder / "silent", spike=WATCHED_SPIKE) as run:
+            for _ in run.batches([1]):
+                run.step()
+
+    whole = {"spike": 20, "back_to": 16, "start": 3, "stop": 5, "attempt": 1}
+    (folder / "damaged").mkdir()
+    listed = folder / "damaged" / RECOVERIES_FILE_NAME
+    files = LocalFiles(folder / "damaged")
+    listed.write_text(json.dumps([whole]))
+    problems = [unlike("a list that is whole", len(Recoveries(files).done), 1)]
+    listed.write_text(json.dumps([whole, whole | {"spike": 30}, whole | {"spike": 90}]))
+    numbers = [Recoveries(files).attempt(at, within=10) for at in (95, 100, 101, 40, 30, 5)]
+    problems.append(unlike("the attempts near earlier spikes", numbers, [2, 2, 1, 1, 1, 1]))
+    listed.write_text(json.dumps([whole, whole | {"spike": 30}]))
+    numbers = [Recoveries(files).attempt(at, within=10) for at in (40, 41, 25, 20)]
+    problems.append(unlike("the attempts near two spikes", numbers, [3, 1, 3, 3]))
+    wrong = ({"start": -1}, {"stop": "5"}, {"attempt": 1.5}, {"spike": True}, {"other": 1})
+    texts = [json.dumps([whole | change]) for change in wrong]
+    for text in ("{", "5", "[5]", "[{}]", *texts):
+        listed.write_text(text)
+        problems.append(unrefused(RunError, lambda: Recoveries(files), str(listed), "restore it"))
+    return first_of(
+        (
+            unrefused(ValueError, begun(action="rollback", lower_rate=0.5), "lower_rate", "stream"),
+            unrefused(ValueError, begun(action="back"), "action", "rollback"),
+            unrefused(ValueError, begun(patients=3), "patients"),
+            unrefused(ValueError, unknown_loss, "loss"),
+            *problems,
+        )
+    )
+
+
+WATCHED_LOOPS: dict[str, Trial] = {
+    "a loader": loader_loop,
+    "two microbatches": accumulating_loop,
+    "a stream": stream_loop,
+    "warnings": warned_loop,
+    "a spike that returns": spike_that_returns,
+    "shuffled data": shuffled_loop,
+    "refused": wrong_loops,
+}
+
+
+def watched_loops(case: Case, *, attach: Callable[..., Any] = saving) -> Verdict:
+    """Watch planted loops over loaders and streams, in several processes, and read the warnings."""
+    # No sync is needed, because no trial simulates a power cut.
+    with seeded(case.seed), attributes_set(os, fsync=lambda descriptor: None):
+        return judged_by(
+            "loss-spike/loops",
+            WATCHED_LOOPS,
+            attach,
+            hint="skip the positions of the spike and no others, and name them",
+        )
+
+
 def _component(name: str) -> Takes:
     """Take one component of the recovery, beside those that were taken before."""
 
@@ -341,6 +614,7 @@ GATES = (
     Gate("loss-spike/resumed", spike_resumed, COMPONENT_TAKES),
     Gate("loss-spike/bounded", bounded, COMPONENT_TAKES),
     Gate("loss-spike/lower-rate", lowered_rate, {"saving": Takes("attach")}),
+    Gate("loss-spike/loops", watched_loops, {"saving": Takes("attach")}),
 )
 
 
