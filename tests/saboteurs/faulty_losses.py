@@ -8,7 +8,7 @@ import functools
 import torch
 from saboteurs import planted
 
-from curry_train.primitives import chunked_loss, cross_entropy
+from curry_train.primitives import chunked_loss, cross_entropy, loss_backends
 from curry_train.primitives.chunked_loss import apply_chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
 
@@ -112,6 +112,18 @@ FAULTS = [
         "logits-alone",
         patches=[(cross_entropy, "_fitting_rows", counts_logits_alone)],
         hint="chunks with",
+    ),
+    planted(
+        "memory-plan.loss-backends",
+        "not-compared",
+        patches=[(loss_backends, "_agree", lambda *_, most: True)],
+        hint="ran, not",
+    ),
+    planted(
+        "memory-plan.loss-heads",
+        "watched",
+        patches=[(chunked_loss, "_counts_arrivals", lambda function, args: False)],
+        hint="watches logits",
     ),
     planted(
         "memory-plan.loss-heads",

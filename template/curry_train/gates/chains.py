@@ -443,6 +443,35 @@ def _wrong_cache(
 # Storages that blocks save, and the report of those that offload moves.
 
 
+# The sizes that reports print.
+PLANTED_SIZES = {
+    0: "0 B",
+    1023: "1023 B",
+    1024: "1.00 KiB",
+    10 * 1024: "10.0 KiB",
+    500 * 2**20: "500 MiB",
+    3 * 2**29: "1.50 GiB",
+    2**40: "1.00 TiB",
+    2**51: "2048 TiB",
+}
+
+
+class PlantedStream:
+    """A stream of copies on no device, whose copies are done once `done` says so."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+        self.done: list[bool] = []
+        self.calls: list[Any] = []
+        self.wait_stream = self.wait_event = self.calls.append
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event of the last copy."""
+        number = len(self.done)
+        self.done.append(False)
+        return SimpleNamespace(query=lambda: self.done[number], number=number)
+
+
 def _offloaded_step(
     model: Any, *, times: int = 1, change: Callable[[], Any] = lambda: None
 ) -> list[Any]:

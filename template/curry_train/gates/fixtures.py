@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/gates/test_ranks.py tests/gates/test_bench.py`.
 
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import torch
@@ -31,7 +33,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.rerun import seeded
+from ..primitives import loss_backends
 from ..primitives.cross_entropy import IGNORED_TARGET
+from ..primitives.loss_backends import BackendEntry, loss_backend
 
 
 class PlantedMachine:
@@ -230,35 +234,6 @@ PLANTED_HOSTS: dict[str, tuple[dict[str, str], int | None]] = {
 }
 
 
-# The sizes that reports print.
-PLANTED_SIZES = {
-    0: "0 B",
-    1023: "1023 B",
-    1024: "1.00 KiB",
-    10 * 1024: "10.0 KiB",
-    500 * 2**20: "500 MiB",
-    3 * 2**29: "1.50 GiB",
-    2**40: "1.00 TiB",
-    2**51: "2048 TiB",
-}
-
-
-class PlantedStream:
-    """A stream of copies on no device, whose copies are done once `done` says so."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.device = device
-        self.done: list[bool] = []
-        self.calls: list[Any] = []
-        self.wait_stream = self.wait_event = self.calls.append
-
-    def record_event(self, event: Any = None) -> Any:
-        """Return an event of the last copy."""
-        number = len(self.done)
-        self.done.append(False)
-        return SimpleNamespace(query=lambda: self.done[number], number=number)
-
-
 # Losses over logits, as people write them, and the definition of their options.
 
 HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
@@ -310,9 +285,13 @@ def loss_by_definition(
 
 
 def own_backend(reference: Any, sources: Any, targets: Tensor, used: Any) -> Tensor:
-    """Compute a loss by the reference, as a backend of the user may."""
-    loss: Tensor = reference(*sources, targets, **used)
-    return loss
+    """Compute a loss by its definition, from the options that a backend gets."""
+    hidden, weight, bias = sources
+    sizes = ("chunk_tokens", "chunk_bytes", "weighted_by_probability")
+    options = {name: value for name, value in used.items() if name not in sizes}
+    if used.get("weighted_by_probability"):
+        options["token_weights"] = "probability"
+    return loss_by_definition(hidden, weight, targets, bias=bias, **options)
 
 
 def options_of_losses(hidden: Tensor, classes: int) -> dict[str, dict[str, Any]]:
@@ -586,6 +565,97 @@ READS: dict[str, Callable[[Tensor], Any]] = {
         logits, torch.zeros(2, 9).long()
     ),
 }
+
+
+class PastFunctions(torch.autograd.Function):
+    """An exponential that takes its tensor past `__torch_function__`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        output = logits.exp()
+        ctx.save_for_backward(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (output,) = ctx.saved_tensors
+        return gradient * output
+
+
+def read_by_operations(apply: Callable[..., Any], needs: Sequence[bool]) -> list[Tensor]:
+    """Read shifted logits past functions, and in a loss under autocast; return all gradients."""
+    with seeded(0):
+        model: Any = nn.Sequential(nn.Linear(4, 9))
+    apply(model)
+    leaves = [torch.linspace(-1, 1, 24).reshape(2, 3, 4), model[0].weight, model[0].bias]
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(need)
+    value = PastFunctions.apply(model(leaves[0])[:, :-1]).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(leaves[0])
+    value = value + F.cross_entropy(logits.float().flatten(0, 1), torch.arange(6))
+    wanted = list(itertools.compress(leaves, needs))
+    gradients = torch.autograd.grad(value, wanted) if wanted else ()
+    return [value.detach(), *gradients]
+
+
+def planted_backends(calls: list[str]) -> dict[str, BackendEntry]:
+    """Return backends of which one is lean, and the others waste memory, err or do not run here."""
+
+    def made(name: str, waste: int, factor: float) -> BackendEntry:
+        def loss(hidden: Any, weight: Any, bias: Any, targets: Any, **options: Any) -> Tensor:
+            calls.append(name)
+            if not factor:
+                raise RuntimeError("this kernel does not run here")
+            wasted = torch.ones(waste)
+            return factor * wasted[0] * F.cross_entropy(F.linear(hidden, weight, bias), targets)
+
+        return BackendEntry(loss, "json", ("cpu",), frozenset({"ignore_index", "reduction"}))
+
+    rows = {"wasteful": (2**16, 1.0), "lean": (2**10, 1.0), "wrong": (1, 1.001), "broken": (1, 0.0)}
+    planted = {name: made(name, *row) for name, row in rows.items()}
+    planted["elsewhere"] = replace(planted["lean"], device_types=("cuda", "xpu"))
+    planted["absent"] = replace(planted["lean"], package="no_such_package")
+    planted["limited"] = replace(planted["lean"], options=frozenset({"reduction"}))
+    return planted
+
+
+def wrong_backends() -> list[str]:
+    """Return what is wrong with the choice of a backend by name, and by measured bytes."""
+    wrong = []
+    calls: list[str] = []
+    planted = planted_backends(calls)
+    options = {"ignore_index": IGNORED_TARGET, "reduction": "mean"}
+    measured = ["wasteful", "wasteful", "lean", "wrong", "broken", "lean"]
+    with (
+        mock.patch.dict(loss_backends.BACKENDS, planted, clear=True),
+        mock.patch.dict(loss_backends.MEASURED_BACKENDS, clear=True),
+    ):
+        # Of a size that is measured already one backend runs once.
+        for targets, expected in (
+            (torch.arange(4), measured),
+            (torch.arange(5), ["lean"]),
+            (torch.arange(9) % 7, measured),
+        ):
+            sources = [torch.ones(len(targets), 5, requires_grad=True), torch.ones(7, 5), None]
+            calls.clear()
+            leanest = loss_backend("auto")
+            leanest(planted["wasteful"].loss, sources, targets, options)
+            if calls != expected:
+                wrong.append(f"of {len(targets)} tokens {calls} ran, not {expected}")
+        for name, text in (
+            ("elsewhere", "runs on cuda, xpu, not on cpu"),
+            ("absent", "no_such_package is not installed"),
+            ("limited", "does not take ignore_index"),
+            ("other", "must be one of auto, wasteful, lean, wrong"),
+        ):
+            try:
+                loss_backend(name)(planted["lean"].loss, sources, targets, options)
+                wrong.append(f"the backend {name} computes")
+            except ValueError as error:
+                if text not in str(error):
+                    wrong.append(f"the backend {name}: {error}")
+    return wrong
 
 
 # Functions that run on several ranks.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -57,6 +58,7 @@ from ..primitives.cross_entropy import (
 )
 from ..workloads.workload import Case, token_loss
 from . import fixtures
+from .planted_blocks import refusal
 from .same_training import same_training
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable
 
@@ -321,12 +323,10 @@ def every_loss_call(case: Case, *, loss: CrossEntropy = chunked_cross_entropy) -
             wrong.append(f"chunks with {options} have {rows} tokens")
     wrong += _wrong_gradients(loss)
     for name, (changes, text) in fixtures.WRONG_LOSSES.items():
-        try:
-            loss(**fixtures.planted_loss(**changes))
-            wrong.append(f"{name} is taken")
-        except ValueError as error:
-            if text not in str(error):
-                wrong.append(f"{name}: the error does not name {text}")
+        call = partial(loss, **fixtures.planted_loss(**changes))
+        if why := refusal(call, [text], (ValueError,)):
+            wrong.append(f"{name}: {why}")
+    wrong += fixtures.wrong_backends()
     num_ways = 4 * len(each) + len(fixtures.CHUNK_SIZES) + len(fixtures.WRONG_LOSSES)
     measured = f"{num_ways} calls, {len(wrong)} wrong"
     required = "as defined, and errors that name what is wrong"
@@ -342,6 +342,8 @@ def _wrong_gradients(loss: CrossEntropy) -> list[str]:
             for function in (loss, fixtures.loss_by_definition):
                 bias = torch.linspace(0, 1, fixtures.LOSS_CLASSES, dtype=torch.float64)
                 given = fixtures.planted_loss(torch.float64, bias=bias)
+                # Another highest logit in each row.
+                given["hidden"][0] *= 1000
                 names = list(itertools.compress(("hidden", "weight", "bias"), needs))
                 leaves = [given[name].requires_grad_() for name in names]
                 value = function(**given, reduction=reduction).sum()
@@ -354,12 +356,9 @@ def _wrong_gradients(loss: CrossEntropy) -> list[str]:
                 wrong.append(f"gradients of {names} with reduction={reduction}")
     given = fixtures.planted_loss()
     given["weight"].requires_grad_()
-    try:
-        torch.autograd.grad(loss(**given), given["weight"], create_graph=True)
-        wrong.append("a second derivative is given")
-    except RuntimeError as error:
-        if "differentiated twice" not in str(error):
-            wrong.append(f"a second derivative: {error}")
+    twice = partial(torch.autograd.grad, loss(**given), given["weight"], create_graph=True)
+    if why := refusal(twice, ["differentiated twice"], (RuntimeError,)):
+        wrong.append(f"a second derivative: {why}")
     ours = chunked_log_probabilities(**fixtures.planted_loss(), softcap=2.0)
     definition = partial(fixtures.loss_by_definition, softcap=2.0, reduction="none")
     by_hand = -definition(**fixtures.planted_loss())
@@ -467,7 +466,7 @@ def _wrong_reports(apply: ApplyToHead) -> list[str]:
     wrong = []
     logits = model(torch.ones(3, 4))
     (use,) = chunked_loss_report(model).values()
-    texts = [str(use)]
+    texts: list[Any] = [str(use)]
     for _ in range(2):
         F.cross_entropy(logits, torch.zeros(3).long())
         texts.append(str(use))
@@ -475,12 +474,18 @@ def _wrong_reports(apply: ApplyToHead) -> list[str]:
         wrong.append(f"losses are reported as {texts}")
     with torch.no_grad():
         model[0].weight.mul_(2)
-    try:
-        logits.exp()
-        wrong.append("logits are read after the weight has changed")
-    except RuntimeError as error:
-        if "had changed" not in str(error):
-            wrong.append(f"logits that are read too late: {error}")
+    if why := refusal(logits.exp, ["had changed"], (RuntimeError,)):
+        wrong.append(f"logits that are read after the weight has changed: {why}")
+    for needs in itertools.product((False, True), repeat=3):
+        found = [fixtures.read_by_operations(change, needs) for change in (apply, nn.Module.train)]
+        if max(map(_difference, *found)) > OUTER_BOUND[torch.bfloat16]:
+            wrong.append(f"logits that are read, where {needs} of input, weight and bias train")
+    logits = model(torch.ones(3, 4))
+    register_multi_grad_hook((logits,), texts.append)
+    F.cross_entropy(logits, torch.zeros(3).long()).backward()
+    (use,) = chunked_loss_report(model).values()
+    if use.whole or len(texts) != 4:
+        wrong.append(f"a hook that watches logits is not called, or {use}")
     return wrong
 
 

@@ -50,8 +50,8 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, offload_one
 from ..workloads.workload import Case
-from .chains import CHAIN_GATES, ROUTING_JUDGED
-from .fixtures import PLANTED_HOSTS, PLANTED_SIZES, PlantedStream
+from .chains import CHAIN_GATES, PLANTED_SIZES, ROUTING_JUDGED, PlantedStream
+from .fixtures import PLANTED_HOSTS
 from .planted_blocks import PLANTED_GATES, judged_ways, refusal
 from .same_training import (
     LEAST_BYTES,
