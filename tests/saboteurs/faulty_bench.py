@@ -13,7 +13,7 @@ from saboteurs import planted
 
 from curry_train.bench import report
 from curry_train.bench.report import measure_levers
-from curry_train.bench.steps import PLAIN_LEVER, TrainingStep, find_lever
+from curry_train.bench.steps import PLAIN_LEVER, TrainingStep, find_lever, python_calls
 from curry_train.core.measure import bytes_on_device, peak_of_step
 from curry_train.core.timing import Ratio, Spread, paired_ratio, time_in_turns
 from curry_train.primitives.grad_accum import train_window
@@ -234,7 +234,35 @@ def plain_for_an_unknown_name(text):
         return replace(PLAIN_LEVER, name=text)
 
 
+class WithoutState(TrainingStep):
+    """Shares the weights, and steps with moments of its own."""
+
+    def _share_state(self, like):
+        return None
+
+
+class CopiedWeights(TrainingStep):
+    """Holds its own weights beside those of the step that it is like."""
+
+    def __init__(self, case, *args, like=None, **options):
+        super().__init__(case, *args, **options)
+
+
+def with_the_first_step(case, change):
+    """Count two steps, of which the first one does what happens only once."""
+    return 2 * python_calls(case, change)
+
+
+def of_the_change_alone(case, change):
+    """Count the calls that a change adds."""
+    return python_calls(case, change) - python_calls(case, lambda module, case: None)
+
+
 FAULTS = [
+    planted("bench.steps-share", "without-state", make=WithoutState, hint="moments shared"),
+    planted("bench.steps-share", "copied", make=CopiedWeights, hint="weights shared"),
+    planted("bench.python-calls", "first-step", calls=with_the_first_step, hint="are added"),
+    planted("bench.python-calls", "difference", calls=of_the_change_alone, hint="three modules"),
     planted(
         "bench.levers", "never-accumulated", find=never_accumulated, hint="accumulate=4 is not"
     ),

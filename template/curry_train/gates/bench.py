@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/gates/test_bench.py`.
 
 import contextlib
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
-from ..bench.steps import LEVER_HELP, Lever, TrainingStep, find_lever, list_levers
+from ..bench.steps import LEVER_HELP, Lever, TrainingStep, find_lever, list_levers, python_calls
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount, count_flops
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record
@@ -34,7 +35,7 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import PlantedMachine
-from .verdict import Gate, Judged, NotApplicable, Takes, Verdict, not_applicable
+from .verdict import Gate, Judged, NotApplicable, Takes, Verdict, not_applicable, unlike
 
 # Gates of the benchmark's timings: step times exclude machine effects, and steps train.
 
@@ -306,6 +307,7 @@ JUDGED_CALLABLES = (
     Judged("spread_of", lambda seconds: None),
     Judged("TrainingStep", lambda case, *, learning_rate: None),
     Judged("find_lever", lambda text: None),
+    Judged("python_calls", lambda case, change: None),
     Judged("measure_levers", lambda case, levers, *, rounds, warmup: None),
 )
 TIMER_TAKES = {"time_in_turns": Takes("time"), "paired_ratio": Takes("ratio")}
@@ -584,7 +586,174 @@ def _blocks() -> Workload:
     )
 
 
+# Steps side by side, and Python calls, on planted models.
+
+
+class CallsByHand(nn.Module):
+    """Calls a Python function so many times in each forward, and notes sizes and training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(1)
+        self.num_calls = 0
+        self.sizes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(len(x))
+        for _ in range(self.num_calls):
+            _call_once()
+        output: Tensor = self.norm(self.layer(x))
+        return output
+
+
+def _call_once() -> None:
+    """Call a builtin function, in one Python call."""
+    abs(0)
+
+
+CALLS_WORKLOAD = Workload(
+    "calls by hand",
+    CallsByHand,
+    lambda size: torch.randn(size, 4),
+    lambda module, batch: module(batch).square().sum(),
+)
+# Of each number of calls that is added to a forward, the calls that a step has more.
+MORE_CALLS = (0, 1, 40)
+
+
+def _wrong_calls(case: Case, count_calls: Callable[..., int]) -> Iterator[str]:
+    """Yield what is wrong with counts of Python calls, and with what a count leaves behind."""
+    made: list[CallsByHand] = []
+
+    def with_calls(number: int) -> Callable[[nn.Module, Case], None]:
+        def change(module: Any, case: Case) -> None:
+            module.num_calls = number
+            made.append(module)
+
+        return change
+
+    previous = sys.getprofile()
+    plain = count_calls(case, with_calls(0))
+    counts = [count_calls(case, with_calls(number)) for number in MORE_CALLS]
+    yield unlike("the calls that are added", [one - plain for one in counts], list(MORE_CALLS))
+    # The model, its three children's calls, the loss and backward: fewer than a hundred by far.
+    yield "" if 5 < plain < 200 else f"a step of three modules has {plain} Python calls"
+    yield "" if sys.getprofile() is previous else "a count leaves its profiler"
+    yield unlike("the sizes of the batches", made[0].sizes, [2, 2])
+    yield unlike("gradients after a count", [one.grad for one in made[0].parameters()], [None] * 4)
+    yield unlike("steps of a norm", made[0].norm.num_batches_tracked, torch.tensor(0))
+    alone = replace(case, batch_size=1, workload=_one_layer())
+    yield "" if count_calls(alone, lambda module, case: None) > 0 else "one sample is not counted"
+    whole = replace(case, workload=replace(case.workload, is_divisible=False))
+    count_calls(whole, with_calls(0))
+    yield unlike("the size of a batch that is not divided", made[-1].sizes[0], case.batch_size)
+
+
+def _one_layer() -> Workload:
+    return Workload(
+        "one layer",
+        lambda: nn.Linear(4, 1),
+        lambda size: torch.randn(size, 4),
+        lambda module, batch: module(batch).square().sum(),
+    )
+
+
+def _wrong_sharing(case: Case, make: MakeStep) -> Iterator[str]:
+    """Yield what is wrong with steps that share weights and optimizer state."""
+    first = make(case)
+    first()
+    for name, other_case, is_shared in (
+        ("the same dtype", case, True),
+        ("another dtype", replace(case, dtype=torch.float64), False),
+    ):
+        other = make(other_case, like=first)
+        pairs = list(zip(first.model.parameters(), other.model.parameters(), strict=True))
+        shared = [one.data_ptr() == same.data_ptr() for one, same in pairs]
+        yield unlike(f"weights shared with {name}", shared, [is_shared] * len(pairs))
+        moments = [
+            other.optimizer.state.get(same) is first.optimizer.state[one] for one, same in pairs
+        ]
+        yield unlike(f"moments shared with {name}", moments, [is_shared] * len(pairs))
+    alone = make(case)
+    yield unlike("state of a step alone", len(alone.optimizer.state), 0)
+    before = [one.clone() for one in alone.model.parameters()]
+    for _ in range(2):
+        alone()
+    after = [one.detach() for one in alone.model.parameters()]
+    yield unlike("weights after timed steps", after, before)
+    alone()
+    alone.drop_gradients()
+    yield unlike("gradients", [one.grad for one in alone.model.parameters()], [None] * len(before))
+    given = torch.ones(3, 8)
+    by_function = make(case, batch=given, optimizer=partial(_sgd, 0.1), learning_rate=0.5)
+    yield unlike("the batch that is given", by_function.window.microbatches[0], given)
+    yield unlike("the rate", by_function.optimizer.param_groups[0]["lr"], 0.5)
+    yield "" if isinstance(by_function.optimizer, torch.optim.SGD) else "the optimizer is another"
+    loss = by_function.mean_loss(by_function.model, given)
+    summed = by_function.loss(by_function.model, given)
+    yield unlike("the mean loss", loss.detach(), summed.detach() / 3)
+
+
+def _sgd(rate: float, model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), rate)
+
+
+# A batch, its number of terms, and the unit that a step has.
+UNITS: tuple[tuple[Tensor, int, str], ...] = (
+    (torch.ones(4, 8), 4, "samples"),
+    (torch.ones(4, 8, dtype=torch.int64), 32, "tokens"),
+    (torch.ones(4, 8), 32, "terms"),
+    (torch.ones(4, dtype=torch.int64), 8, "terms"),
+)
+
+
+def _wrong_units(case: Case, make: MakeStep) -> Iterator[str]:
+    for batch, number, unit in UNITS:
+        workload = replace(
+            case.workload,
+            batch=lambda size, batch=batch: batch,  # type: ignore[misc]
+            count=lambda batch, number=number: number,  # type: ignore[misc]
+        )
+        step = make(replace(case, workload=workload, batch_size=len(batch)))
+        yield unlike(f"terms of {list(batch.shape)}", step.num_terms, number)
+        yield unlike(f"the unit of {list(batch.shape)}", step.unit, unit)
+
+
+def side_by_side(
+    case: Case, *, make: MakeStep = TrainingStep, calls: Callable[..., int] = python_calls
+) -> Verdict:
+    """Make steps beside each other and count Python calls, on planted models."""
+    gate = "bench/steps"
+    blocks = replace(
+        case,
+        device=torch.device("cpu"),
+        workload=_blocks(),
+        dtype=torch.float32,
+        batch_size=LEVER_BATCH_SIZE,
+        blocks=None,
+    )
+    counted = replace(blocks, workload=CALLS_WORKLOAD)
+    with seeded(case.seed):
+        checks = [
+            *_wrong_calls(counted, calls),
+            *_wrong_sharing(blocks, make),
+            *_wrong_units(blocks, make),
+        ]
+    wrong = [problem for problem in checks if problem]
+    hint = ""
+    if wrong:
+        hint = f"{wrong[0]}: share weights and state alone, and count the calls of one whole step"
+    measured = f"{len(checks) - len(wrong)} of {len(checks)} right"
+    return Verdict(gate, not wrong, measured, f"{len(checks)} of {len(checks)}", hint)
+
+
 BENCH_FIGURE_GATES = (
+    Gate(
+        "bench/steps",
+        side_by_side,
+        {"TrainingStep": Takes("make"), "python_calls": Takes("calls")},
+    ),
     Gate("bench/levers", levers_by_name, {"find_lever": Takes("find")}),
     Gate("bench/flops", bench_flops, MEASURE_TAKES),
     Gate("bench/peak", peak, MEASURE_TAKES),
