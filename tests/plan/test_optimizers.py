@@ -374,3 +374,15 @@ def test_the_class_is_replaced_where_it_is_imported_by_the_factory():
     assert made.param_groups[0]["momentum"] == 0.9
     assert CPUOffloadOptimizer.__init__ is before
     assert "__init_subclass__" not in vars(torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "paged_adamw_8bit"])
+def test_names_of_trainers_are_known(name):
+    made = make_optimizer(name, nn.Linear(2, 2))
+    assert bool(made.defaults.get("fused")) == name.endswith("fused")
+    assert (getattr(made, "num_bytes", None) == 2) == name.endswith("8bit")
+
+
+def test_an_unknown_name_of_a_trainer_is_read_off_it():
+    with pytest.raises(ValueError, match=r"'lion_32bit'; use one of .* --trainer .* optim"):
+        make_optimizer("lion_32bit", nn.Linear(2, 2))

@@ -8,6 +8,7 @@ import runpy
 import sys
 import textwrap
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,6 +314,13 @@ def test_a_model_and_a_trainer_at_once_are_refused():
 REFUSED = {
     "def make(): return 5": "it returned a int: return a Trainer of transformers",
     "from accelerate import Accelerator\n"
+    "class Theirs(Accelerator):\n"
+    "    def unwrap_model(self, *args): raise ImportError('install galore')\n"
+    "def make():\n"
+    "    made = Theirs(cpu=True)\n"
+    "    made._models = made._optimizers = made._dataloaders = [5]\n"
+    "    return made": "reading it raised ImportError: install galore",
+    "from accelerate import Accelerator\n"
     "def make(): return Accelerator(cpu=True)": "has prepared no model and no optimizer",
 }
 
@@ -359,3 +367,44 @@ def test_an_optimizer_like_another_has_its_groups_and_begins_empty():
         OptimizerLike(NeedsMore(first.parameters(), 3), first)
     with pytest.raises(WorkloadError, match="holds no parameter of Linear"):
         OptimizerLike(optimizer, second)
+
+
+# As the manager of bitsandbytes: modules, names of their parameters, and options of those.
+MANAGER = SimpleNamespace(index2config={}, module_weight_config_triple=[])
+
+
+class InBits(torch.optim.Optimizer):
+    """Keep what decides the size of its state in attributes, as bitsandbytes does."""
+
+    def __init__(self, params, lr=0.1, bits=32, is_paged=False, slow=0.9):
+        super().__init__(params, {"lr": lr})
+        self.args = SimpleNamespace(bits=bits)
+        self.is_paged = is_paged
+        self.slow = slow
+        self.mng = MANAGER
+
+    def step(self):
+        for place, parameter in enumerate(self.param_groups[0]["params"]):
+            own = self.mng.index2config.get((0, place), {})
+            bits = own.get("bits", self.args.bits)
+            self.state[parameter]["moment"] = torch.zeros(parameter.numel() * bits // 8)
+
+
+class NeedsModel(torch.optim.SGD):
+    def __init__(self, params, model):
+        super().__init__(params, lr=0.1)
+        self.model = model
+
+
+def test_an_optimizer_like_another_keeps_what_its_constructor_took_beside_the_groups():
+    """Without it, a state of 8 bits would be counted as 32."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    MANAGER.module_weight_config_triple.append((first, "bias", {"bits": 32}))
+    given = InBits(first.parameters(), bits=8, is_paged=True, slow=0.5)
+    like = OptimizerLike(given, first)(second)
+    like.step()
+    assert like.state[second.weight]["moment"].numel() == 16
+    assert like.state[second.bias]["moment"].numel() == 4 * 4
+    assert (like.is_paged, like.slow) == (True, 0.5)
+    with pytest.raises(WorkloadError, match="it needs model"):
+        OptimizerLike(NeedsModel(first.parameters(), first), first)

@@ -201,10 +201,20 @@ OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS = {
     "adamw": "AdamW with two moments in the parameters' dtype",
     "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
+    "adamw-fused": "AdamW in one kernel, which needs no copies in its step",
     "adamw-in-backward": "AdamW that steps in backward: no gradients, and no clip by their norm",
     "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
     "sgd": "SGD without state",
     "sgd-momentum": "SGD with momentum in the parameters' dtype",
+}
+# Names of the Trainer's `optim` that mean one of these.
+TRAINER_OPTIMIZERS = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw-fused",
+    "adamw_8bit": "adamw-8bit",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_torch_8bit": "adamw-8bit",
+    "paged_adamw_8bit": "adamw-8bit",
 }
 OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 
@@ -220,8 +230,11 @@ def make_optimizer(
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if callable(name) or (isinstance(name, str) and ":" in name):
         return _of_factory(name, module, foreach=foreach)
+    name = TRAINER_OPTIMIZERS.get(str(name), name)
     if name == "adamw":
         return torch.optim.AdamW(trained, foreach=foreach)
+    if name == "adamw-fused":
+        return torch.optim.AdamW(trained, fused=True)
     if name == "adamw-in-backward":
         return StepInBackward(trained, functools.partial(torch.optim.AdamW, foreach=foreach))
     if name in ("sgd", "sgd-momentum"):
@@ -232,7 +245,10 @@ def make_optimizer(
         return BytesForEach(trained, num_bytes=OPTIMIZER_BYTES_PER_PARAMETER[str(name)])
     if isinstance(name, int | float) or re.fullmatch(r"\d+(\.\d+)?", name):
         return BytesForEach(trained, num_bytes=float(name))
-    others = f"use one of {', '.join(OPTIMIZERS)}, package.module:function, or bytes per parameter"
+    others = (
+        f"use one of {', '.join(OPTIMIZERS)}, package.module:function, bytes per parameter, or "
+        "--trainer package.module:make_trainer, which reads the optim of its arguments"
+    )
     raise ValueError(
         f"no optimizer is called {name!r}; {did_you_mean(name, OPTIMIZERS, otherwise=others)}"
     )

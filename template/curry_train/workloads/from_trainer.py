@@ -130,7 +130,12 @@ class OptimizerLike:
             raise WorkloadError(
                 f"the {self._class.__name__} holds no parameter of {type(module).__name__}"
             )
-        self._options = _accepted_options(self._class, optimizer.defaults)
+        self._overrides = _overrides(optimizer, [names for names, _ in self.groups], module)
+        self._options = _accepted_options(optimizer)
+        # Such as `args` of bitsandbytes, which has the bits of the state.
+        self._attributes = {
+            key: copy.copy(value) for key, value in vars(optimizer).items() if _is_setting(value)
+        }
 
     def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
         parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -139,6 +144,10 @@ class OptimizerLike:
             groups.append({**settings, "params": [parameters[name] for name in names]})
         make: Any = self._class
         optimizer: torch.optim.Optimizer = make(groups, **self._options)
+        for key in self._attributes.keys() & vars(optimizer).keys():
+            vars(optimizer)[key] = self._attributes[key]
+        if self._overrides:
+            vars(optimizer)["mng"].index2config.update(self._overrides)
         return optimizer
 
     def summary(self) -> str:
@@ -352,11 +361,45 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
 NOT_SETTINGS = ("params", "initial_lr", "param_names")
 
 
-def _accepted_options(made: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of an optimizer that its constructor takes."""
+def _overrides(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], module: nn.Module
+) -> dict[tuple[int, int], Any]:
+    """Return what bitsandbytes steps in another way, such as embeddings in 32 bits.
+
+    Its manager has them by module, and by the places of a parameter and of its group.
+    """
+    manager = vars(optimizer).get("mng")
+    given = getattr(manager, "module_weight_config_triple", ())
+    configs = {id(getattr(owner, name, None)): config for owner, name, config in given}
+    found = {}
+    for at, names in enumerate(groups):
+        for place, name in enumerate(names):
+            parameter = module.get_parameter(name)
+            if id(parameter) in configs:
+                found[at, place] = configs[id(parameter)]
+    return found
+
+
+SETTING_TYPES = (bool, int, float, str, tuple, torch.dtype, type(None))
+
+
+def _is_setting(value: Any) -> bool:
+    """Return whether an attribute is a number, a text or an object that holds nothing else."""
+    inside = vars(value).values() if hasattr(value, "__dict__") else [value]
+    return not isinstance(value, type) and all(isinstance(one, SETTING_TYPES) for one in inside)
+
+
+def _accepted_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the options of an optimizer's constructor, from its defaults and its attributes."""
+    made = type(optimizer)
     accepted = inspect.signature(made).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
-    options = {key: value for key, value in defaults.items() if takes_any or key in accepted}
+    options = {
+        key: value for key, value in optimizer.defaults.items() if takes_any or key in accepted
+    }
+    for key, value in vars(optimizer).items():
+        if key in [*accepted][1:] and key not in options and _is_setting(value):
+            options[key] = value
     missing = [
         name
         for name, one in list(accepted.items())[1:]

@@ -347,10 +347,8 @@ def _place(error: BaseException, called: Callable[..., Any] | None) -> str:
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
     if code is None:
         return ""
-    in_called_file = [line for line in lines if line[0] == code.co_filename]
-    if in_called_file:
-        return _short(*in_called_file[-1])
-    return _short(code.co_filename, code.co_firstlineno)
+    first = code.co_filename, code.co_firstlineno
+    return _short(*[first, *(line for line in lines if line[0] == code.co_filename)][-1])
 
 
 def _is_theirs(file: str) -> bool:
@@ -465,8 +463,10 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
         made = stepped_on_host()(load_object)(text)
         try:
             return _tried(workload_of(take_training(made), spec))
-        except ValueError as error:
+        except WorkloadError as error:
             raise WorkloadError(f"{text}: {error}") from error
+        except Exception as error:
+            raise WorkloadError(f"{text}: reading it raised {describe_raised(error)}") from error
 
 
 def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
