@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curry_train.gates import snn_timesteps
+from curry_train.primitives import hidden_state
 from curry_train.primitives.hidden_state import HiddenState
 from curry_train.primitives.snn_timesteps import (
     checkpoint_timesteps,
@@ -196,6 +197,20 @@ def refuses_every_change(step, inputs, state, **options):
 
 
 FAULTS = [
+    planted(
+        "snn-timesteps.layers",
+        "closures-unseen",
+        model="snn",
+        patches=[(hidden_state, "_variables", lambda function: {})],
+        hint="a closure",
+    ),
+    planted(
+        "snn-timesteps.layers",
+        "not-restored",
+        model="snn",
+        patches=[(snn_timesteps, "remove_timesteps", lambda model: [])],
+        hint="loops of a model",
+    ),
     planted("snn-timesteps.layers", "no-check", loop=without_the_check, model=SNN, hint="accepted"),
     planted("snn-timesteps.layers", "no-name", loop=names_the_model, model=SNN, hint="is called"),
     planted("snn-timesteps.layers", "every-change", loop=refuses_every_change, model=SNN),

@@ -528,6 +528,50 @@ def _wrong_generators() -> list[str]:
     return wrong
 
 
+# Steps of a loop over time that keep state and are no module.
+
+
+class PlantedObject:
+    """An object of a class of the user, with a value inside."""
+
+    def __init__(self) -> None:
+        self.total: Any = 0.0
+
+
+class PlantedCells(PlantedObject):
+    """An object of the user with a step, which adds to a value inside."""
+
+    def __call__(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        self.total = 0.5 * self.total + x
+        return self.total, state + x
+
+    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self(x, state)
+
+
+def _closure() -> Callable[..., Any]:
+    total = [torch.zeros(1)]
+
+    def counting(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        total[0] = 0.5 * total[0] + x
+        return total[0], state + x
+
+    return counting
+
+
+# Steps that are no module and keep state, and how the error has to name it.
+HIDING_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a closure": (_closure, "counting (function) keeps state from one timestep to the next in "),
+    "a method": (lambda: PlantedCells().step, "PlantedCells (PlantedCells) keeps state"),
+    "an object": (PlantedCells, "PlantedCells (PlantedCells) keeps state"),
+    "a partial": (lambda: partial(PlantedCells.step, PlantedCells()), "0 (PlantedCells) keeps"),
+    "a partial by name": (
+        lambda: partial(lambda x, state, cells: cells(x, state), cells=PlantedCells()),
+        "cells (PlantedCells) keeps",
+    ),
+}
+
+
 # Wrong uses: each is an error that names what is wrong, and leaves the model as it was.
 
 

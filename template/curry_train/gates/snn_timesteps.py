@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,14 @@ from ..primitives.snn_timesteps import (
     best_schedule,
     checkpoint_timesteps,
     measure_costs,
+    recompute_timesteps,
+    remove_timesteps,
     slice_time,
     steppers,
 )
 from ..primitives.strategies import STRATEGIES, Apply, Sample, schedule_peak_bytes, times_again
 from ..workloads.workload import Case
+from .planted_blocks import HIDING_STEPS, PlantedObject, refusal
 from .same_training import same_training, sample_of
 from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable, with_errors
 
@@ -383,13 +386,6 @@ class PlantedLayer(nn.Module):
         return state.tanh(), state
 
 
-class PlantedObject:
-    """An object of a class of the user, with a value inside."""
-
-    def __init__(self) -> None:
-        self.total: Any = 0.0
-
-
 def _integrates(layer: Any, x: Tensor) -> Tensor:
     layer.kept = 0.5 * layer.kept + x
     return x + (layer.kept > 1e3).to(x.dtype)  # never in the steps that the check runs
@@ -412,6 +408,18 @@ def _adds_to_an_entry(layer: Any, x: Tensor) -> Tensor:
 
 def _adds_to_an_object(layer: Any, x: Tensor) -> Tensor:
     layer.kept.total = layer.kept.total + x
+    return x + layer.kept.total
+
+
+class PlantedPair(NamedTuple):
+    """A named tuple that a layer replaces in each step."""
+
+    factor: int
+    total: Any
+
+
+def _adds_to_a_pair(layer: Any, x: Tensor) -> Tensor:
+    layer.kept = PlantedPair(layer.kept.factor, 0.5 * layer.kept.total + x)
     return x + layer.kept.total
 
 
@@ -439,6 +447,7 @@ HIDING_LAYERS: dict[str, Callable[[], PlantedLayer]] = {
     "a list": lambda: PlantedLayer(_appends, []),
     "a deque": lambda: PlantedLayer(_appends, deque(maxlen=3)),
     "a dictionary": lambda: PlantedLayer(_adds_to_an_entry, {"nested": [0.0]}),
+    "a named tuple": lambda: PlantedLayer(_adds_to_a_pair, PlantedPair(1, 0.0)),
     "an object": lambda: PlantedLayer(_adds_to_an_object, PlantedObject()),
     "a counter": lambda: PlantedLayer(_counts, 0),
     "a flag": lambda: PlantedLayer(_takes_turns, False),
@@ -478,6 +487,41 @@ SOUND_LAYERS: dict[str, Callable[[], PlantedLayer]] = {
 }
 
 
+class PlantedUnroll(nn.Module):
+    """A module with a loop over time, and one inside of it."""
+
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+    def unroll(self, step: Any, inputs: Any, state: Any) -> Any:
+        return _loop_by_hand(step, inputs, state, time_dim=0, outputs="stack")
+
+
+def _wrong_steps(case: Case, loop: Loop) -> list[str]:
+    """Return steps whose state is not named, and loops that are not found or not restored."""
+    wrong = []
+    for name, (build, text) in HIDING_STEPS.items():
+        call = partial(loop, build(), *_planted_inputs(case), chunk_size=3)
+        if why := refusal(call, [text, "'total'"], (HiddenState,)):
+            wrong.append(f"{name}: {why}")
+    model: Any = nn.Sequential(PlantedUnroll(PlantedUnroll()), nn.Linear(1, 1), PlantedUnroll())
+    model[1].unroll = 3
+    model[2].unroll = own = lambda step, inputs, state: None
+    found = recompute_timesteps(model), remove_timesteps(model), remove_timesteps(model)
+    if found != (["0", "2"], ["0", "2"], []) or "unroll" in vars(model[0]):
+        wrong.append(f"loops of a model: {found}")
+    if model[2].unroll is not own:
+        wrong.append("a loop on the instance is not restored")
+    inputs, state = _planted_inputs(case)
+    costs = measure_costs(PlantedLayer(lambda layer, x: x.exp()).to(case.device), [*inputs], state)
+    # Each step saves an exponential; the state is another tensor of that size.
+    nbytes = state.nbytes
+    if costs != Costs(nbytes, nbytes):
+        wrong.append(f"a step is measured as {costs}, not as {nbytes} bytes each")
+    return wrong
+
+
 def planted_layers(case: Case, *, loop: Loop = checkpoint_timesteps) -> Verdict:
     """Plant layers that keep state, each another way, and layers that only look as if.
 
@@ -485,7 +529,8 @@ def planted_layers(case: Case, *, loop: Loop = checkpoint_timesteps) -> Verdict:
     by hand, in chunks by measured costs and by size, and to hold the same values at the end.
     """
     gate = "snn-timesteps/layers"
-    required = f"{len(HIDING_LAYERS)} named, {len(SOUND_LAYERS)} bit-equal"
+    num_steps = len(HIDING_LAYERS) + len(HIDING_STEPS)
+    required = f"{num_steps} named, {len(SOUND_LAYERS)} bit-equal"
     if not _has_loop(case):
         return not_applicable(gate, required=required, why=NO_LOOP)
 
@@ -509,8 +554,9 @@ def planted_layers(case: Case, *, loop: Loop = checkpoint_timesteps) -> Verdict:
             if not _all_equal(by_hand, _train_planted(case, build, loop, **options)):
                 different.append(f"{name} with {options or 'measured chunks'}")
                 break
+    accepted += _wrong_steps(case, loop)
     hint = "; ".join([*accepted, *(f"{name} trains otherwise" for name in different)])
-    num_named = len(HIDING_LAYERS) - len(accepted)
+    num_named = num_steps - len(accepted)
     measured = f"{num_named} named, {len(SOUND_LAYERS) - len(different)} bit-equal"
     return Verdict(gate, not hint, measured, required, hint)
 
