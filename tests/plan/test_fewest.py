@@ -14,11 +14,11 @@ from curry_train.plan import fewest
 from curry_train.plan.cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.fewest import CHANGES, GpuCount, fewest_gpus
+from curry_train.plan.fewest import CHANGES, GpuCount, fewest_gpus, floor_of, without_chunks
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.rank_time import RankSeconds
-from curry_train.primitives import recompute_blocks
-from curry_train.workloads.models import mlp
+from curry_train.primitives import apply_chunked_loss, recompute_blocks
+from curry_train.workloads.models import mlp, transformer
 
 MIB = 2**20
 BATCH = 2
@@ -74,16 +74,35 @@ def test_no_change_is_needed_where_all_fits():
     assert [(one.num_gpus, one.change) for one in roomy.attempts] == [(1, CHANGES[0])]
 
 
+def test_what_blocks_hold_with_the_whole_loss_is_a_floor_for_the_loss_in_chunks():
+    model = transformer(depth=2, dim=32, vocabulary=512, length=64)
+    with Sketch(model, kernels="cuda") as sketch:
+        plain = sketch.step(8)
+        chunked = sketch.step(8, change=apply_chunked_loss)
+    floor = floor_of(plain)
+    assert floor > CONTEXT_BYTES + plain.fixed
+    memory = cuda_memory(chunked.trace, workspace_bytes=workspace_of("h100"))
+    assert floor <= memory.allocated_bytes + CONTEXT_BYTES
+    assert floor > 0.7 * (chunked.peak_bytes + CONTEXT_BYTES)
+
+
 class PlantedPeaks:
     """Peaks and state of each mesh with each change, planted at random."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.table = {}
+        self.asked = set()
 
     def __call__(self, search, sketch, change):
         sharding = sketch.sharding
-        return [self.of(sharding, change, search.limit_bytes)]
+        self.asked.add((sharding.mesh_text, change))
+        count = self.of(sharding, change, search.limit_bytes)
+        if not change.chunked_loss:
+            _, peaks, _ = self.table[sharding.mesh_text]
+            alike = [one for one in CHANGES if without_chunks(one) == without_chunks(change)]
+            search.floors[without_chunks(change)] = min(peaks[one] for one in alike)
+        return [count]
 
     def of(self, sharding, change, limit):
         key = sharding.mesh_text
@@ -114,6 +133,7 @@ class NoSketch:
 def test_fewest_agree_with_exhaustive_search_where_more_gpus_may_need_more(monkeypatch, limit):
     templates = [Sharding("fsdp2"), Sharding("fsdp2+tp", mesh={"dp": 1, "tp": 4})]
     answers = set()
+    skipped = 0
     for seed in range(200):
         planted = PlantedPeaks(seed)
         monkeypatch.setattr(fewest, "Sketch", NoSketch)
@@ -144,8 +164,15 @@ def test_fewest_agree_with_exhaustive_search_where_more_gpus_may_need_more(monke
         )
         nearest = [one for one in found.attempts if one.num_gpus * 2 == least]
         assert all(one.is_least for one in nearest)
+        for one in nearest:
+            _, peaks, _ = planted.table[one.sharding.mesh_text]
+            assert one.peak_bytes == min(peaks.values())
+            skipped += sum(
+                (one.sharding.mesh_text, change) not in planted.asked for change in peaks
+            )
         answers.add(least)
     assert len(answers) > 3
+    assert skipped > 10
 
 
 def _seconds_then_change(one):

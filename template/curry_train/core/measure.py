@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from .blocks import find_blocks
@@ -188,13 +187,11 @@ class LiveStorages(TorchDispatchMode):
             return NotImplemented
         self.settle()
         kwargs = kwargs or {}
-        for value in tree_iter((args, kwargs)):
-            if isinstance(value, Tensor):
-                self._meet(value, was_there=True)
+        for value in operands(args, kwargs):
+            self._meet(value, was_there=True)
         out = func(*args, **kwargs)
-        for value in tree_iter(out):
-            if isinstance(value, Tensor):
-                self._meet(value, was_there=False)
+        for value in operands(out):
+            self._meet(value, was_there=False)
         self._sum = self._sum_of(func, args, out)
         if self._sum is None:
             self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
@@ -309,6 +306,19 @@ class LiveStorages(TorchDispatchMode):
 def _last(values: Sequence[Any], wanted: Any) -> int:
     """Return the last index of a value."""
     return len(values) - 1 - next(i for i, value in enumerate(reversed(values)) if value == wanted)
+
+
+def operands(*values: Any) -> list[Tensor]:
+    """List the tensors in arguments or results of an operation: quicker than any tree's."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += operands(*value)
+        elif isinstance(value, dict):
+            found += operands(*value.values())
+    return found
 
 
 def has_wrapper(types: Iterable[type]) -> bool:

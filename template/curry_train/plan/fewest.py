@@ -299,6 +299,20 @@ def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[
         size *= 2
 
 
+def without_chunks(change: FittingChange) -> FittingChange:
+    """Return a change with the whole loss, and without its name."""
+    return replace(change, name="", chunked_loss=False)
+
+
+def floor_of(step: StepEstimate) -> int:
+    """Return what a step with the whole loss needs with a chunked one at least.
+
+    Activations of blocks stay until the loss has run, whatever it does.
+    """
+    context = 0 if step.trace is None else CONTEXT_BYTES
+    return context + step.fixed + sum(block.held for block in step.blocks.values())
+
+
 class _Search:
     """Attempts on the least numbers of GPUs, up to the first that fits and some more."""
 
@@ -322,6 +336,8 @@ class _Search:
         self.name = workload if isinstance(workload, str) else workload.name
         # Changes that the model does not take, such as chunks of a loss without an output layer.
         self.not_for_it: set[str] = set()
+        # What is needed at least, by the change without chunks. Many chunks take long to estimate.
+        self.floors: dict[FittingChange, int] = {}
 
     def run(self, candidates: Sequence[Sharding]) -> tuple[GpuCount, ...]:
         """Try numbers of GPUs from the least on, and return the attempts in this order.
@@ -353,17 +369,31 @@ class _Search:
         Without `every_change` the changes end where the state alone is too large.
         """
         found: list[GpuCount] = []
+        postponed: list[FittingChange] = []
+        self.floors.clear()
         shared = replace(sharding, ranks=1)
         with Sketch(self.workload, kernels="cuda", sharding=shared, **self.options) as sketch:
             self.name = sketch.case.workload.name
             for change in CHANGES:
                 sketch.sharding = replace(shared, sync_each_microbatch=change.syncs_each)
+                if self._floor(change) > self.limit_bytes:
+                    postponed.append(change)
+                    continue
                 found += self._with(sketch, change)
                 if found and found[-1].fits:
                     return found[-1]
                 if found and found[-1].is_hopeless and not every_change:
                     return replace(found[-1], is_least=False)
-        return min(found, key=lambda one: one.peak_bytes)
+            least = min(one.peak_bytes for one in found)
+            for change in postponed:
+                if self._floor(change) <= least:
+                    sketch.sharding = replace(shared, sync_each_microbatch=change.syncs_each)
+                    found += self._with(sketch, change)
+        return min(found, key=lambda one: (one.peak_bytes, CHANGES.index(one.change)))
+
+    def _floor(self, change: FittingChange) -> int:
+        """Return bytes that a change needs at least, by a step that was estimated; 0 if unknown."""
+        return self.floors.get(without_chunks(change), 0)
 
     def _with(self, sketch: Sketch, change: FittingChange) -> Sequence[GpuCount]:
         """Return the attempt with a change; none if the change does nothing here."""
@@ -389,6 +419,8 @@ class _Search:
         except UnsuitableHead:
             self.not_for_it.add("chunked loss")
             return ()
+        if not change.chunked_loss:
+            self.floors[without_chunks(change)] = floor_of(step)
         peak = self._peak(step)
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
         if step.trace is not None:

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
+from ..core.measure import operands
 from ..core.wording import parse_bytes
 from .device import LINK_EFFICIENCY, PCIE4_BYTES_PER_SECOND, DeviceProfile
 
@@ -197,8 +197,8 @@ class CourseRecorder:
         course = self.course
         index = len(course.streams)
         course.streams.append(stream)
-        inputs = {_key(one): one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        outputs = {_key(one): one for one in tree_iter(out) if isinstance(one, Tensor)}
+        inputs = {_key(one): one for one in operands(args, kwargs)}
+        outputs = {_key(one): one for one in operands(out)}
         kind = kind_of_collective(func)
         if kind is None and outputs.keys() <= inputs.keys() and not func._schema.is_mutable:
             return  # a view
@@ -234,7 +234,7 @@ def _mutated(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += [one for one in tree_iter(value) if isinstance(one, Tensor)]
+        found += operands(value)
     return found
 
 
@@ -273,7 +273,7 @@ def _collective(kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out:
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(one.numel() * one.itemsize for one in tree_iter(tree) if isinstance(one, Tensor))
+    return sum(one.numel() * one.itemsize for one in operands(tree))
 
 
 # Times of a course.

@@ -197,6 +197,8 @@ class WholeSteps:
         self, candidate: Candidate, *, sketch: Sketch | None = None, **options: Any
     ) -> StepEstimate:
         """Estimate the whole step of a candidate, in this sketch if no other one is given."""
+        if sketch is None and self._is_known_plain(candidate):
+            return self.sketch.step(candidate.microbatch, accumulated=candidate.steps > 1)
         with drop_saved() as offload:
 
             def change(module: nn.Module) -> None:
@@ -213,6 +215,18 @@ class WholeSteps:
             return (sketch or self.sketch).step(
                 candidate.microbatch, accumulated=candidate.steps > 1, change=change, **options
             )
+
+    def _is_known_plain(self, candidate: Candidate) -> bool:
+        """Check whether the sketch caches the step of a candidate on a rank, which has no change.
+
+        Routers and lengths change the step of a model that is otherwise the same.
+        """
+        sketch = self.sketch
+        is_plain = not candidate.chunked_loss and all(
+            option.kind == NONE_KIND for option in candidate.options.values()
+        )
+        is_cached = sketch.sharding.is_shared and sketch.routing is None and not self.lengths
+        return is_plain and is_cached
 
     def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
         """Return the peak of a candidate on one of several ranks, where the plan is for one.
@@ -288,6 +302,8 @@ class WholeSteps:
         return of_rank.peak_bytes - alone.peak_bytes + self.overhead(of_rank)
 
     def _plain_step(self, chain: Chain, *, accumulated: bool, alone: bool) -> StepEstimate:
+        if alone and not accumulated:
+            return chain.steps[-1]
         key = chain.chunk_tokens, accumulated, alone
         if key not in self._plain_steps:
             chunk = functools.partial(
