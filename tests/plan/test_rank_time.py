@@ -174,13 +174,23 @@ def test_fsdp2_hides_its_gathers_behind_a_long_computation_and_not_behind_a_shor
     assert window.optimizer > 0
 
 
-def test_a_plan_of_ranks_has_the_time_of_its_communication():
+def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
+    sizes = []
+    run = Sketch._rank_step
+
+    def counted(sketch, size, **given):
+        sizes.append(size)
+        return run(sketch, size, **given)
+
+    monkeypatch.setattr(Sketch, "_rank_step", counted)
     options = {"device": "cpu", "chunked_loss": False, "without": ("sac", "regions", "full")}
     links = Links(1e6, 1e6)
     sharding = Sharding("fsdp2", 8)
     model = mlp(depth=2, width=64)
     num_bytes = sum(parameter.nbytes for parameter in model.build().parameters())
     slow = plan(model, 2**30, **options, global_batch=8, sharding=sharding, links=links)
+    # The planned step is as it is, and was estimated once.
+    assert sizes.count(1) == 1
     found = slow.communication
     parts = ("compute_seconds", "exposed_seconds", "optimizer_seconds")
     assert math.isclose(slow.step_seconds, sum(found[name] for name in parts))
