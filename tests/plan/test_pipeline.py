@@ -114,6 +114,8 @@ def test_a_pipeline_of_one_stage_reserves_what_a_plan_of_its_model_does():
     (rank,) = found.ranks
     assert (rank.peak_bytes, rank.reserved_bytes) == (step.peak_bytes, memory.reserved_bytes)
     assert found.most_bytes == memory.reserved_bytes + CONTEXT_BYTES
+    # A budget of all of the card is what CUDA gives of it.
+    assert found.limit(80 * 2**30) == PROFILES["h100"].usable_bytes < 80 * 2**30
     assert all(len(line) <= 80 for line in found.table(2**30).splitlines())
 
 

@@ -594,7 +594,7 @@ def _print_peaks(
     if json_path:
         facts = provenance(torch.device("cpu")) | {"budget_bytes": budget_bytes}
         write_json(json_path, facts | peaks.to_json())
-    if budget_bytes is not None and peaks.most_bytes > budget_bytes:
+    if budget_bytes is not None and peaks.most_bytes > peaks.limit(budget_bytes):
         sys.exit(1)
 
 

@@ -28,7 +28,7 @@ import functools
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,9 @@ class PipelinePeaks:
     seconds: PipelineSeconds | None = None
     links: Links | None = None
 
+    # What CUDA gives to processes of the device; None if unknown.
+    usable_bytes: int | None = None
+
     @property
     def first(self) -> StagePeak:
         return self.ranks[0]
@@ -133,6 +136,10 @@ class PipelinePeaks:
     def most_bytes(self) -> int:
         """The memory that the heaviest rank takes, with the context of its process."""
         return self.heaviest.needed_bytes + self.context_bytes
+
+    def limit(self, budget_bytes: int) -> int:
+        """Return a budget, or what the device has if that is less."""
+        return min(budget_bytes, self.usable_bytes or budget_bytes)
 
     def table(self, budget_bytes: int | None = None) -> str:
         """Format the peaks at 80 columns, with what a budget leaves for each."""
@@ -152,7 +159,7 @@ class PipelinePeaks:
             sizes = [one.parameter_bytes, one.peak_bytes]
             sizes += [one.reserved_bytes or 0] * self._is_reserved
             if budget_bytes is not None:
-                sizes.append(budget_bytes - one.needed_bytes - self.context_bytes)
+                sizes.append(self.limit(budget_bytes) - one.needed_bytes - self.context_bytes)
             stages = ", ".join(map(str, one.stages))
             cells = "".join(f"{_signed(size):>11}" for size in sizes)
             places = [name for name in ("first", "last", "heaviest") if getattr(self, name) is one]
@@ -256,7 +263,7 @@ def pipeline_peaks(
     settings = {"dtype": dtype, "seed": seed}
     program = _Program(workload, function, mesh, batch_size, profile, optimizer, settings)
     ranks = first_ranks(mesh)
-    found: dict[int, StagePeak] = {}
+    by_rank: dict[int, StagePeak] = {}
     board = StageBoard()
     # A rank with several stages needs the shapes of stages between them, which run later.
     waiting = ranks
@@ -264,19 +271,26 @@ def pipeline_peaks(
         for rank in waiting:
             tell(f"rank {rank} of the pipeline")
             board.assumed.pop(rank, None)
-            found[rank] = program.peak(rank, board)
+            by_rank[rank] = program.peak(rank, board)
         waiting = [rank for rank in ranks if board.is_wrong(rank)]
 
-    peaks = tuple(found[rank] for rank in ranks)
+    peaks = tuple(by_rank[rank] for rank in ranks)
+    found = PipelinePeaks(program.name, batch_size, dict(mesh), peaks)
     if profile is None:
-        return PipelinePeaks(program.name, batch_size, dict(mesh), peaks)
+        return found
     links = links or links_of(profile.name)
     name = str(dtype).removeprefix("torch.")
     seconds = time_of_pipeline(program.courses, profile, links, dtype=name)
     context = 0
     if program.kernels == "cuda":
         context = CONTEXT_BYTES if context_bytes is None else context_bytes
-    return PipelinePeaks(program.name, batch_size, dict(mesh), peaks, context, seconds, links)
+    return replace(
+        found,
+        context_bytes=context,
+        seconds=seconds,
+        links=links,
+        usable_bytes=profile.usable_bytes,
+    )
 
 
 def first_ranks(mesh: Mapping[str, int]) -> list[int]:
