@@ -198,7 +198,23 @@ def first_layers_alone(records, *, most=24):
     return flow_table(records, most=most).replace("layers.2.0", "layers.1.0")
 
 
+class EveryLayer(GradFlow):
+    """Probes all layers, whatever was chosen."""
+
+    def __init__(self, model, optimizer=None, *, layers=None, **options):
+        super().__init__(model, optimizer, **options)
+
+
+class EveryStep(GradFlow):
+    """Probes each step, whatever was chosen."""
+
+    def __init__(self, model, optimizer=None, *, every=1, **options):
+        super().__init__(model, optimizer, **options | {"every": 1})
+
+
 FAULTS = [
+    planted("grad-flow.layers", "every-layer", probe=EveryLayer, hint="the layers first"),
+    planted("grad-flow.steps", "every-step", probe=EveryStep, hint="the steps with every=2"),
     planted("grad-flow.findings", "last-step", judge=last_step_alone, hint="an infinite output"),
     planted("grad-flow.findings", "none-dead", judge=none_dead, hint="an output of 0"),
     planted("grad-flow.report", "first-layers", table=first_layers_alone, hint="table"),

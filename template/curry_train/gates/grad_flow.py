@@ -2,11 +2,13 @@
 
 Each gate takes the probe as `probe`, so that its tests can plant a wrong one.
 
+Why so long: the gates of one technique, with the chains and models of all forms that they probe.
+
 Proof: `python -m pytest tests/gates/test_grad_flow.py`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +25,7 @@ from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import Finding, flow_findings, flow_json, flow_table
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
-from .verdict import Gate, Judged, Takes, Verdict, not_applicable
+from .verdict import Gate, Judged, Takes, Verdict, not_applicable, unlike, unrefused
 
 FlowProbe = Callable[..., Any]
 NORM_TOLERANCE = 1e-9  # both sums are float64, in different orders
@@ -343,6 +345,124 @@ def _not_written(flow: Any) -> str:
     return ""
 
 
+# Layers that are chosen, tied or frozen, steps that are skipped, and wrong settings.
+
+
+class ManyForms(nn.Module):
+    """Layers that are tied, frozen, unused, inside of another, and of a long name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False)
+        self.tied = nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False).requires_grad_(False)
+        self.unused = nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False)
+        self.group = nn.ModuleDict({LONG_NAME: nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.tied(torch.tanh(self.first(x))))
+        output: Tensor = self.group[LONG_NAME](x)
+        return output
+
+
+SKIPPED_STEP = 1
+LONG_NAME = "a_layer_of_a_name_that_no_column_holds"
+# Patterns of layers, and the layers that they choose.
+CHOSEN_LAYERS: tuple[tuple[Any, Sequence[str]], ...] = (
+    (None, ("first", "tied", "frozen", "unused", f"group.{LONG_NAME}")),
+    ("first", ("first",)),
+    (["f*", "tied"], ("first", "tied", "frozen")),
+)
+
+
+def _flow_of(probe: FlowProbe, *, skips: bool = False, **options: Any) -> Any:
+    """Probe three steps of a model of many forms, of which the second may be skipped."""
+    model = ManyForms()
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with probe(model, optimizer, **({"scaler": scaler} if skips else {}), **options) as flow:
+        for step in range(CHAIN_STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, CHAIN_WIDTH)).square().mean()
+            if skips:
+                broken = math.inf if step == SKIPPED_STEP else 1.0
+                scaler.scale(loss * broken).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                optimizer.step()
+    return flow
+
+
+def _wrong_layers(probe: FlowProbe) -> Iterator[str]:
+    """Yield what is wrong with the layers of a record, and with their rows."""
+    for pattern, names in CHOSEN_LAYERS:
+        flow = _flow_of(probe, every=1, layers=pattern)
+        yield unlike(f"the layers {pattern}", tuple(flow.records[-1].layers), tuple(names))
+    every = _flow_of(probe, every=1)
+    last = every.records[-1].layers
+    yield unlike("a tied parameter", last["tied"].tied, ("first.weight",))
+    yield unlike("a layer whose parameter counts before", last["tied"].gradient, None)
+    yield unlike("a frozen parameter", last["frozen"].frozen, ("frozen.weight",))
+    yield unlike("an unused layer", (last["unused"].activation, last["unused"].calls), (None, 0))
+    yield unlike("no gradient", last["unused"].without_gradient, ("unused.weight",))
+    order = ("first", "tied", "frozen", f"group.{LONG_NAME}")
+    yield unlike("the order of forwards", every.records[-1].order, order)
+    rows = flow_table(every.records).splitlines()
+    yield "" if any("not called" in row for row in rows) else "no row of a layer without a call"
+    yield "" if max(map(len, rows)) <= 80 else "a row of more than 80 columns"
+    short = f"...{LONG_NAME[-28:]} "
+    yield "" if any(short in row for row in rows) else "a long name does not end in its own end"
+
+
+def _wrong_steps(probe: FlowProbe) -> Iterator[str]:
+    """Yield what is wrong with the steps that are probed, and with a skipped one."""
+    for every, first, steps in ((1, 0, (0, 1, 2)), (2, 0, (0, 2)), (2, 1, (2,)), (5, 5, (5,))):
+        flow = _flow_of(probe, every=every, first_step=first)
+        probed = tuple(record.step for record in flow.records)
+        yield unlike(f"the steps with every={every} from {first}", probed, steps)
+    skipped = _flow_of(probe, skips=True, every=1)
+    yield unlike("steps taken", [one.stepped for one in skipped.records], [True, False, True])
+    yield unlike("an update of none", skipped.records[1].layers["first"].update, None)
+    found = [one for one in flow_findings(skipped.records) if one.kind == "skipped"]
+    yield unlike("skipped steps", [(one.step, one.value) for one in found], [(1, 1 / 3)])
+    yield "" if found and "1 of 3 probed steps" in found[0].message else "no words on the skipped"
+    kinds = {one.kind for one in flow_findings(skipped.records)}
+    yield "" if "nonfinite" in kinds else "an infinite gradient of a skipped step is not found"
+    written = flow_json(skipped)
+    settings = (written["every"], written["recompute"])
+    yield unlike("the settings in the JSON", settings, (1, "filter"))
+    norm = written["steps"][1]["layers"]["first"]["gradient"]["norm"]
+    yield "" if norm in ("inf", "nan") else f"an infinite norm is written as {norm!r}"
+    finite = written["steps"][0]["layers"]["first"]["gradient"]["norm"]
+    yield "" if isinstance(finite, float) else f"a norm is written as {finite!r}"
+
+
+# Settings that are none, and what the error has to name.
+WRONG_SETTINGS: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({"every": 0}, "every"),
+    ({"every": 1.5}, "every"),
+    ({"layers": "fist"}, "fist"),
+    ({"recompute": "maybe"}, "recompute"),
+)
+
+
+def flow_forms(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
+    """Probe layers and steps of all forms: chosen, tied, frozen, unused, skipped, and wrong."""
+    with seeded(case.seed):
+        checks = [*_wrong_layers(probe), *_wrong_steps(probe)]
+        for settings, word in WRONG_SETTINGS:
+            call = partial(_flow_of, probe, **({"every": 1} | dict(settings)))
+            checks.append(unrefused(ValueError, call, word))
+    wrong = [problem for problem in checks if problem]
+    measured = f"{len(checks) - len(wrong)} of {len(checks)} right"
+    hint = f"{wrong[0]}: count each parameter once, and say what was not observed" if wrong else ""
+    required = f"{len(checks)} of {len(checks)}"
+    return Verdict("grad-flow/forms", not wrong, measured, required, hint)
+
+
 JUDGED_CALLABLES = (Judged("GradFlow", lambda model, optimizer, *, every, recompute: None),)
 PROBE_TAKES = {"GradFlow": Takes("probe")}
 
@@ -352,6 +472,7 @@ GATES = (
     Gate("grad-flow/same-training", flow_same_training, PROBE_TAKES),
     Gate("grad-flow/held-bytes", held_bytes, PROBE_TAKES),
     Gate("grad-flow/findings", findings, PROBE_TAKES),
+    Gate("grad-flow/forms", flow_forms, PROBE_TAKES),
 )
 
 
