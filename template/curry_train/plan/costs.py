@@ -18,7 +18,6 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
@@ -292,7 +291,7 @@ class Drop:
             base = tensor if tensor._base is None else tensor._base
             storage = tensor.untyped_storage()
             is_weight = storage._cdata in parameters or isinstance(base, nn.Parameter)
-            if is_weight or type(tensor) not in (Tensor, nn.Parameter, FakeTensor):
+            if is_weight or has_wrapper([type(tensor)]):
                 return tensor
             before = self.known.get(storage._cdata)
             if before is None or before() is None:
