@@ -30,6 +30,18 @@ class Own(torch.Tensor):
     """A tensor with a class that only adds methods."""
 
 
+class Packed(torch.Tensor):
+    """A tensor that computes its elements, as those of quantised bases do."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (1,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return args[0]
+
+
 class OddModel(nn.Module):
     """A model of one layer, with a parameter or buffer of an odd form."""
 
@@ -380,7 +392,11 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
         ),
         (
             lambda s: s.optimizers[0].state[s.model[0].weight].update(m=Own([1.0])),
-            r"AdamW.state\['0.weight'\]\['m'\]: a Own, a tensor of its own class",
+            r"AdamW.state\['0.weight'\]\['m'\]: a Own, a tensor of its own class, can't .* convert",
+        ),
+        (
+            lambda s: s.model.register_buffer("packed", Packed()),
+            r"model.packed: a Packed, .* its own class, can't .* adapters, pass trained_only=True",
         ),
         (lambda s: s.config.update(rule=[print]), r"config\['rule'\]\[0\]: a builtin"),
         (

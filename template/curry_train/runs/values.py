@@ -142,12 +142,13 @@ class _Reader:
         return [(_decode(key, self), _decode(item, self)) for key, item in content]
 
 
-def refuse_value(place: Place, what: str) -> NoReturn:
+CONVERT_ADVICE = "convert it to numbers, text, lists, mappings, arrays of numbers or tensors"
+BASE_ADVICE = "if it is of a quantised base below adapters, pass trained_only=True"
+
+
+def refuse_value(place: Place, what: str, *, advice: str = CONVERT_ADVICE) -> NoReturn:
     """Raise the error about a value that can't be restored."""
-    raise ValueError(
-        f"{place.shown}: {what} can't be saved; convert it to numbers, text, lists, mappings, "
-        f"arrays of numbers or tensors"
-    )
+    raise ValueError(f"{place.shown}: {what} can't be saved; {advice}")
 
 
 def plain_text(value: Any, *, depth: int = 0) -> Any:
@@ -370,7 +371,9 @@ def _write_tensor(tensor: Tensor, writer: _Writer) -> Any:
         refuse_value(writer.place, "a tensor in this place")
     is_parameter = isinstance(tensor, nn.Parameter)
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
-        refuse_value(writer.place, f"a {type(tensor).__name__}, a tensor of its own class,")
+        advice = BASE_ADVICE if writer.place.shown.startswith("model.") else CONVERT_ADVICE
+        what = f"a {type(tensor).__name__}, a tensor of its own class,"
+        refuse_value(writer.place, what, advice=advice)
     if tensor.is_nested or tensor.is_meta:
         what = "a nested tensor" if tensor.is_nested else "a tensor without values (device meta)"
         refuse_value(writer.place, what)
