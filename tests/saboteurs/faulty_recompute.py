@@ -356,7 +356,7 @@ FAULTS = [
         "recompute.caches",
         "read-and-left-out",
         patches=[(checkpointed, "_require_unread", lambda block, cache: None)],
-        hint="no error",
+        hint="no ValueError",
     ),
     planted("recompute.offload-refused", "rounded", offload=rounds_keep_last, hint="0.5"),
     planted(

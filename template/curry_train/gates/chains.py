@@ -51,11 +51,10 @@ from .planted_blocks import (
     built,
     in_order,
     judged_ways,
-    refusal,
     same_values,
     two_steps,
 )
-from .verdict import Gate, Judged, Takes, Verdict, not_applicable
+from .verdict import Gate, Judged, Takes, Verdict, not_applicable, unrefused
 
 # Chains whose blocks feed each other, and chains whose blocks do not.
 
@@ -271,12 +270,12 @@ def chains(case: Case, *, segments: Callable[..., Any] = recompute_segments) -> 
         model = built(partial(BlocksInOrder, partial(ActingBlock, act), 5))
         segments(model, 2)
         x = torch.ones(NUM_SAMPLES, BLOCK_WIDTH)
-        if why := refusal(partial(run, model, x, []), texts, (ChainBroken,)):
+        if why := unrefused(ChainBroken, partial(run, model, x, []), *texts):
             wrong.append(f"{name}: {why}")
     wrong += _own_errors(segments)
     for name, (number, options, text) in WRONG_SEGMENTS.items():
         model = built(partial(BlocksInOrder, ActingBlock, 5))
-        if why := refusal(partial(segments, model, number, **options), [text], (ValueError,)):
+        if why := unrefused(ValueError, partial(segments, model, number, **options), text):
             wrong.append(f"{name}: {why}")
         elif any(map(is_changed, model.modules())):
             wrong.append(f"{name}: blocks are changed in spite of the error")
@@ -316,7 +315,7 @@ def _own_errors(segments: Callable[..., Any]) -> list[str]:
         plain = built(partial(BlocksInOrder, partial(ActingBlock, lambda layer, x: x), 5))
         expected, _ = two_steps(plain, in_order)
         segments(model, 2)
-        why = refusal(partial(two_steps, model, in_order), [text], (kind,))
+        why = unrefused(kind, partial(two_steps, model, in_order), text)
         for parameter in model.parameters():
             parameter.grad = None
         if why or not same_values(expected, two_steps(model, in_order)[0]):
@@ -400,7 +399,7 @@ def caches(case: Case, *, wrap: Callable[..., Any] = Recompute) -> Verdict:
         if why := _wrong_cache(called, filled, is_refused=True, index=None):
             wrong.append(f"a filled cache of a block without an index {why}")
         twice = partial(called, make(), times=2)
-        if why := refusal(twice, ["given before", "ActingBlock"], (ValueError,)):
+        if why := unrefused(ValueError, twice, "given before", "ActingBlock"):
             wrong.append(f"a cache that is given twice: {why}")
         shared = make(DummyLayer(**FILLED_LAYER))
         if called(shared) != (shared, None) or called(7, other=filled, reads=True) != (7, filled):
@@ -436,7 +435,7 @@ def _wrong_cache(
 ) -> str:
     if is_refused:
         texts = ["holds keys already", "ActingBlock"]
-        return refusal(partial(called, cache, **options), texts, (ValueError,))
+        return unrefused(ValueError, partial(called, cache, **options), *texts)
     return "" if called(cache, **options) == (None, None) else "is given to the block"
 
 
@@ -568,7 +567,7 @@ def _wrong_after_offload(offload: Callable[..., Any]) -> list[str]:
     if remove_offload(model) != ["0"] or not same_values(expected[1:], _offloaded_step(model)[1:]):
         wrong.append("a model without offload again trains otherwise")
     text = "no block of this model is offloaded"
-    if why := refusal(partial(offload_report, model), [text], (ValueError,)):
+    if why := unrefused(ValueError, partial(offload_report, model), text):
         wrong.append(f"a report without offload: {why}")
     return wrong + _unseen_changes(offload)
 
@@ -589,14 +588,14 @@ def _unseen_changes(offload: Callable[..., Any]) -> list[str]:
         x = torch.ones(TENSOR_SIDE, TENSOR_SIDE, requires_grad=True)
         loss = model(x).sum()
         kept[0].detach().mul_(2)
-        if why := refusal(loss.backward, ["modified by an inplace operation"], (RuntimeError,)):
+        if why := unrefused(RuntimeError, loss.backward, "modified by an inplace operation"):
             wrong.append(f"a tensor that was {name}, and is written: {why}")
     with mock.patch.object(host_memory, "available_host_bytes", return_value=100):
         model = _saving(SAVED_STORAGES["views"][0])
         batch = torch.ones(TENSOR_SIDE, TENSOR_SIDE, requires_grad=True)
         given = {"batch": batch, "loss": lambda module, batch: module(batch).sum()}
         call = partial(offload, model, blocks="0", keep_last=0, **given)
-        if why := refusal(call, ["16.0 KiB"], (host_memory.HostMemoryShort,)):
+        if why := unrefused(host_memory.HostMemoryShort, call, "16.0 KiB"):
             wrong.append(f"too little memory: {why}")
         if type(model[0]) is not SavingBlock:
             wrong.append("a block is offloaded in spite of too little memory")

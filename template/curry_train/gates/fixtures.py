@@ -33,9 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.rerun import seeded
-from ..primitives import loss_backends
 from ..primitives.cross_entropy import IGNORED_TARGET
-from ..primitives.loss_backends import BackendEntry, loss_backend
 
 
 class PlantedMachine:
@@ -599,10 +597,11 @@ def read_by_operations(apply: Callable[..., Any], needs: Sequence[bool]) -> list
     return [value.detach(), *gradients]
 
 
-def planted_backends(calls: list[str]) -> dict[str, BackendEntry]:
+def planted_backends(calls: list[str]) -> dict[str, Any]:
     """Return backends of which one is lean, and the others waste memory, err or do not run here."""
+    from ..primitives import loss_backends
 
-    def made(name: str, waste: int, factor: float) -> BackendEntry:
+    def made(name: str, waste: int, factor: float) -> Any:
         def loss(hidden: Any, weight: Any, bias: Any, targets: Any, **options: Any) -> Tensor:
             calls.append(name)
             if not factor:
@@ -610,7 +609,9 @@ def planted_backends(calls: list[str]) -> dict[str, BackendEntry]:
             wasted = torch.ones(waste)
             return factor * wasted[0] * F.cross_entropy(F.linear(hidden, weight, bias), targets)
 
-        return BackendEntry(loss, "json", ("cpu",), frozenset({"ignore_index", "reduction"}))
+        return loss_backends.BackendEntry(
+            loss, "json", ("cpu",), frozenset({"ignore_index", "reduction"})
+        )
 
     rows = {"wasteful": (2**16, 1.0), "lean": (2**10, 1.0), "wrong": (1, 1.001), "broken": (1, 0.0)}
     planted = {name: made(name, *row) for name, row in rows.items()}
@@ -622,6 +623,8 @@ def planted_backends(calls: list[str]) -> dict[str, BackendEntry]:
 
 def wrong_backends() -> list[str]:
     """Return what is wrong with the choice of a backend by name, and by measured bytes."""
+    from ..primitives import loss_backends
+
     wrong = []
     calls: list[str] = []
     planted = planted_backends(calls)
@@ -639,7 +642,7 @@ def wrong_backends() -> list[str]:
         ):
             sources = [torch.ones(len(targets), 5, requires_grad=True), torch.ones(7, 5), None]
             calls.clear()
-            leanest = loss_backend("auto")
+            leanest = loss_backends.loss_backend("auto")
             leanest(planted["wasteful"].loss, sources, targets, options)
             if calls != expected:
                 wrong.append(f"of {len(targets)} tokens {calls} ran, not {expected}")
@@ -650,7 +653,7 @@ def wrong_backends() -> list[str]:
             ("other", "must be one of auto, wasteful, lean, wrong"),
         ):
             try:
-                loss_backend(name)(planted["lean"].loss, sources, targets, options)
+                loss_backends.loss_backend(name)(planted["lean"].loss, sources, targets, options)
                 wrong.append(f"the backend {name} computes")
             except ValueError as error:
                 if text not in str(error):

@@ -58,9 +58,8 @@ from ..primitives.cross_entropy import (
 )
 from ..workloads.workload import Case, token_loss
 from . import fixtures
-from .planted_blocks import refusal
 from .same_training import same_training
-from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable
+from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable, unrefused
 
 # Gates of the chunked loss: the same training step, at a lower peak.
 
@@ -324,7 +323,7 @@ def every_loss_call(case: Case, *, loss: CrossEntropy = chunked_cross_entropy) -
     wrong += _wrong_gradients(loss)
     for name, (changes, text) in fixtures.WRONG_LOSSES.items():
         call = partial(loss, **fixtures.planted_loss(**changes))
-        if why := refusal(call, [text], (ValueError,)):
+        if why := unrefused(ValueError, call, text):
             wrong.append(f"{name}: {why}")
     wrong += fixtures.wrong_backends()
     num_ways = 4 * len(each) + len(fixtures.CHUNK_SIZES) + len(fixtures.WRONG_LOSSES)
@@ -357,7 +356,7 @@ def _wrong_gradients(loss: CrossEntropy) -> list[str]:
     given = fixtures.planted_loss()
     given["weight"].requires_grad_()
     twice = partial(torch.autograd.grad, loss(**given), given["weight"], create_graph=True)
-    if why := refusal(twice, ["differentiated twice"], (RuntimeError,)):
+    if why := unrefused(RuntimeError, twice, "differentiated twice"):
         wrong.append(f"a second derivative: {why}")
     ours = chunked_log_probabilities(**fixtures.planted_loss(), softcap=2.0)
     definition = partial(fixtures.loss_by_definition, softcap=2.0, reduction="none")
@@ -474,7 +473,7 @@ def _wrong_reports(apply: ApplyToHead) -> list[str]:
         wrong.append(f"losses are reported as {texts}")
     with torch.no_grad():
         model[0].weight.mul_(2)
-    if why := refusal(logits.exp, ["had changed"], (RuntimeError,)):
+    if why := unrefused(RuntimeError, logits.exp, "had changed"):
         wrong.append(f"logits that are read after the weight has changed: {why}")
     for needs in itertools.product((False, True), repeat=3):
         found = [fixtures.read_by_operations(change, needs) for change in (apply, nn.Module.train)]

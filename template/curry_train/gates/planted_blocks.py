@@ -30,7 +30,7 @@ from ..core.rerun import Generators, seeded
 from ..primitives.recompute import CheckpointWrapper, Recompute, recompute_blocks, remove_recompute
 from ..workloads.workload import Case
 from .same_training import calls_by_module
-from .verdict import Gate, Verdict
+from .verdict import Gate, Verdict, unrefused
 
 # Blocks of three numbers, and a training of two steps that records all that must be equal.
 
@@ -135,21 +135,6 @@ def blocks_are_planted() -> Iterator[None]:
 def judged_ways(gate: str, num_ways: int, wrong: Sequence[str], *, what: str) -> Verdict:
     measured = f"{num_ways} ways, {len(wrong)} wrong"
     return Verdict(gate, not wrong, measured, f"each {what}", "; ".join(wrong[:4]))
-
-
-def refusal(
-    call: Callable[[], Any], texts: Sequence[str], kinds: tuple[type[Exception], ...]
-) -> str:
-    """Return what is wrong with the error of a call, or nothing."""
-    try:
-        call()
-    except kinds as error:
-        missing = [text for text in texts if text not in str(error)]
-        return f"the error does not name {', '.join(missing)}: {error}" if missing else ""
-    except Exception as error:  # noqa: BLE001
-        # The implementation under test may raise anything.
-        return f"{type(error).__name__} in place of {kinds[0].__name__}: {error}"
-    return "no error"
 
 
 # Ways to wrap blocks, and blocks that keep and take what a second run must find again.
@@ -744,7 +729,7 @@ def _wrongly_found() -> list[str]:
         if names != expected:
             wrong.append(f"blocks={pattern!r} finds {names} in place of {expected}")
     for name, (make, texts) in WITHOUT_BLOCKS.items():
-        if why := refusal(partial(find_blocks, built(make)), texts, (ValueError,)):
+        if why := unrefused(ValueError, partial(find_blocks, built(make)), *texts):
             wrong.append(f"a model of {name}: {why}")
     return wrong
 
@@ -756,14 +741,14 @@ def refused(case: Case) -> Verdict:
     for name, (change, call, text) in WRONG_USES.items():
         model = _model_of(change)
         before = [*map(type, model.modules())]
-        if why := refusal(partial(call, model), [text], (ValueError,)):
+        if why := unrefused(ValueError, partial(call, model), text):
             wrong.append(f"{name}: {why}")
         elif before != [*map(type, model.modules())]:
             wrong.append(f"{name}: blocks are changed in spite of the error")
     for name, (change, text) in CHANGES.items():
         model = built(partial(BlocksInOrder, lambda: ActingBlock(kept=torch.zeros(2)), 3))
         call = partial(_changed_before_backward(change), model)
-        if why := refusal(call, [text, "ActingBlock", "in place"], (RuntimeError,)):
+        if why := unrefused(RuntimeError, call, text, "ActingBlock", "in place"):
             wrong.append(f"{name} changed before backward: {why}")
     wrong += _wrongly_found()
     num_ways = len(WRONG_USES) + len(CHANGES)

@@ -32,14 +32,7 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.parity import (
-    OUTER_BOUND,
-    Parity,
-    StepRecord,
-    check_comparable,
-    compare,
-    record_step,
-)
+from ..core.parity import OUTER_BOUND, Parity, StepRecord, check_comparable, compare, record_step
 from ..core.rerun import seeded, untouched
 from ..core.wording import format_bytes
 from ..plan.profiler import MemoryProfiler
@@ -52,7 +45,7 @@ from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments, 
 from ..workloads.workload import Case
 from .chains import CHAIN_GATES, PLANTED_SIZES, ROUTING_JUDGED, PlantedStream
 from .fixtures import PLANTED_HOSTS
-from .planted_blocks import PLANTED_GATES, judged_ways, refusal
+from .planted_blocks import PLANTED_GATES, judged_ways
 from .same_training import (
     LEAST_BYTES,
     CopiedBytes,
@@ -65,7 +58,16 @@ from .same_training import (
     why_torch_moves_nothing,
     why_torch_reruns_nothing,
 )
-from .verdict import Gate, Implementation, Judged, Takes, Verdict, as_ours, not_applicable
+from .verdict import (
+    Gate,
+    Implementation,
+    Judged,
+    Takes,
+    Verdict,
+    as_ours,
+    not_applicable,
+    unrefused,
+)
 
 # Gates of recompute: less memory, the predicted FLOPs, and the same training.
 
@@ -719,7 +721,7 @@ def _wrong_pool() -> list[str]:
         why.append(f"the pool reserves {reserved} and gives {fitting}")
     with mock.patch.object(host_memory, "available_host_bytes", return_value=12000):
         short = partial(pool.reserve, [4096, 4096, 4096])
-        if text := refusal(short, ["needs 12.0 KiB", "11.7 KiB is available"], (HostMemoryShort,)):
+        if text := unrefused(HostMemoryShort, short, "needs 12.0 KiB", "11.7 KiB is available"):
             why.append(f"more than the host has: {text}")
         if pool.reserved_bytes != reserved[-1]:
             why.append("buffers are reserved in spite of the error")

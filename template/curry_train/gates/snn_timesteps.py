@@ -37,9 +37,18 @@ from ..primitives.snn_timesteps import (
 )
 from ..primitives.strategies import STRATEGIES, Apply, Sample, schedule_peak_bytes, times_again
 from ..workloads.workload import Case
-from .planted_blocks import HIDING_STEPS, PlantedObject, refusal
+from .planted_blocks import HIDING_STEPS, PlantedObject
 from .same_training import same_training, sample_of
-from .verdict import Gate, Implementation, Judged, Takes, Verdict, not_applicable, with_errors
+from .verdict import (
+    Gate,
+    Implementation,
+    Judged,
+    Takes,
+    Verdict,
+    not_applicable,
+    unrefused,
+    with_errors,
+)
 
 NO_LOOP = (
     "no module has a loop over time in a method unroll(step, inputs, state), so there is no loop "
@@ -503,7 +512,7 @@ def _wrong_steps(case: Case, loop: Loop) -> list[str]:
     wrong = []
     for name, (build, text) in HIDING_STEPS.items():
         call = partial(loop, build(), *_planted_inputs(case), chunk_size=3)
-        if why := refusal(call, [text, "'total'"], (HiddenState,)):
+        if why := unrefused(HiddenState, call, text, "'total'"):
             wrong.append(f"{name}: {why}")
     model: Any = nn.Sequential(PlantedUnroll(PlantedUnroll()), nn.Linear(1, 1), PlantedUnroll())
     model[1].unroll = 3

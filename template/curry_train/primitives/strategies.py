@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-# Loads offload when it is used.
+# Loads offload and the loop over timesteps when they are used.
 from .. import primitives
 from ..core.blocks import NoBlocks, find_blocks, match_names
 from ..core.measure import (
@@ -35,7 +35,6 @@ from ..core.measure import (
 from ..core.measure_compiled import CompileFailed
 from ..core.rerun import generators_kept
 from ..core.wording import did_you_mean, nearest
-from .hidden_state import TimestepFunction, holders_of, put_back_later
 from .recompute import (
     ChainBroken,
     chains_of,
@@ -46,15 +45,10 @@ from .recompute import (
 from .regions import apply_regions, remove_regions
 from .running_blocks import ChosenBlocks, choose_blocks
 from .sac import POLICIES, Policy, apply_sac
-from .snn_timesteps import (
-    ChunkSchedule,
-    Costs,
-    check_chunks,
-    even_schedule,
-    measure_costs,
-    recompute_timesteps,
-    slice_time,
-)
+
+if TYPE_CHECKING:
+    from .hidden_state import TimestepFunction
+    from .snn_timesteps import ChunkSchedule, Costs
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
 
@@ -159,12 +153,15 @@ def choose_segments(
 
 
 def choose_chunk_size(
-    step: TimestepFunction, inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
+    step: "TimestepFunction", inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
 ) -> int:
     """Choose the size of even chunks with the lowest peak, from measured bytes.
 
     It is near sqrt(T * state bytes / step bytes): a small state and a large step give short chunks.
     """
+    from .hidden_state import holders_of, put_back_later
+    from .snn_timesteps import check_chunks, measure_costs, slice_time
+
     check_chunks(None, levels)
     timesteps = slice_time(inputs, time_dim)
     with generators_kept(), put_back_later(holders_of(step)):
@@ -172,12 +169,14 @@ def choose_chunk_size(
     return best_chunk_size(len(timesteps), costs, levels)
 
 
-def best_chunk_size(num_steps: int, costs: Costs, levels: int) -> int:
+def best_chunk_size(num_steps: int, costs: "Costs", levels: int) -> int:
     """Return the size of even chunks with the lowest peak; of several such sizes, the largest.
 
     It is near sqrt(T*b/s), which is not sqrt(T). With two levels, where C = sqrt(T*c), it is near
     cbrt(T*(b/s)**2).
     """
+    from .snn_timesteps import even_schedule
+
     peaks = {
         size: schedule_peak_bytes(even_schedule(num_steps, size, levels), costs)
         for size in range(1, num_steps + 1)
@@ -185,7 +184,7 @@ def best_chunk_size(num_steps: int, costs: Costs, levels: int) -> int:
     return min(peaks, key=lambda size: (peaks[size], -size))
 
 
-def schedule_peak_bytes(schedule: ChunkSchedule, costs: Costs) -> int:
+def schedule_peak_bytes(schedule: "ChunkSchedule", costs: "Costs") -> int:
     """Return the peak held bytes: the boundaries up to a chunk, and that chunk's own peak."""
     if not schedule.chunks:
         return schedule.num_steps * costs.step_bytes
@@ -194,7 +193,7 @@ def schedule_peak_bytes(schedule: ChunkSchedule, costs: Costs) -> int:
     return max([*held, len(earlier_peaks) * costs.boundary_bytes + last_peak])
 
 
-def times_again(schedule: ChunkSchedule) -> list[int]:
+def times_again(schedule: "ChunkSchedule") -> list[int]:
     """Return how often each timestep is recomputed in backward."""
     if not schedule.chunks:
         return [0] * schedule.num_steps
@@ -333,7 +332,7 @@ def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str
             f"timesteps are recomputed for the whole loop, not for single blocks, "
             f"got blocks {sample.blocks!r}: leave out --blocks"
         )
-    return recompute_timesteps(model, levels=levels)
+    return primitives.recompute_timesteps(model, levels=levels)
 
 
 def _plan(model: nn.Module, sample: Sample) -> list[str]:
@@ -551,7 +550,7 @@ def apply_config(
     if not config.enabled:
         return []
     if config.snn_timestep_checkpoint:
-        return recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+        return primitives.recompute_timesteps(model, chunk_size=config.snn_chunk_size)
     if batch is not None and loss is None:
         raise ValueError("batch is given and loss is not: measuring a step needs both")
     if config.strategy == "full":
