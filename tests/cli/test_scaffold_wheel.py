@@ -168,10 +168,17 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     assert again.stdout.startswith("same "), again.stderr
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "-k 'loss_falls or sigterm or wrong_word'",
+        pytest.param("", marks=pytest.mark.long, id="all"),
+    ],
+)
 def test_project_passes_its_own_tests_without_the_bundle(
-    environment: Path, installed: Path
+    environment: Path, installed: Path, chosen: str
 ) -> None:
-    ran = shell(f"make test PYTHON={environment}/bin/python", cwd=installed)
+    ran = shell(f'make test PYTHON={environment}/bin/python ARGS="{chosen}"', cwd=installed)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
 

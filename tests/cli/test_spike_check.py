@@ -139,10 +139,11 @@ def drawn_titles(monkeypatch):
             "spike.patience=1",
         ),
         (["--windows", "4", "spike.threshold=100"], ["100 times the noise"], "spike.threshold="),
-        (
+        pytest.param(
             ["--windows", "4", "spike.least_rise=0.99", "spike.threshold=80"],
             ["0.99 of the level"],
             "spike.threshold=",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -251,7 +251,13 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize(("skips", "runs_all"), SKIPPING.values(), ids=SKIPPING)
+@pytest.mark.parametrize(
+    ("skips", "runs_all"),
+    [
+        pytest.param(*models, id=name, marks=[pytest.mark.long] * (name == "wav2vec2"))
+        for name, models in SKIPPING.items()
+    ],
+)
 def test_skipped_layers_are_planned_as_if_they_always_ran(skips, runs_all):
     real = measure(runs_all())
     estimated, _ = estimate(skips())

@@ -25,7 +25,7 @@ from ..core.wording import (
     write_json,
 )
 from ..plan.device import MEASURED_PEAK
-from ..plan.optimizers import OPTIMIZERS, make_optimizer
+from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import (
@@ -348,7 +348,7 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter; default: own or adamw.",
+    help=f"{optimizers_in_short()}, bytes per parameter; default: own or adamw.",
 )
 @click.option(
     "--peak",

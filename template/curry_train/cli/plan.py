@@ -24,7 +24,7 @@ from rich.console import Console
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, DeviceProfile, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
-from ..plan.optimizers import OPTIMIZERS, make_optimizer
+from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.pipeline import PipelinePeaks, is_pipeline, pipeline_peaks, samples_of_pipeline
 from ..plan.planner import Infeasible, Planner
@@ -336,7 +336,7 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help=f"{', '.join(OPTIMIZERS)}, bytes per parameter, or pkg.module:function.",
+    help=f"{optimizers_in_short()}, bytes per parameter, or pkg.module:function.",
 )
 @click.option(
     "--context",

@@ -135,9 +135,9 @@ class BlockState:
                 (buffers if name in state.buffers else attributes)[name] = value.clone()
         generators = [(one, one.get_state()) for one, _ in self.generators]
         self.outside.append((outside, generators))
-        num_recomputed[0] += 1
         for generator, drawn in self.generators:
             generator.set_state(drawn)
+        num_recomputed[0] += 1
 
     def __exit__(self, *_: object) -> None:
         num_recomputed[0] -= 1
