@@ -386,3 +386,11 @@ def test_names_of_trainers_are_known(name):
 def test_an_unknown_name_of_a_trainer_is_read_off_it():
     with pytest.raises(ValueError, match=r"'lion_32bit'; use one of .* --trainer .* optim"):
         make_optimizer("lion_32bit", nn.Linear(2, 2))
+
+
+def test_an_optimizer_that_calls_the_model_in_its_step_is_refused_in_one_line():
+    with pytest.raises(
+        ValueError, match=r"LBFGS needs a closure, .*: measure .*\bSGD\b"
+    ) as refused:
+        make_optimizer(lambda module: torch.optim.LBFGS(module.parameters()), nn.Linear(4, 4))
+    assert "\n" not in str(refused.value)

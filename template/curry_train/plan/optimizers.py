@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/plan/test_optimizers.py`.
 import contextlib
 import copy
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -276,6 +277,12 @@ def _of_factory(
         raise ValueError(
             f"the optimizer's factory returned {type(optimizer).__name__}: return a "
             "torch.optim.Optimizer made from the module that it gets"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} needs a closure, with which its step runs the model "
+            "several times: measure the forward and backward with another one, such as SGD"
         )
     for group in optimizer.param_groups:
         if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
