@@ -170,7 +170,7 @@ def main() -> None:
             where, fault = FAULTS[name]
             place = folder / name
             place.mkdir()
-            found[name] = [finding[-400:] for finding in where(place, expected, fault)[:4]]
+            found[name] = [finding[-400:] for finding in where(place, expected, fault)]
         print(json.dumps(found, indent=1))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
