@@ -641,7 +641,11 @@ def _configured(*counts: int | None, **options: Any) -> PolicyConfig:
 
 
 def _records(text: str) -> list[Any]:
-    """Return records of `kind+step[=value]`: r rollback, R recovery, b best-k, a accuracy, p."""
+    """Return a record for each word: a letter, the step and, in a best-k, `=` and its value.
+
+    r is a rollback, R a recovery, p a rollback of parameters only, b a best-k by dev loss and a
+    one by accuracy.
+    """
     found = []
     names = {"b": "dev_loss", "a": "accuracy", "p": "rollback"}
     for word in text.split():
@@ -656,7 +660,8 @@ def _records(text: str) -> list[Any]:
 
 
 MAXIMIZED_BEST = {"best_k_direction": "maximize"}
-# What is saved, the configuration, the step, what is damaged, what is protected, and what goes.
+# In each row: the checkpoints that exist, the configuration, the present step, the damaged ones,
+# the protected ones, and those that must be deleted. `_records` explains the words.
 KEPT_STATES: tuple[tuple[str, PolicyConfig, int, str, str, str], ...] = (
     ("r8 r9 r10 r11", _configured(), 11, "", "", "r8 r9"),
     ("r99999998 r99999999 r100000000", _configured(), 100000000, "", "", "r99999998"),
@@ -683,7 +688,8 @@ KEPT_STATES: tuple[tuple[str, PolicyConfig, int, str, str, str], ...] = (
     ("b1=3 b2=4 a3=1", _configured(best_k=1), 3, "", "", "b2=4"),
     ("b1=3 a2=1 a3=2", _configured(best_k=1, best_k_metric="accuracy"), 3, "", "", "a3=2"),
 )
-# What is saved, the configuration, step and value of another one, and whether it is a best.
+# In each row: the checkpoints that exist, the configuration, step and metric of the next one, and
+# whether it must be saved as one of the best.
 AMONG_BEST: tuple[tuple[str, PolicyConfig, int, float, bool], ...] = (
     ("", _configured(best_k=1), 1, 5.0, True),
     ("", _configured(best_k=0), 1, 5.0, False),

@@ -315,7 +315,8 @@ def options_of_losses(hidden: Tensor, classes: int) -> dict[str, dict[str, Any]]
     return each
 
 
-# What people write between the head and the loss. Each takes logits and targets of two sequences.
+# Expressions that users write between the head and the loss, over logits and targets of two
+# sequences.
 FORMS_IN_CHUNKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a shift": lambda logits, targets: _by_row(logits[:, :-1], targets[:, 1:]),
     "a shift by ...": lambda logits, targets: _by_row(

@@ -646,7 +646,8 @@ def _changed_before_backward(change: Callable[[Any], Any]) -> Callable[[Any], An
     return call
 
 
-# What is changed between a forward and its backward, and how the error has to name it.
+# For each tensor: how to change it between forward and backward, and the words by which the error
+# must name it.
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a weight": (lambda model: model.layers[1].linear.weight.mul_(2), "linear.weight of"),
     "a bias": (lambda model: model.layers[2].linear.bias.zero_(), "linear.bias of"),

@@ -696,7 +696,7 @@ class OverwritingBlock(nn.Module):
         return normed + x.mul_(0.5)
 
 
-# What autograd saves in blocks, and the bytes that are copied, for the gates of offload.
+# For the gates of offload: the tensors that autograd saves in blocks, and their bytes.
 
 LEAST_BYTES = 4096  # smaller storages stay on the device
 

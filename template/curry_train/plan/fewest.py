@@ -96,7 +96,7 @@ class GpuCount:
     # Parameters and optimizer state of this GPU, which no change makes less.
     state_bytes: int = 0
 
-    # Whether every change was tried before this was called too large.
+    # Whether every change was tried, so that this is the least peak.
     is_least: bool = True
 
     # The peak where all tokens choose the experts of this GPU; None where shapes do not depend on
