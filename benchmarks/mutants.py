@@ -1,6 +1,7 @@
 """Count which small changes of a technique its gates and its tests catch, and record it.
 
     python benchmarks/mutants.py grad-accum sac --json evidence/mutants.json --resume
+    python benchmarks/mutants.py --sample 40 --seed 7 --json R    # another sample of each technique
     python benchmarks/mutants.py --changed      # only lines that differ from the base commit
     python benchmarks/mutants.py sac --json R --missed tests --tests tests/test_x.py  # a new test
 
@@ -473,6 +474,9 @@ def _parse_options() -> argparse.Namespace:
         "--tests", nargs="+", metavar="TEST", help="with --missed: in place of the technique's own"
     )
     parser.add_argument("--sample", type=int, metavar="N", help="of each technique, N mutants")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="another one draws another sample"
+    )
     parser.add_argument("--lines", action="store_true", help="print counts for each source line")
     parser.add_argument("--changed", action="store_true", help="run mutants of changed lines only")
     parser.add_argument("--base", metavar="COMMIT", help="what --changed compares with")
@@ -509,7 +513,7 @@ def run_technique(
     else:
         chosen = [one for one in everything if "not run" in record.outcome(technique, one)]
     if options.sample is not None:
-        chosen = random.Random(0).sample(chosen, min(options.sample, len(chosen)))
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     written = time.monotonic()
     kinds = (options.missed,) if options.missed in KINDS_OF_CHECKS else KINDS_OF_CHECKS
     for one, caught in results(
