@@ -1,15 +1,13 @@
 """Count which small changes of a technique its gates and its tests catch, and record it.
 
-    python benchmarks/mutants.py grad-accum sac --json evidence/mutants.json --resume
-    python benchmarks/mutants.py --sample 40 --seed 7 --json R    # another sample of each technique
+    python benchmarks/mutants.py --sample 40 --seed 7 --json R --resume  # of each technique
     python benchmarks/mutants.py --changed      # only lines that differ from the base commit
     python benchmarks/mutants.py sac --json R --missed tests --tests tests/test_x.py  # a new test
 
-mutmut makes the mutants, and `mutant_forks.py` runs them: `mutmut run` itself takes eight times as
-long on this package, because it starts torch again, and selects no test that starts processes.
-`pip install '.[dev]'` installs mutmut. A mutant that changes only the text of an error is not run.
-A mutant that nothing catches is named with its line; `mutants.yaml` has those that were
-found to change nothing for a user, each with the reason.
+mutmut (of `.[dev]`) makes the mutants, and `mutant_forks.py` runs them: `mutmut run` takes eight
+times as long here, because it starts torch again, and selects no test that starts processes.
+A mutant that changes only the text of an error is not run. One that nothing catches is named with
+its line; `mutants.yaml` has those that change nothing for a user, each with the reason.
 Proof: `python -m pytest tests/benchmarks/test_mutants.py`.
 """
 
@@ -474,9 +472,7 @@ def _parse_options() -> argparse.Namespace:
         "--tests", nargs="+", metavar="TEST", help="with --missed: in place of the technique's own"
     )
     parser.add_argument("--sample", type=int, metavar="N", help="of each technique, N mutants")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="another one draws another sample"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the sample")
     parser.add_argument("--lines", action="store_true", help="print counts for each source line")
     parser.add_argument("--changed", action="store_true", help="run mutants of changed lines only")
     parser.add_argument("--base", metavar="COMMIT", help="what --changed compares with")
