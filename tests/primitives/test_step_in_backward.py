@@ -68,6 +68,50 @@ def test_a_state_dict_goes_on():
     assert all(map(torch.equal, module.parameters(), copied.parameters()))
 
 
+def train_copy(optimizer, module):
+    copied, other = copy.deepcopy((optimizer, module))
+    copied.attach()
+    train(other, copied)
+    return other
+
+
+def train_copy_for_copied_model(optimizer, module):
+    other = copy.deepcopy(module)
+    pairs = zip(module.parameters(), other.parameters(), strict=True)
+    copied = copy.deepcopy(optimizer, {id(one): new for one, new in pairs})
+    copied.attach()
+    train(other, copied)
+    return other
+
+
+@pytest.mark.parametrize("train_one", [train_copy, train_copy_for_copied_model])
+def test_a_copy_goes_on_with_its_own_weights_and_state(train_one):
+    module = model()
+    optimizer = StepInBackward(module.parameters(), ADAM)
+    train(module, optimizer)
+    before = [one.clone() for one in module.parameters()]
+    other = train_one(optimizer, module)
+    assert all(map(torch.equal, module.parameters(), before))
+    train(module, optimizer)
+    assert all(map(torch.equal, module.parameters(), other.parameters()))
+
+
+def test_a_copy_of_the_optimizer_alone_steps_parameters_of_its_own():
+    """As copies of torch's optimizers do."""
+    module = model()
+    optimizer = StepInBackward(module.parameters(), ADAM)
+    copied = copy.deepcopy(optimizer)
+    first, other = next(iter(optimizer.parts)), next(iter(copied.parts))
+    before = first.detach().clone()
+    for one in (other, copied.param_groups[0]["params"][0]):
+        assert one is not first
+        assert torch.equal(one, first)
+    other.grad = torch.ones_like(other)
+    copied.step()
+    assert torch.equal(first, before)
+    assert not torch.equal(other, before)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,6 +13,7 @@ from torch import nn
 from curry_train.primitives.grad_accum import (
     GradientAccumulation,
     NonFiniteWindow,
+    StepInBackward,
     Window,
     train_window,
 )
@@ -256,6 +257,31 @@ class AtLeastOneTerm(GradientAccumulation):
         yield from super().windows(microbatches, count=least, group=group)
 
 
+def keeps_unused_gradients(model, window, loss, optimizer, **options):
+    """Fill gradients with zeros in place of None."""
+    unused = [group["params"][-1] for group in optimizer.param_groups]
+    result = train_window(model, window, loss, optimizer, **options)
+    for parameter in unused:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return result
+
+
+class AnySyncs(GradientAccumulation):
+    """A config that has no `sync_each_batch` syncs each batch."""
+
+    @classmethod
+    def from_config(cls, config, key="gradient_accumulation_steps"):
+        found = super().from_config(config, key)
+        is_read = isinstance(config, dict) or hasattr(config, "sync_each_batch")
+        return found if is_read else replace(found, sync_each_batch=True)
+
+
+class ForgetsStateInCopies(StepInBackward):
+    def __deepcopy__(self, memo):
+        return ForgetsStateInCopies(self.parts, self.make)
+
+
 class NoEmptyMicrobatch(GradientAccumulation):
     """A microbatch without terms is refused."""
 
@@ -270,6 +296,18 @@ FAULTS = [
     planted("grad-accum.wrong-input", "any-steps", accumulation=AnySteps, hint="0 steps"),
     planted("grad-accum.wrong-input", "one-term", accumulation=AtLeastOneTerm, hint="no terms"),
     planted("grad-accum.unusual-terms", "refused", accumulation=NoEmptyMicrobatch, hint="count"),
+    planted(
+        "grad-accum.unusual-terms", "zeros-for-none", train=keeps_unused_gradients, hint="to None"
+    ),
+    planted(
+        "grad-accum.steps-of-config", "syncs-by-default", accumulation=AnySyncs, hint="sync at"
+    ),
+    planted(
+        "grad-accum.in-backward",
+        "copy-without-state",
+        optimizer=ForgetsStateInCopies,
+        hint="copies need the state",
+    ),
     planted("grad-accum.own-loop", "full-windows", accumulation=FullWindows, hint="zero at"),
     planted("grad-accum.own-loop", "never-zeroed", accumulation=NeverZeroed, hint="zero at"),
     planted("grad-accum.steps-of-config", "syncs-always", accumulation=SyncsAlways, hint="sync at"),

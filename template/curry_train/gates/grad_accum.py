@@ -328,12 +328,15 @@ def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict
             return not_applicable(gate, required=required, why=why)
 
     sizes = [2] * 6
-    of_windows = _OwnLoop(accumulation.from_config({"gradient_accumulation_steps": 4}))
+    of_windows = _OwnLoop(accumulation.from_config({"gradient_accumulation_steps": _number(4)}))
     run: dict[str, Any] = {"train": of_windows.train, "windows": of_windows.windows}
     steps = _no_steps()
     found = [windows_parity(case, sizes=sizes, steps=4, masked=True, counted=steps, **run)]
     is_right = of_windows.synced == [False, False, False, True, False, True]
     is_right = is_right and accumulation.from_config({}).steps == 1
+    by_attribute = accumulation.from_config(types.SimpleNamespace(micro=2), key="micro")
+    is_right = is_right and (by_attribute.steps, by_attribute.sync_each_batch) == (2, False)
+    is_right = is_right and accumulation(steps=_number(2)) == accumulation(steps=2)
 
     counts = {case.workload.count(one) for one in case.split(case.batch(sum(sizes)), sizes)}
     if len(counts) == 1:
@@ -356,6 +359,11 @@ def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict
     return Verdict(gate, not hint, measured, required, hint)
 
 
+def _number(value: int) -> torch.Tensor:
+    """Return a whole number as a tensor, as configs and counts often hold it."""
+    return torch.tensor([value])
+
+
 class _OwnLoop:
     """A loop by hand that does what an accumulation says, and notes where it syncs gradients.
 
@@ -369,7 +377,7 @@ class _OwnLoop:
 
     def windows(self, microbatches: Any, steps: int, count: Callable[[Any], int]) -> Any:
         """Make windows whose terms are counted in a tensor, as loops often do."""
-        return self.accumulation.windows(microbatches, count=lambda one: torch.tensor(count(one)))
+        return self.accumulation.windows(microbatches, count=lambda one: _number(count(one)))
 
     def train(
         self,
@@ -503,14 +511,19 @@ def _planted_step(
     count: Callable[[Any], Any] | None = None,
     sync_each_batch: bool = False,
     **options: Any,
-) -> tuple[Any, torch.Tensor]:
-    """Train a weight of 1 on the inputs 1, 2 and 3; return the result and the weight."""
+) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Train a weight of 1 on the inputs 1, 2 and 3.
+
+    Returns the result, the weight, and one that only an earlier step used.
+    """
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    unused = nn.Parameter(torch.ones(()))
+    unused.grad = torch.ones(())
+    optimizer = torch.optim.SGD([module.weight, unused], lr=1.0)
     window = _planted_window(kind, count=count, sync_each_batch=sync_each_batch)
     result = train(module, window, loss, optimizer, **options)
-    return result, module.weight.detach()
+    return result, module.weight, unused
 
 
 def wrong_uses(
@@ -537,19 +550,22 @@ def wrong_uses(
     for terms in (None, [0, 0, 1], [2, 0, 1]):
         count = None if terms is None else lambda one, terms=terms: terms[int(one) - 1]
         num_terms = NUM_PLANTED_SAMPLES if terms is None else sum(terms)
-        result, weight = _planted_step(accumulation, taken, count=count)
+        result, weight, unused = _planted_step(accumulation, taken, count=count)
         found = [result.loss, result.grad_norm, 1 - weight.item()]
         expected = 6 / num_terms
         is_near = all(math.isclose(one, expected, rel_tol=1e-6) for one in found)
         if not is_near or result.num_terms != num_terms:
             wrong.append(f"terms {terms}")
+        if unused.grad is not None:
+            # With a gradient of zeros, optimizers go on by momentum and weight decay.
+            wrong.append(f"a gradient of an earlier step is left with terms {terms}")
     hint = ""
     if accepted:
         hint = f"accepts this, or does not name it: {', '.join(accepted)}"
     elif wrong:
-        hint = f"divide by the terms of the window: {', '.join(wrong)}"
-    measured = f"{len(WRONG_USES) - len(accepted)} refused, {3 - len(wrong)} of 3 sound steps right"
-    required = f"{len(WRONG_USES)} refused, 3 of 3"
+        hint = f"set gradients to None, and divide by the terms of the window: {', '.join(wrong)}"
+    measured = f"{len(WRONG_USES) - len(accepted)} refused, {len(wrong)} of 3 sound steps wrong"
+    required = f"{len(WRONG_USES)} refused, 0 of 3"
     return Verdict(gate, not hint, measured, required, hint)
 
 

@@ -7,6 +7,7 @@ parameters that step in backward compares them with a loop by hand that steps af
 Proof: `python -m pytest tests/gates/test_grad_accum.py tests/gates/test_adapters.py`.
 """
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -226,8 +227,9 @@ def stepped_in_backward(
 ) -> Verdict:
     """Compare windows whose parameters step in backward with a loop by hand that steps after it.
 
-    `train` is the `train_window` beside the optimizer's class. It must refuse a clip by the norm of
-    all gradients, of which most would have been applied before it is known.
+    A copy of the optimizer takes the last window. `train` is the `train_window` beside the
+    optimizer's class. It must refuse a clip by the norm of all gradients, of which most would have
+    been applied before it is known.
     """
     gate = "grad-accum/in-backward"
     required = "weights bit-equal, at most 1 gradient at a time, a clip refused"
@@ -248,7 +250,9 @@ def stepped_in_backward(
 
     with seeded(case.seed):
         for window in _windows(case):
-            # The last window has one microbatch, so no gradient waits for another one.
+            if len(window) == 1:
+                # No gradient waits for another one here.
+                found = _copied(found, module)
             most = 0
             hooks = _hooked(module, count)
             taken(module, window, case.workload.loss, found)
@@ -261,12 +265,21 @@ def stepped_in_backward(
     measured += f"{'refused' if is_refused else 'taken'}, {changed} weights changed"
     hint = ""
     if different:
-        hint = "step a parameter once, on its gradient of the whole window"
+        hint = "step once, on the gradient of the whole window; copies need the state too"
     elif most > 1:
         hint = "step and free each gradient in the parameter's own hook of the last backward"
     elif not is_refused or changed:
         hint = "refuse a clip by the norm of all gradients before the first backward"
     return Verdict(gate, not hint, measured, required, hint)
+
+
+def _copied(optimizer: Any, module: nn.Module) -> Any:
+    """Copy an optimizer, which steps the same parameters in place of the first from now on."""
+    copied = copy.deepcopy(optimizer, {id(one): one for one in module.parameters()})
+    if hasattr(copied, "attach"):
+        optimizer.detach()
+        copied.attach()
+    return copied
 
 
 def _windows(case: Case) -> Iterator[Any]:

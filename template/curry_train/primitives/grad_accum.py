@@ -247,9 +247,10 @@ class StepInBackward(torch.optim.Optimizer):
         self._link()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepInBackward":
-        copied = StepInBackward([memo.get(id(one), one) for one in self.parts], self.make)
+        groups = copy.deepcopy(self.param_groups, memo)
+        copied = type(self)([one for group in groups for one in group["params"]], self.make)
         copied.detach()
-        copied.param_groups = copy.deepcopy(self.param_groups, memo)
+        copied.param_groups = groups
         copied.state.update(copy.deepcopy(dict(self.state), memo))
         copied._link()
         return copied
