@@ -22,6 +22,7 @@ from curry_train.core.parity import compare, record, record_step
 from curry_train.core.rerun import seeded
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives import snn_timesteps
+from curry_train.primitives.hidden_state import HiddenState
 from curry_train.primitives.snn_timesteps import (
     OUTPUT_MODES,
     Costs,
@@ -519,6 +520,19 @@ def test_other_models_are_refused_with_the_line_to_write(name):
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="for the whole loop, not for single blocks"):
         STRATEGIES[name].apply(Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*")))
+
+
+def test_each_step_of_a_module_is_checked():
+    module, x = build(), currents()
+
+    def adds_up(x, state):
+        module.total = module.total + x
+        return module.step(module.total, state)
+
+    module.total = torch.zeros_like(x[0])
+    checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=2)
+    with pytest.raises(HiddenState, match="total"):
+        checkpoint_timesteps(adds_up, x, module.initial_state(x), chunk_size=2)
 
 
 @pytest.mark.parametrize("between", [nn.Identity, lambda: nn.Dropout(0.5), nn.Tanh])

@@ -603,8 +603,7 @@ def _returns(result: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any
     return lambda layer, x, state: result(*layer(x, state))
 
 
-# Wrong calls of the loop, whose step takes the layer first: of each a text that the error has to
-# contain.
+# For each wrong call, whose step takes the layer first: a text that the error has to contain.
 WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "0 levels": ({"levels": 0}, "levels"),
     "3 levels": ({"levels": 3}, "levels"),
@@ -619,6 +618,7 @@ WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no timestep": ({"inputs": torch.zeros(0, *PLANTED_SHAPE)}, "no timestep"),
     "an empty list": ({"inputs": []}, "empty"),
     "a word": ({"inputs": "word"}, "str"),
+    "a named tuple": ({"inputs": PlantedPair(1, 0)}, "PlantedPair"),
     "a dictionary": ({"inputs": {0: torch.zeros(PLANTED_SHAPE)}}, "dict"),
     "a step without state": ({"step": _returns(lambda output, state: output)}, "pair"),
     "a step of three": ({"step": _returns(lambda output, state: (output, state, 0))}, "3 values"),
