@@ -515,7 +515,8 @@ class RunningLayers:
         caller = self.current
         self._callers.append((module, caller))
         own_layer = self._own.get(id(module))
-        if own_layer != caller and id(module) in self._members.get(caller, ()):
+        # The caller may be a layer that only refers to this one, and does not run itself.
+        if own_layer != caller == self.called and id(module) in self._members.get(caller, ()):
             own_layer = None
         if own_layer:
             self.current = own_layer
