@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     DynamicCache,
     Gemma3nForCausalLM,
@@ -145,6 +146,23 @@ def test_a_cache_that_is_read_is_not_left_out_silently(change):
         return
     with pytest.raises(ValueError, match="gets a cache that it has been given before"):
         two(changed)
+
+
+def test_one_cache_in_two_arguments_was_not_given_before():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, past_key_values=None, cache=None):
+            return self.layer(x)
+
+    model = nn.Sequential(Block())
+    recompute_blocks(model, blocks=["0"])
+    cache = DynamicCache()
+    model[0](torch.ones(2, 4), cache, cache=cache).sum().backward()
+    with pytest.raises(ValueError, match="it has been given before"):
+        model[0](torch.ones(2, 4), cache)
 
 
 def jamba():

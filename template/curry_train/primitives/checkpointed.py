@@ -399,27 +399,26 @@ def leave_out_caches(
     cache_utils = sys.modules.get("transformers.cache_utils")
     if cache_utils is None:
         return args, kwargs
-    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
+    given = (*args, *kwargs.values())
+    caches = {id(value): value for value in given if isinstance(value, cache_utils.Cache)}
 
     # Such a block reads what another block has put into the cache.
     if not caches or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
 
     # Blocks that share keys find them in such a layer.
-    if any(type(layer).__name__ == "DummyLayer" for cache in caches for layer in _layers(cache)):
+    layers = (layer for cache in caches.values() for layer in _layers(cache))
+    if any(type(layer).__name__ == "DummyLayer" for layer in layers):
         return args, kwargs
 
-    for cache in caches:
+    for cache in caches.values():
         _require_unread(block, cache)
         _left_out.setdefault(cache, WeakSet()).add(block)
     _warn_once()
 
-    def without(value: Any) -> Any:
-        return None if any(value is cache for cache in caches) else value
-
     return (
-        tuple(without(value) for value in args),
-        {name: without(value) for name, value in kwargs.items()},
+        tuple(None if id(value) in caches else value for value in args),
+        {name: None if id(value) in caches else value for name, value in kwargs.items()},
     )
 
 
