@@ -89,17 +89,16 @@ def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch
     path = tmp_path / "gates.json"
     ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
     assert ended.exit_code == 2
-    assert (
-        ended.stderr == "Error: nothing was checked: of some, b/* no gate applies to mlp "
-        "(no such layer; no loop)\n"
+    assert ended.stderr == (
+        "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
+        "no loop)\n"
     )
     assert "0 held, 0 failed, 3 not applicable" in ended.stdout
     assert len(json.loads(path.read_text())["results"]) == 3
     ended = run("--model", "mlp")
     assert ended.exit_code == 2
-    assert (
-        ended.stderr == "Error: nothing was checked: of all gates no gate applies to mlp "
-        "(no such layer; no loop)\n"
+    assert " ".join(ended.stderr.split()) == (
+        "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)"
     )
 
 
@@ -110,12 +109,12 @@ def test_of_several_models_one_that_was_checked_is_enough(run, monkeypatch, work
     monkeypatch.setattr("curry_train.cli.validate.measure_rows", measured_here)
     ended = run("--model", "mlp", "--model", "snn")
     assert ended.exit_code == status, ended.output
-    assert ended.stderr == ("" if status == 0 else NOTHING)
+    assert " ".join(ended.stderr.split()) == ("" if status == 0 else NOTHING)
 
 
 NOTHING = (
     "Error: nothing was checked: of all gates no gate applies to mlp (no such layer) "
-    "or snn (no such layer)\n"
+    "or snn (no such layer)"
 )
 
 
@@ -226,7 +225,7 @@ def test_a_missing_device_ends_with_status_3(run):
     ended = run("--device", "cuda")
     assert ended.exit_code == 3
     assert "no CUDA device" in ended.output
-    assert "Use --device cpu" in ended.output
+    assert "Use --device cpu" in " ".join(ended.output.split())
 
 
 def test_json_holds_the_verdicts_and_where_they_come_from(run, tmp_path):

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from tree import ROOT
 
 from curry_train.cli.main import COMMANDS, main
+from curry_train.cli.options import UnusableInput
 from curry_train.cli.screen import BRIEF_OPTIONS, LazyGroup, ScreenCommand
 from curry_train.core.wording import provenance
 from curry_train.gates.verdict import GATES_WORTH_A_PROCESS
@@ -372,3 +373,12 @@ def test_the_line_for_a_shells_start_file_prints_the_completion():
     code = "from curry_train.cli.main import main; main(prog_name='curry-train')"
     ended = in_a_new_process(code, _CURRY_TRAIN_COMPLETE="bash_source")
     assert "complete -o nosort -F _curry_train_completion curry-train" in ended.stdout
+
+
+def test_an_error_breaks_between_words_and_keeps_its_lines():
+    words = ["--reshard-after-forward"] * 5 + ["/runs/" + "long-" * 20 + "name"]
+    message = UnusableInput(f"{' '.join(words)}\n  pip install it").format_message()
+    *lines, last = f"Error: {message}".splitlines()
+    assert last == "  pip install it"
+    assert " ".join(lines).split() == ["Error:", *words]
+    assert all(len(line) <= 80 for line in lines if " " in line)

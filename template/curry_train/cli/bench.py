@@ -4,7 +4,6 @@ Proof: `python -m pytest tests/cli/test_bench_command.py`.
 """
 
 import contextlib
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -405,9 +404,7 @@ def bench_command(
                 tell=show_message,
             )
     except (ValueError, RuntimeError) as error:
-        raise UnusableInput(
-            "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
-        ) from error
+        raise UnusableInput(str(error)) from error
 
     echo_notes(workload, err=json_path == "-")
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}", err=json_path == "-")

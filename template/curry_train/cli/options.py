@@ -27,13 +27,35 @@ DEFAULT_BATCH_SIZE = 4
 OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class DeviceMissing(click.ClickException):
+class WrappedError(click.ClickException):
+    """An error whose message fits a terminal, with paths and options left whole."""
+
+    def format_message(self) -> str:
+        return wrapped(self.message, begun=len("Error: "))
+
+
+def wrapped(text: str, *, begun: int = 0) -> str:
+    """Break lines between words at 80 columns, and never at a hyphen of an option or a path.
+
+    In the first line so many columns are in use.
+    """
+    lines = list[str]()
+    for line in text.splitlines():
+        indent = "" if lines else " " * begun
+        filled = textwrap.fill(
+            line, 80, initial_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+        lines.append(filled.removeprefix(indent))
+    return "\n".join(lines)
+
+
+class DeviceMissing(WrappedError):
     """The requested device is not available."""
 
     exit_code = 3
 
 
-class UnusableInput(click.ClickException):
+class UnusableInput(WrappedError):
     """The user's input can't be used."""
 
     exit_code = 2
@@ -320,5 +342,5 @@ def require_matplotlib() -> None:
     """Raise RuntimeError with the install command if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise RuntimeError(
-            "a plot needs matplotlib, which is not installed: pip install 'matplotlib>=3.8'"
+            "a plot needs matplotlib, which is not installed:\n  pip install 'matplotlib>=3.8'"
         )

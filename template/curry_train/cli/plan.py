@@ -428,7 +428,7 @@ def plan_command(
         console.print(str(error), markup=False)
         sys.exit(1)
     except (ValueError, RuntimeError) as error:
-        raise UnusableInput(_wrapped_error(error)) from error
+        raise UnusableInput(str(error)) from error
 
     echo_notes(own, err=json_path == "-")
     text = _text(plan, plain, explain=explain)
@@ -741,10 +741,6 @@ def _print_plan(
     if out:
         write_json(out, plan.to_json())
         console.print(f"\nwrote {out}: Plan.load({out!r}).apply(model)", markup=False)
-
-
-def _wrapped_error(error: Exception) -> str:
-    return "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
 
 
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:

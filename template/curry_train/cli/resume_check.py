@@ -281,9 +281,7 @@ def resume_check_command(
                 folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
             )
         except ValueError as error:
-            raise UnusableInput(
-                "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
-            ) from error
+            raise UnusableInput(str(error)) from error
 
     repeated = result.killed_at - result.resumed_from
     console = console_for(json_path)

@@ -358,13 +358,7 @@ def _open(run: str) -> SavedRun:
     else:
         folders = ", ".join(CHECKPOINT_KINDS)
         advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
-    raise UnusableInput(wrapped(f"{run} is no run: {advice}"))
-
-
-def wrapped(message: str) -> str:
-    """Wrap a message with names from a disk behind the word `Error:`."""
-    text = printable(message, longest=1000)
-    return "\n".join(textwrap.wrap(text, 73, break_on_hyphens=False))
+    raise UnusableInput(printable(f"{run} is no run: {advice}", longest=1000))
 
 
 def is_run(path: Path) -> bool:
@@ -586,7 +580,7 @@ def export_command(
             shard_bytes=int(float(shard_bytes)),
         )
     except (RunError, ValueError, OSError) as error:
-        raise UnusableInput(wrapped(str(error))) from error
+        raise UnusableInput(printable(str(error), longest=1000)) from error
 
     names = {name: len(shard) for name, shard in files.items()}
     console = console_for(json_path)

@@ -33,7 +33,7 @@ from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest, verify_files
 from ..runs.ranks import RunError
 from ..runs.trainers import read_commit
 from .options import UnusableInput, json_option
-from .runs import console_for, end, is_run, wrapped
+from .runs import console_for, end, is_run
 from .screen import ScreenCommand
 from .tensor_files import (
     REBUILD_PREFIXES,
@@ -520,13 +520,15 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
     """
     if is_run(Path(path)):
         raise UnusableInput(
-            wrapped(f"{path} is a run: give one of its checkpoints, such as {path}/latest")
+            printable(
+                f"{path} is a run: give one of its checkpoints, such as {path}/latest", longest=1000
+            )
         )
     try:
         found = inspect_checkpoint(path, values=values)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UnusableInput(wrapped(f"{path} can't be read ({reason})")) from error
+        raise UnusableInput(printable(f"{path} can't be read ({reason})", longest=1000)) from error
 
     console = console_for(json_path)
     if found.tensors:

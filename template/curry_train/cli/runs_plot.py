@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/cli/test_runs_plot.py`.
 
 import functools
 import math
-import textwrap
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy
 from ..core.wording import write_json
 from ..runs.history import Course, History, Steps, read_history
 from ..runs.journal import Event, event_number, find_journal, finite, printable
+from ..runs.ranks import RunError
 from .options import UnusableInput, json_option, output_option, require_matplotlib
 from .screen import ScreenCommand
 
@@ -475,10 +475,10 @@ def runs_plot_command(
             read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)
         ]
         coloured = plot_runs(histories, out, scale=scale, smooth=smooth)
-    except (RuntimeError, ValueError) as error:
-        raise UnusableInput(
-            "\n".join(textwrap.wrap(printable(str(error), longest=1000), 80))
-        ) from error
+    except (RunError, ValueError) as error:
+        raise UnusableInput(printable(str(error), longest=1000)) from error
+    except RuntimeError as error:  # matplotlib is missing
+        raise UnusableInput(str(error)) from error
     if json_path:
         rows = [_summary(history) | {"coloured": history.name in coloured} for history in histories]
         write_json(json_path, finite({"out": out, "runs": rows}))

@@ -417,9 +417,7 @@ def spike_check_command(
             if plot_path:
                 _draw(result, folder, plot_path)
         except (ValueError, RunError) as error:
-            raise UnusableInput(
-                "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
-            ) from error
+            raise UnusableInput(str(error)) from error
 
     for line in describe_spike_check(result):
         console.print("\n".join(textwrap.wrap(line, 80)), markup=False)

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/cli/test_train_command.py tests/trainer/test_prog
 import contextlib
 import functools
 import os
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -64,6 +63,7 @@ from .options import (
     choose_device,
     json_option,
     model_option,
+    wrapped,
 )
 from .screen import ScreenCommand
 
@@ -228,15 +228,11 @@ def train_command(
             except NoSuchDevice as error:
                 raise DeviceMissing(str(error)) from error
             except (ValueError, RuntimeError) as error:
-                raise UnusableInput(
-                    "\n".join(textwrap.wrap(str(error), 80, break_long_words=False))
-                ) from error
+                raise UnusableInput(str(error)) from error
             trained = train_run(run, watch=watch)
     except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         # Training can't go on, or its state can't be saved.
-        click.echo(
-            "\n".join(textwrap.wrap(f"Error: {error}", 80, break_long_words=False)), err=True
-        )
+        click.echo(wrapped(f"Error: {error}"), err=True)
         leave(1)
     _tell(config, trained, json_path)
     leave(_status(trained))
