@@ -10,16 +10,17 @@ import torch
 from saboteurs import planted
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
-from curry_train.core.blocks import find_blocks
-from curry_train.primitives import regions
+from curry_train.core.blocks import find_blocks, restore
+from curry_train.primitives import regions, sac
 from curry_train.primitives.regions import RegionReport, apply_regions, report_regions
-from curry_train.primitives.sac import POLICIES, apply_sac, remove_sac
+from curry_train.primitives.sac import POLICIES, Sac, apply_sac, remove_sac
 from curry_train.workloads.workload import Workload
 
 aten = torch.ops.aten
@@ -279,7 +280,90 @@ def half_of_the_bytes(model, batch, loss):
     return RegionReport(whole.kept_bytes // 2, whole.unreached)
 
 
+def in_every_block(model, policy="save_expensive", *, blocks=None, **options):
+    return apply_sac(model, policy, **options)
+
+
+def one_policy_for_all(model, policy="save_expensive", **options):
+    return apply_sac(model, "save_matmuls_and_attention", **options)
+
+
+def overwritten_unchecked(model, policy="save_expensive", **options):
+    return apply_sac(model, policy, **options | {"allow_cache_entry_mutation": True})
+
+
+def norms_left(model):
+    """Leave the modules inside of blocks as they are."""
+    names = [name for name, module in model.named_modules() if isinstance(module, regions.Regions)]
+    for name in names:
+        restore(model.get_submodule(name), regions.KEEPER_ATTRIBUTE)
+    return names
+
+
+def policies_left(model):
+    names = [name for name, module in model.named_modules() if isinstance(module, Sac)]
+    return names if len(names) < 3 else remove_sac(model[:2]) + names[2:]
+
+
+def taken_once(self):
+    """Make the output again for each of its readers."""
+    self.output = None
+    self._again()
+    output, self.output = self.output, None
+    return output
+
+
+def first_of_gradients_alone(self):
+    output = first_of_replay(self)
+    for leaf in tree_leaves(output):
+        if leaf is not None:
+            _ = leaf.grad_fn.metadata
+    return output
+
+
+def first_of_tensors_alone(self):
+    output = first_of_replay(self)
+    output.size()
+    return output
+
+
+first_of_replay = regions.Replay.first
+
 FAULTS = [
+    planted("sac.choices", "in-every-block", apply=in_every_block, hint="second block alone"),
+    planted("sac.choices", "one-for-all", apply=one_policy_for_all, hint="save_matmuls"),
+    planted("sac.choices", "unchecked", apply=overwritten_unchecked, hint="overwritten"),
+    planted(
+        "sac.undone", "norms-left", patches=[(regions, "remove_regions", norms_left)], hint="leaves"
+    ),
+    planted(
+        "sac.undone", "policies-left", patches=[(sac, "remove_sac", policies_left)], hint="leaves"
+    ),
+    planted("sac.freed", "no-recipes", patches=[(regions, "NODE_RECIPES", {})], hint="a chain"),
+    planted(
+        "sac.freed",
+        "no-casts",
+        patches=[(regions, "_source_of_cast", lambda node: None)],
+        hint="three products",
+    ),
+    planted(
+        "sac.freed",
+        "for-each-reader",
+        patches=[(regions.Replay, "_take", taken_once)],
+        hint="norms run",
+    ),
+    planted(
+        "sac.other-outputs",
+        "gradients-alone",
+        patches=[(regions.Replay, "first", first_of_gradients_alone)],
+        hint="no gradient",
+    ),
+    planted(
+        "sac.other-outputs",
+        "tensors-alone",
+        patches=[(regions.Replay, "first", first_of_tensors_alone)],
+        hint="a pair",
+    ),
     planted("sac.policy-parity", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
     planted("sac.policy-parity", "detached", apply=detached, hint="gets no gradient"),
     planted(

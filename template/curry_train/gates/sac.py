@@ -45,6 +45,7 @@ from ..primitives.regions import apply_regions, report_regions
 from ..primitives.sac import PolicyError, apply_sac
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case
+from .planted_policies import CHOICE_GATES
 from .same_training import (
     PLANTED_BATCH_SIZE,
     PLANTED_DEPTH,
@@ -573,7 +574,12 @@ def _wrong_rows(report: Any) -> str:
         for number in range(PLANTED_DEPTH):
             if (f"{number}{place}", made_by, PLANTED_MIB) not in rows:
                 return f"{number}{place} of {made_by}"
-    return next((line for line in lines if line not in table), "")
+    if missing := next((line for line in lines if line not in table), ""):
+        return missing
+    row = report.unreached[0]
+    both = replace(report, unreached=(row, replace(row, module="large", nbytes=2 * row.nbytes)))
+    is_sorted = both.table().index("large") < both.table().index(row.edit)
+    return "" if is_sorted else "the largest bytes first"
 
 
 def _refuses(apply: Callable[..., Any], also: str, *, noise: float) -> bool:
@@ -644,6 +650,7 @@ GATES = (
         {"apply_sac": Takes("policies"), "apply_regions": Takes("regions")},
     ),
     Gate("sac/refused", refusals, POLICY_TAKES),
+    *CHOICE_GATES,
 )
 
 
