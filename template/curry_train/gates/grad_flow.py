@@ -169,7 +169,9 @@ SOUND_RATE = 1e-3
 class PlantedChain(nn.Module):
     """Layers that add to their input; of some the output or its gradient is multiplied."""
 
-    def __init__(self, *, output: Mapping[int, float], gradient: float, detached: int) -> None:
+    def __init__(
+        self, *, output: Mapping[int, float], gradient: float, detached: int, broken: int
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False), Scaled(output.get(n, 1)))
@@ -177,12 +179,15 @@ class PlantedChain(nn.Module):
         )
         self.gradient = gradient
         self.detached = detached
+        self.broken = broken
 
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
             out = layer(x)
             x = x + (out.detach() if number == self.detached else out)
             x = x.detach() * (1 - self.gradient) + x * self.gradient
+            if number == self.broken:
+                x.register_hook(lambda gradient: gradient * math.inf)
         return x
 
 
@@ -225,12 +230,18 @@ class PlantedFlow:
     output: Mapping[int, float] = field(default_factory=dict)
     gradient: float = 1.0
     detached: int = -1
+    broken: int = -1
     rate: float = SOUND_RATE
     clip: float | None = None
     loss: Callable[[Tensor], Tensor] = lambda x: x.square().mean()
 
     def probed(self, probe: FlowProbe) -> Any:
-        model = PlantedChain(output=self.output, gradient=self.gradient, detached=self.detached)
+        model = PlantedChain(
+            output=self.output,
+            gradient=self.gradient,
+            detached=self.detached,
+            broken=self.broken,
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=self.rate)
         with probe(model, optimizer, every=1) as flow:
             for _ in range(CHAIN_STEPS):
@@ -256,6 +267,9 @@ PLANTED_FLOWS = {
     "an infinite gradient": PlantedFlow(
         [_expected("nonfinite", "layers.3.0", "all activations were finite", 1.0)],
         loss=lambda x: (x * 0).abs().sqrt().sum(),
+    ),
+    "an infinite gradient from the third layer on": PlantedFlow(
+        [_expected("nonfinite", "layers.2.0", "all activations were finite", 1.0)], broken=2
     ),
     "small factors on gradients": PlantedFlow(
         [_expected("vanishing", "layers.0", "that of layers.3", 0.05**3)], gradient=0.05
@@ -367,6 +381,8 @@ class ManyForms(nn.Module):
 
 
 SKIPPED_STEP = 1
+# With their modules more layers than a probe takes.
+MANY_BLOCKS = 150
 LONG_NAME = "a_layer_of_a_name_that_no_column_holds"
 # Patterns of layers, and the layers that they choose.
 CHOSEN_LAYERS: tuple[tuple[Any, Sequence[str]], ...] = (
@@ -396,11 +412,31 @@ def _flow_of(probe: FlowProbe, *, skips: bool = False, **options: Any) -> Any:
     return flow
 
 
+def _flow_of_own_gradients(probe: FlowProbe) -> Any:
+    """Probe a step on gradients of 1 that no backward made, scaled for a fused optimizer."""
+    model = ManyForms()
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with probe(model, optimizer, every=1) as flow:
+        for parameter in parameters:
+            parameter.grad = scaler.scale(torch.ones_like(parameter))
+        scaler.step(optimizer)
+    return flow
+
+
 def _wrong_layers(probe: FlowProbe) -> Iterator[str]:
     """Yield what is wrong with the layers of a record, and with their rows."""
     for pattern, names in CHOSEN_LAYERS:
         flow = _flow_of(probe, every=1, layers=pattern)
         yield unlike(f"the layers {pattern}", tuple(flow.records[-1].layers), tuple(names))
+    blocks = [
+        nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1)) for _ in range(MANY_BLOCKS)
+    ]
+    with probe(nn.Sequential(*blocks), None, every=1) as flow:
+        _ = flow.model(torch.ones(1, 1)).sum().backward()
+        flow.step()
+    yield unlike("of many layers the blocks", len(flow.records[-1].layers), MANY_BLOCKS)
     every = _flow_of(probe, every=1)
     last = every.records[-1].layers
     yield unlike("a tied parameter", last["tied"].tied, ("first.weight",))
@@ -431,6 +467,10 @@ def _wrong_steps(probe: FlowProbe) -> Iterator[str]:
     yield "" if found and "1 of 3 probed steps" in found[0].message else "no words on the skipped"
     kinds = {one.kind for one in flow_findings(skipped.records)}
     yield "" if "nonfinite" in kinds else "an infinite gradient of a skipped step is not found"
+    table = flow_table(skipped.records[: SKIPPED_STEP + 1])
+    yield "an infinite factor in the table" if "multiplied by" in table else ""
+    found = _flow_of_own_gradients(probe).records[0].layers["first"].gradient
+    yield unlike("gradients that a fused optimizer unscales", found and found.rms, 1.0)
     written = flow_json(skipped)
     settings = (written["every"], written["recompute"])
     yield unlike("the settings in the JSON", settings, (1, "filter"))
