@@ -435,8 +435,10 @@ class StageStorages(RankStorages):
         """Count what is made in here as the optimizer's."""
         self._recorder = None
         self._in_optimizer = True
-        yield
-        self._in_optimizer = False
+        try:
+            yield
+        finally:
+            self._in_optimizer = False
 
     def _owner_now(self) -> tuple[str, str]:
         group = OPTIMIZER_STATE_GROUP if self._in_optimizer else ACTIVATIONS_GROUP
@@ -452,8 +454,10 @@ class StageStorages(RankStorages):
             kind = SEND_KIND if one.op is torch.distributed.isend else RECEIVE_KIND
             size = local_bytes(one.tensor)
             self.messages.append(Message(len(self._flops), kind, number, one.peer, size))
-        yield numbers
-        self._recorder = recorder
+        try:
+            yield numbers
+        finally:
+            self._recorder = recorder
 
     def wait_for(self, number: int) -> None:
         """Record the wait for a message."""
