@@ -377,8 +377,20 @@ def test_the_line_for_a_shells_start_file_prints_the_completion():
 
 def test_an_error_breaks_between_words_and_keeps_its_lines():
     words = ["--reshard-after-forward"] * 5 + ["/runs/" + "long-" * 20 + "name"]
-    message = UnusableInput(f"{' '.join(words)}\n  pip install it").format_message()
-    *lines, last = f"Error: {message}".splitlines()
+
+    @click.command("fails", cls=ScreenCommand, example="")
+    def fails():
+        raise UnusableInput(f"{' '.join(words)}\n  pip install it")
+
+    *lines, last = CliRunner().invoke(fails, []).stderr.splitlines()
     assert last == "  pip install it"
     assert " ".join(lines).split() == ["Error:", *words]
     assert all(len(line) <= 80 for line in lines if " " in line)
+
+
+@pytest.mark.parametrize("words", ["vlidat", "plan --budgte 3GiB", "plan --dtype float31"])
+def test_what_click_refuses_fits_too(words):
+    ended = CliRunner().invoke(main, words.split())
+    assert ended.exit_code == 2
+    assert max(map(len, ended.stderr.splitlines())) <= 80
+    assert "Error: " in ended.stderr

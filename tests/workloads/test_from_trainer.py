@@ -313,6 +313,11 @@ def test_a_model_and_a_trainer_at_once_are_refused():
 
 REFUSED = {
     "def make(): return 5": "it returned a int: return a Trainer of transformers",
+    "def make(): return ()": "it returned a tuple: return a Trainer of transformers",
+    "from transformers import GPT2Config, GPT2Model\n"
+    "def make(): return GPT2Model(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))": (
+        "it returned a GPT2Model: return a Trainer of transformers"
+    ),
     "from accelerate import Accelerator\n"
     "class Theirs(Accelerator):\n"
     "    def unwrap_model(self, *args): raise ImportError('install galore')\n"

@@ -27,35 +27,13 @@ DEFAULT_BATCH_SIZE = 4
 OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class WrappedError(click.ClickException):
-    """An error whose message fits a terminal, with paths and options left whole."""
-
-    def format_message(self) -> str:
-        return wrapped(self.message, begun=len("Error: "))
-
-
-def wrapped(text: str, *, begun: int = 0) -> str:
-    """Break lines between words at 80 columns, and never at a hyphen of an option or a path.
-
-    In the first line so many columns are in use.
-    """
-    lines = list[str]()
-    for line in text.splitlines():
-        indent = "" if lines else " " * begun
-        filled = textwrap.fill(
-            line, 80, initial_indent=indent, break_long_words=False, break_on_hyphens=False
-        )
-        lines.append(filled.removeprefix(indent))
-    return "\n".join(lines)
-
-
-class DeviceMissing(WrappedError):
+class DeviceMissing(click.ClickException):
     """The requested device is not available."""
 
     exit_code = 3
 
 
-class UnusableInput(WrappedError):
+class UnusableInput(click.ClickException):
     """The user's input can't be used."""
 
     exit_code = 2

@@ -84,6 +84,17 @@ class StandardOutput:
         sys.exit(2)
 
 
+@contextmanager
+def errors_that_fit() -> Iterator[None]:
+    """Break the messages of errors that end a command, those of click itself too."""
+    try:
+        yield
+    except click.ClickException as error:
+        message = wrapped(error.format_message(), begun=len("Error: "))
+        error.format_message = lambda: message  # type: ignore[method-assign]
+        raise
+
+
 class ScreenHelp(click.Command):
     """Render help in few lines: summary, options, exit status and one example.
 
@@ -112,10 +123,15 @@ class ScreenHelp(click.Command):
             finally:
                 sys.stdout = before
 
+    def make_context(self, *args: Any, **settings: Any) -> click.Context:
+        with errors_that_fit():
+            return super().make_context(*args, **settings)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a result file that can't be written ends it in one line."""
         try:
-            return super().invoke(ctx)
+            with errors_that_fit():
+                return super().invoke(ctx)
         except OSError as error:
             is_output = error.filename is not None and str(error.filename) in map(
                 str, ctx.params.values()
@@ -282,6 +298,25 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def fill_screen(text: str, *, indent: str = "  ") -> str:
     """Break a text into lines; all but the first are indented."""
     return textwrap.fill(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def wrapped(text: str, *, begun: int = 0) -> str:
+    """Break each line between words, and never at a hyphen of an option or inside of a path.
+
+    In the first line so many columns are in use.
+    """
+    lines = list[str]()
+    for line in text.splitlines():
+        indent = "" if lines else " " * begun
+        filled = textwrap.fill(
+            line,
+            SCREEN_WIDTH,
+            initial_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines.append(filled.removeprefix(indent))
+    return "\n".join(lines)
 
 
 def align(cells: Sequence[Sequence[str]], *, longest_name: int = SCREEN_WIDTH) -> Iterator[str]:

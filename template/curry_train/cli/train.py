@@ -63,9 +63,8 @@ from .options import (
     choose_device,
     json_option,
     model_option,
-    wrapped,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, wrapped
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 

@@ -493,16 +493,17 @@ MIXED_DTYPES = {
 def take_training(made: Any) -> TakenTraining:
     """Read model, batch, loss and optimizer off what the user's `make_trainer` returned."""
     given = made if isinstance(made, tuple | list) else (made,)
-    libraries = {one.__module__.partition(".")[0] for one in type(given[0]).__mro__ if given}
-    if libraries & {"transformers"}:
+    kind = type(given[0]) if given else tuple
+    known = {(one.__module__.partition(".")[0], one.__name__) for one in kind.__mro__}
+    if ("transformers", "Trainer") in known:
         return _of_hugging_face(*given)
-    if libraries & {"lightning", "pytorch_lightning"}:
+    if known & {("lightning", "Trainer"), ("pytorch_lightning", "Trainer")}:
         return _of_lightning(*given)
-    if libraries & {"accelerate"}:
+    if ("accelerate", "Accelerator") in known:
         return _of_accelerator(*given)
     raise WorkloadError(
-        f"it returned a {type(given[0]).__name__}: return a Trainer of transformers, TRL or "
-        "Lightning, or an Accelerator; for a loop of your own use --script train.py"
+        f"it returned a {kind.__name__}: return a Trainer of transformers, TRL or Lightning, or "
+        "an Accelerator; for a loop of your own use --script train.py"
     )
 
 
