@@ -120,6 +120,11 @@ class Ran:
     stdout: str
     stderr: str
 
+    @property
+    def error(self) -> str:
+        """The message, without the line breaks of a narrow screen."""
+        return " ".join(self.stderr.split())
+
 
 def make_bundle(root: Path) -> Bundle:
     """Make a clone with four techniques and no torch."""

@@ -101,7 +101,7 @@ def test_add_of_two_techniques_copies_a_shared_module_once(
 def test_add_into_a_project_of_new(bundle: Bundle, tmp_path: Path) -> None:
     scaffold(bundle, "new", "run", cwd=tmp_path)
     refused = scaffold(bundle, "add", "sac", "--into", "run", cwd=tmp_path)
-    assert "use --into" in refused.stderr
+    assert "use --into" in refused.error
     added = scaffold(bundle, "add", "sac", "--into", "run/techniques", cwd=tmp_path)
     assert added.returncode == 0, added.stderr
     assert "1 passed" in shell(after(added.stdout, "Next:"), cwd=tmp_path).stdout
@@ -144,9 +144,9 @@ def test_add_refuses_a_foreign_file_before_it_writes(bundle: Bundle, repository:
     before = tree(repository)
     refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
     assert refused.returncode == 2
-    assert "src/mylib/training/blocks.py: yours" in refused.stderr
+    assert "src/mylib/training/blocks.py: yours" in refused.error
     apart = "src/mylib/training/techniques"
-    assert f"--into {repository}/{apart}" in refused.stderr
+    assert f"--into {repository}/{apart}" in refused.error
     assert tree(repository) == before
     added = scaffold(bundle, "add", "sac", "--into", apart, cwd=repository)
     assert added.returncode == 0, added.stderr
@@ -165,10 +165,10 @@ def test_add_names_an_edit_and_an_older_version_and_overwrites_on_request(
     before = tree(repository)
     refused = scaffold(bundle, *arguments, cwd=repository)
     assert refused.returncode == 2
-    assert "2 files are in the way; nothing was written" in refused.stderr
-    assert "sac.py: edited by you (it came from 0.2.0)" in refused.stderr
-    assert "blocks.py: from an older version (0.2.0), not edited" in refused.stderr
-    assert "'curry-train update' merges" in refused.stderr
+    assert "2 files are in the way; nothing was written" in refused.error
+    assert "sac.py: edited by you (it came from 0.2.0)" in refused.error
+    assert "blocks.py: from an older version (0.2.0), not edited" in refused.error
+    assert "'curry-train update' merges" in refused.error
     assert tree(repository) == before
 
     planned = scaffold(bundle, *arguments, "--overwrite", "--dry-run", cwd=repository)
@@ -196,7 +196,7 @@ def test_add_does_not_follow_a_link_out_of_the_project(
     (repository / link).symlink_to(outside)
     refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
     assert refused.returncode == 2
-    assert "out of" in refused.stderr
+    assert "out of" in refused.error
     assert tree(outside) == {}
 
 
@@ -214,7 +214,7 @@ def test_add_goes_to_one_package_of_a_project(bundle: Bundle, repository: Path) 
     scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
     refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/other", cwd=repository)
     assert refused.returncode == 2
-    assert f"use --into {repository}/src/mylib/training" in refused.stderr
+    assert f"use --into {repository}/src/mylib/training" in refused.error
 
 
 @pytest.mark.parametrize("technique", TOOLS, ids=lambda technique: technique.name)
@@ -228,7 +228,7 @@ def test_add_prints_the_command_of_a_tool_and_writes_nothing(
     )
     refused = scaffold(REAL, "add", technique.name, "--own", cwd=tmp_path)
     assert (refused.returncode, tree(tmp_path)) == (2, {})
-    assert "takes neither --own nor --overwrite" in refused.stderr
+    assert "takes neither --own nor --overwrite" in refused.error
 
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
@@ -269,7 +269,7 @@ def test_add_and_update_refuse_a_project_that_another_command_writes(
         with only_writer(repository):
             refused = scaffold(bundle, *command, cwd=repository)
         assert refused.returncode == 2
-        assert "another add or update is writing" in refused.stderr
+        assert "another add or update is writing" in refused.error
         assert tree(repository) == before
         assert scaffold(bundle, *command, cwd=repository).returncode == 0
 

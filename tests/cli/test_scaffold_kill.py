@@ -241,15 +241,15 @@ def test_a_torn_copy_that_is_needed_stops_the_recovery_with_advice(
             staged.write_bytes(b"")
     refused = scaffold(bundle, "update", cwd=conflicting)
     assert refused.returncode == 2
-    assert "can't be restored" in refused.stderr
-    assert "from version control" in refused.stderr
+    assert "can't be restored" in refused.error
+    assert "from version control" in refused.error
 
 
 def test_a_damaged_table_stops_the_recovery_with_advice(bundle: Bundle, conflicting: Path) -> None:
     kill_between(bundle, conflicting)
     (conflicting / merge.PENDING_FOLDER / "table.json").write_bytes(b"[{")
     refused = scaffold(bundle, "update", cwd=conflicting)
-    assert (refused.returncode, ".curry-train.pending is damaged" in refused.stderr) == (2, True)
+    assert (refused.returncode, ".curry-train.pending is damaged" in refused.error) == (2, True)
 
 
 def test_an_edit_between_a_kill_and_the_recovery_is_kept(bundle: Bundle, conflicting: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_command_that_only_reads_refuses_an_interrupted_write(
     before = tree(conflicting)
     refused = scaffold(bundle, *arguments, cwd=conflicting)
     assert refused.returncode == 2
-    assert "run 'curry-train update' there to finish" in refused.stderr
+    assert "run 'curry-train update' there to finish" in refused.error
     assert tree(conflicting) == before
 
 
