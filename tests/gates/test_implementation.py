@@ -293,7 +293,8 @@ def test_a_foreign_implementation_is_judged_by_the_name_of_the_technique(run, tm
     assert "judged: my_foreign:Layers.again in place of our recompute_blocks" in ended.output
     ended = run(*options, "--gate", "recompute/parity-sequential")
     assert ended.exit_code == 2
-    assert "this gate judges recompute_segments, and --impl names recompute_blocks" in ended.stderr
+    error = " ".join(ended.stderr.split())
+    assert "this gate judges recompute_segments, and --impl names recompute_blocks" in error
 
 
 def test_without_gates_all_that_judge_the_implementation_are_run_in_processes_too(tmp_path):
