@@ -411,7 +411,7 @@ def test_memory_writes_json_with_its_origin():
 def test_memory_reports_wrong_usage_in_one_line(arguments, message):
     ended = run(*arguments)
     assert ended.exit_code == 2
-    assert message in ended.output
+    assert message in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
 
 
