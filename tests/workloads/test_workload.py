@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import textwrap
+import types
 
 import numpy
 import pytest
@@ -399,4 +400,18 @@ def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architectur
         load_workload(f"config={path}:name")
     path.write_text("{}")
     with pytest.raises(WorkloadError, match=r"config.json has no entry architectures"):
+        load_workload(f"config={path}:name")
+
+
+@pytest.mark.parametrize("cause", [None, RuntimeError("operator torchvision::nms does not exist")])
+def test_a_library_that_can_not_be_imported_says_why(tmp_path, monkeypatch, cause):
+    class Broken(types.ModuleType):
+        def __getattr__(self, name):
+            raise ModuleNotFoundError(f"Could not import module {name!r}") from cause
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    monkeypatch.setitem(sys.modules, "transformers", Broken("transformers") if cause else None)
+    text = "torchvision::nms does not exist" if cause else "import of transformers halted"
+    with pytest.raises(WorkloadError, match=f"needs transformers.*{text}.*install"):
         load_workload(f"config={path}:name")

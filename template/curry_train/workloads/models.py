@@ -487,10 +487,9 @@ def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
                 f"{path}: its architectures, {names}, are no model of the installed transformers"
             )
         config = architecture.config_class.from_json_file(path)
-    except ModuleNotFoundError as error:
-        raise WorkloadError(
-            "a configuration needs the library: pip install transformers"
-        ) from error
+    except ImportError as error:
+        why = f"transformers, which can't be imported: {error.__cause__ or error}"
+        raise WorkloadError(f"a configuration needs {why}; install it, or what it needs") from error
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, WorkloadError):
             raise
