@@ -189,14 +189,16 @@ def test_python_calls_are_those_of_one_step_on_two_samples_after_the_first():
         changed_modules.append(module)
 
     changed_modules = []
-    profile = sys.getprofile()
+    sys.setprofile(profile := lambda *_: None)
     plain, once, more = (
         python_calls(case(**calls), change) for calls in ({}, {"first": 7}, {"every": 7})
     )
+    left = sys.getprofile()
+    sys.setprofile(None)
     assert plain == once == calls_of_second_step(case())
     assert more - plain == 7
     assert changed_modules[0].num_samples == [2, 2]
-    assert sys.getprofile() is profile
+    assert left is profile
     assert all(parameter.grad is None for parameter in changed_modules[0].parameters())
 
 

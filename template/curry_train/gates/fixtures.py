@@ -624,7 +624,7 @@ def planted_backends(calls: list[str]) -> dict[str, Any]:
 
 def wrong_backends() -> list[str]:
     """Return what is wrong with the choice of a backend by name, and by measured bytes."""
-    from ..primitives import loss_backends
+    from ..primitives import cross_entropy, loss_backends
 
     wrong = []
     calls: list[str] = []
@@ -659,6 +659,11 @@ def wrong_backends() -> list[str]:
             except ValueError as error:
                 if text not in str(error):
                     wrong.append(f"the backend {name}: {error}")
+        calls.clear()
+        hidden, weight = torch.ones(4, 5), torch.ones(7, 5)
+        cross_entropy.chunked_cross_entropy(hidden, weight, torch.arange(4), backend="lean")
+        if calls != ["lean"]:
+            wrong.append(f"a loss with the backend lean runs {calls}")
     return wrong
 
 

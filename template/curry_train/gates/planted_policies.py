@@ -44,6 +44,7 @@ from .verdict import Gate, Takes, Verdict, not_applicable, unrefused
 COUNTED_OPERATIONS = {
     "product": ("aten.mm.", "aten.addmm."),
     "attention": ("scaled_dot_product",),
+    "sine": ("aten.sin.",),
     "tanh": ("aten.tanh.",),
     "noise": ("aten.rand_like.",),
     "added in place": ("aten.add_.",),
@@ -52,7 +53,7 @@ COUNTED_OPERATIONS = {
 
 
 class PolicyBlock(nn.Module):
-    """Three products, and between them a tanh, noise, attention and a sum in place."""
+    """Three products, and around them a sine, a tanh, noise, attention and a sum in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,30 +61,25 @@ class PolicyBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second, third = self.weights
-        drawn = torch.tanh(x @ first) * torch.rand_like(x)
+        drawn = torch.tanh(x.sin() @ first) * torch.rand_like(x)
         drawn.add_(1.0)
         heads = (drawn @ second).view(1, 2, 4, 8)
         return F.scaled_dot_product_attention(heads, heads, heads).view(8, 8) @ third
 
 
-def _saves_tanh_and_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    return str(operation).startswith(("aten.tanh.", "aten.mm."))
+def _saves(texts: tuple[str, ...], context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    return not context.is_recompute and str(operation).startswith(texts)
 
 
-def _saves_noise_too(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """Ask for random numbers to be kept, which would shift all that are drawn after them."""
-    return str(operation).startswith(("aten.rand_like.", "aten.mm."))
-
-
-def _saves_the_sum(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    """Ask for a sum to be kept that is made in place, which has to be refused."""
-    return str(operation).startswith(("aten.add_.", "aten.mm."))
+def _saving(*names: str) -> Callable[..., bool]:
+    """Return a policy in torch's form that asks for the outputs of these operations to be kept."""
+    return partial(_saves, tuple(f"aten.{name}." for name in names))
 
 
 POLICY_BATCH = torch.ones(8, 8)
 # How often an operation of a block runs again under each policy. Noise is always drawn again, and
 # a sum in place is made again with what it is added to. A set holds the calls of a `Policy`.
-ALL_CHEAP = {"tanh": 1, "noise": 1, "added in place": 1}
+ALL_CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "added in place": 1}
 CHOICES: dict[str, tuple[Any, Mapping[str, int]]] = {
     "save_expensive": ("save_expensive", {}),
     "save_matmuls": ("save_matmuls", {"attention": 1}),
@@ -92,8 +88,16 @@ CHOICES: dict[str, tuple[Any, Mapping[str, int]]] = {
     "every_second_matmul": ("every_second_matmul", {"product": 1}),
     "a list": (["aten.mm"], {"attention": 1}),
     "a list with tanh": (["aten.mm.default", torch.ops.aten.tanh], {"attention": 1, "tanh": 0}),
-    "a function": (_saves_tanh_and_products, {"attention": 1, "tanh": 0}),
-    "a function that names noise": (_saves_noise_too, {"attention": 1}),
+    "a function": (_saving("tanh", "mm"), {"attention": 1, "tanh": 0}),
+    "a function that names noise": (_saving("rand_like", "mm"), {"attention": 1}),
+    "a function that keeps a quarter of what is cheap": (
+        _saving("tanh"),
+        {"product": 3, "attention": 1, "tanh": 0},
+    ),
+    "a function that keeps more, and products": (
+        _saving("tanh", "sin", "mm"),
+        {"attention": 1, "tanh": 0, "sine": 0},
+    ),
     "the second product": (frozenset({("matmul", 1), ("attention", 0)}), {"product": 2}),
     "the last product": (frozenset({("matmul", 2)}), {"product": 2, "attention": 1}),
 }
@@ -160,7 +164,7 @@ def choices(case: Case, *, apply: Callable[..., Any] = apply_sac) -> Verdict:
     plain = _counts(_policy_model(), POLICY_BATCH)
     wrong = [*_wrong_choices(apply, plain), *_wrong_options(apply, plain)]
     hint = f"other operations run again than the policy says: {'; '.join(wrong)}" if wrong else ""
-    num_ways = len(CHOICES) + 2 * len(COPIED_POLICIES) + 4
+    num_ways = len(CHOICES) + 2 * len(COPIED_POLICIES) + 5
     return Verdict(gate, not wrong, f"{num_ways - len(wrong)} as by hand", f"{num_ways}", hint)
 
 
@@ -192,10 +196,11 @@ def _wrong_options(apply: Callable[..., Any], plain: Counter[str]) -> Iterator[s
     is_option = "allow_cache_entry_mutation" in signature(apply).parameters
     if is_option and _raises(apply, allow_cache_entry_mutation=True):
         yield "an overwritten output that is allowed"
-    model = _policy_model()
-    apply(model, _saves_the_sum)
-    if unrefused(ValueError, partial(_counts, model, POLICY_BATCH), "add_"):
-        yield "a function that keeps a sum in place"
+    for name, text in (("add_", "add_"), ("sin", "wrong way round")):
+        model = _policy_model()
+        apply(model, _saving("tanh", name))
+        if unrefused(ValueError, partial(_counts, model, POLICY_BATCH), text):
+            yield f"a function that keeps the tanh and the output of {name}"
 
 
 def _copies() -> Iterator[tuple[str, Callable[[Any], Any]]]:

@@ -37,7 +37,7 @@ from ..primitives.snn_timesteps import (
 )
 from ..primitives.strategies import STRATEGIES, Apply, Sample, schedule_peak_bytes, times_again
 from ..workloads.workload import Case
-from .planted_blocks import HIDING_STEPS, PlantedObject
+from .planted_blocks import HIDING_STEPS, PlantedCells, PlantedObject
 from .same_training import same_training, sample_of
 from .verdict import (
     Gate,
@@ -514,6 +514,13 @@ def _wrong_steps(case: Case, loop: Loop) -> list[str]:
         call = partial(loop, build(), *_planted_inputs(case), chunk_size=3)
         if why := unrefused(HiddenState, call, text, "'total'"):
             wrong.append(f"{name}: {why}")
+    inputs, state = _planted_inputs(case)
+    layer, cells = PlantedLayer(lambda layer, x: x).to(case.device), PlantedCells()
+    loop(layer, inputs, state, chunk_size=3)
+    # Of a module that was in a loop before.
+    call = partial(loop, lambda x, state: layer(cells(x, state)[0], state), inputs, state)
+    if why := unrefused(HiddenState, partial(call, chunk_size=3), "'cells'"):
+        wrong.append(f"another step of a module: {why}")
     model: Any = nn.Sequential(PlantedUnroll(PlantedUnroll()), nn.Linear(1, 1), PlantedUnroll())
     model[1].unroll = 3
     model[2].unroll = own = lambda step, inputs, state: None
@@ -522,7 +529,6 @@ def _wrong_steps(case: Case, loop: Loop) -> list[str]:
         wrong.append(f"loops of a model: {found}")
     if model[2].unroll is not own:
         wrong.append("a loop on the instance is not restored")
-    inputs, state = _planted_inputs(case)
     costs = measure_costs(PlantedLayer(lambda layer, x: x.exp()).to(case.device), [*inputs], state)
     # Each step saves an exponential; the state is another tensor of that size.
     nbytes = state.nbytes
@@ -622,20 +628,14 @@ WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a dictionary": ({"inputs": {0: torch.zeros(PLANTED_SHAPE)}}, "dict"),
     "a step without state": ({"step": _returns(lambda output, state: output)}, "pair"),
     "a step of three": ({"step": _returns(lambda output, state: (output, state, 0))}, "3 values"),
-    "a detached state": (
-        {"step": _returns(lambda output, state: (output, state.detach()))},
-        "detached",
-    ),
+    "a cut state": ({"step": _returns(lambda output, state: (output, state.detach()))}, "detached"),
     "an object as state": ({"step": _returns(lambda output, state: (output, object()))}, "object"),
     "a state that grows": ({"step": lambda layer, x, state: (x, [*state, x])}, "structure"),
-    "a step that writes into its input": (
+    "a written input": (
         {"step": lambda layer, x, state: layer(x.mul_(2), state)},
         "into the input",
     ),
-    "a step that writes into its state": (
-        {"step": lambda layer, x, state: layer(x, state.mul_(0.5))},
-        "into the state",
-    ),
+    "a written state": ({"step": lambda layer, x, state: layer(x, state.mul_(0.5))}, "the state"),
     "a sum of truth values": (
         {"step": _returns(lambda output, state: (output > 0, state)), "outputs": "sum"},
         "truth values",
