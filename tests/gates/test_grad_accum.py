@@ -307,9 +307,14 @@ def weighed_by_own_tokens(model, window, loss, optimizer):
     return train_window(model, replace(window, loss_divisor=float(own)), loss, optimizer)
 
 
+def norm_of_half_the_ranks(model, window, loss, optimizer):
+    result = train_window(model, window, loss, optimizer)
+    return replace(result, grad_norm=result.grad_norm / 2)
+
+
 @pytest.mark.parametrize(
     "saboteur",
-    [synced_each_microstep, never_synced, weighed_by_own_tokens],
+    [synced_each_microstep, never_synced, weighed_by_own_tokens, norm_of_half_the_ranks],
     ids=lambda value: value.__name__,
 )
 def test_two_ranks_catch(saboteur):

@@ -23,6 +23,14 @@ GRADIENT_ROUNDING_UNITS = 16
 
 # Relative error that a step with a technique may have where the plain step does not repeat itself.
 OUTER_BOUND = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# Relative error of a gradient's norm where only the order of summation differs: a few units of
+# rounding. Losses are often computed in float32 in a model of float64.
+GRADIENT_TOLERANCES = {
+    torch.float32: 1e-6,
+    torch.float64: 1e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+}
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ from .trials import (
     train_step,
     trained,
 )
+from .two_ranks import RESUME_GATE
 from .verdict import (
     Gate,
     Implementation,
@@ -773,10 +774,7 @@ def _bytes_in(folder: Path) -> int:
 
 JUDGED_CALLABLES = (
     Judged("SavingPolicy", lambda store, config: None),
-    Judged(
-        "TrainingState",
-        lambda model, optimizer, scheduler, scaler, *, extra, generators: None,
-    ),
+    Judged("TrainingState", lambda model, optimizer, scheduler, scaler, *, extra, generators: None),
     Judged("Writing.commit", lambda writing, state: None),
     Judged("SavedRun.verify", lambda run, folder: None),
     Judged("SavedRun.load", lambda run, folder, state: None),
@@ -794,6 +792,7 @@ GATES = (
     *SAVED_STATE_GATES,
     *RETENTION_GATES,
     *FORMS_GATES,
+    RESUME_GATE,
     *JOURNAL_GATES,
     *JOURNAL_EVENT_GATES,
 )

@@ -10,23 +10,21 @@ Proof: `python -m pytest tests/gates/test_grad_accum.py`.
 """
 
 import copy
-import functools
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.parity import (
+    GRADIENT_TOLERANCES,
     NothingToCompare,
     Parity,
     StepRecord,
@@ -36,10 +34,10 @@ from ..core.parity import (
 )
 from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
-from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload
-from .fixtures import GradientSyncs, load_function, run_on_ranks
+from .fixtures import GradientSyncs, load_function
 from .trials import has_complex_parameters
+from .two_ranks import Found, Wrapped, by_name, judged, on_two_ranks, under_both
 from .verdict import (
     Gate,
     Implementation,
@@ -51,7 +49,6 @@ from .verdict import (
 )
 from .windows_by_hand import (
     DIVIDED_BATCH_FACTOR,
-    GRADIENT_TOLERANCES,
     IN_BACKWARD_GATES,
     IN_BACKWARD_JUDGED,
     MOST_LEARNING_RATE,
@@ -63,9 +60,9 @@ from .windows_by_hand import (
     windows_parity,
 )
 
-# Errors by which DDP and FSDP2 refuse a model.
-ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
+# Of a norm, which is rounded as it is summed; a wrong one is off by a factor.
+NORM_TOLERANCE = 1e-2
 # Of the gradient's own norm, so that every model is clipped.
 CLIPPED_SHARE = 0.5
 # The scale of the losses under a scaler, and one under which every gradient overflows.
@@ -171,7 +168,7 @@ def scaled_window(
     (window,) = windows(microbatches, len(sizes), case.workload.count)
     scaler = torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE)
     overflowing = _overflowing(case)
-    train(module, window, overflowing, optimizer, scheduler=scheduler, scaler=scaler)
+    result = train(module, window, overflowing, optimizer, scheduler=scheduler, scaler=scaler)
     changed = _changed(module, before)
     steps = scheduler.last_epoch
 
@@ -180,8 +177,8 @@ def scaled_window(
     hint = ""
     if not parity.holds:
         hint = "unscale once per window, after the last backward and before clipping"
-    elif changed or steps:
-        hint = "step through the scaler, and the schedule only if the scaler stepped"
+    elif changed or steps or getattr(result, "stepped", False):
+        hint = "step through the scaler, and the schedule only if the scaler stepped; report it"
     return Verdict(gate, not hint, measured, required, hint)
 
 
@@ -337,6 +334,8 @@ def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict
     by_attribute = accumulation.from_config(types.SimpleNamespace(micro=2), key="micro")
     is_right = is_right and (by_attribute.steps, by_attribute.sync_each_batch) == (2, False)
     is_right = is_right and accumulation(steps=_number(2)) == accumulation(steps=2)
+    made = accumulation(steps=4).windows(case.split(case.batch(sum(sizes)), sizes))
+    is_right = is_right and [getattr(one, "index", at) for at, one in enumerate(made)] == [0, 1]
 
     counts = {case.workload.count(one) for one in case.split(case.batch(sum(sizes)), sizes)}
     if len(counts) == 1:
@@ -569,58 +568,34 @@ def wrong_uses(
     return Verdict(gate, not hint, measured, required, hint)
 
 
-def two_ranks(case: Case, *, train: str | None = None) -> Verdict:
+def two_ranks(case: Case, *, train: str = f"{train_window.__module__}:train_window") -> Verdict:
     """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window.
 
-    The ranks are separate processes on the CPU, so the workload and `train` are passed by name.
+    The ranks load `train` by its name.
     """
-    gate = "grad-accum/two-ranks"
     required = (
         f"{GRADIENT_TOLERANCES[case.dtype]:.0e} or {DIVIDED_BATCH_FACTOR} times that of a loop by "
         "hand; 1 sync a window"
     )
-    if not case.workload.spec:
-        return not_applicable(
-            gate,
-            required=required,
-            why="the workload has no name, by which other processes could load it",
-        )
-
     # Raises NotApplicable here and not in the other processes.
     batch = case.batch(2 * sum(RANK_SIZES))
     reference_by_hand(case, [case.split(batch, 2 * RANK_SIZES)], batch)
-    arguments: dict[str, Any] = {
-        "spec": case.workload.spec,
-        "seed": case.seed,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "train": train or f"{train_window.__module__}:train_window",
-    }
-    results = run_on_ranks(f"{__name__}:_rank_check", **arguments)
+    results = on_two_ranks(f"{__name__}:_rank_check", case, required=required, train=train)
 
-    refused = {kind: found["refused"] for kind, found in results[0].items() if "refused" in found}
-    worst = {}
-    for kind in results[0].keys() - refused.keys():
-        of_ranks = [result[kind] for result in results]
-        worst[kind] = max(of_ranks, key=lambda found: found["error"])
-    if not worst:
-        why = "; ".join(dict.fromkeys(refused.values()))
-        return not_applicable(gate, required=required, why=why)
-    held = all(
-        found["error"] <= found["tolerance"] and found["syncs"] == 1.0 for found in worst.values()
+    def figure(of_ranks: Sequence[dict[str, Any]]) -> tuple[bool, str]:
+        worst = max(of_ranks, key=lambda found: found["error"])
+        wrong = next((found["reported"] for found in of_ranks if found["reported"]), "")
+        is_right = worst["error"] <= worst["tolerance"] and worst["syncs"] == 1.0 and not wrong
+        return is_right, f"{worst['error']:.1e}, syncs {worst['syncs']:g}{wrong and f' ({wrong})'}"
+
+    return judged(
+        "grad-accum/two-ranks",
+        results,
+        required=required,
+        figure=figure,
+        hint="divide by the terms of all ranks; use no_sync or set_requires_gradient_sync until "
+        "the window's last microbatch; report the norm and terms of all ranks",
     )
-    figures = {
-        kind: f"{kind} {found['error']:.1e}, syncs {found['syncs']:g}"
-        for kind, found in worst.items()
-    }
-    figures |= {kind: f"{kind} not compared: {why}" for kind, why in refused.items()}
-    measured = "; ".join(figures[kind] for kind in results[0])
-    hint = ""
-    if not held:
-        hint = (
-            "divide by the terms of all ranks; use no_sync or set_requires_gradient_sync until the "
-            "window's last microbatch"
-        )
-    return Verdict(gate, held, measured, required, hint)
 
 
 def _windows(given: Implementation, present: Any) -> Windows:
@@ -638,8 +613,7 @@ TRAIN_TAKES = {
     "train_window": Takes("train", with_errors(NonFiniteWindow)),
     "GradientAccumulation": Takes("windows", _windows),
 }
-# The ranks load the function by its name.
-TRAIN_BY_NAME = {"train_window": Takes("train", lambda given, present: given.spec)}
+TRAIN_BY_NAME = {"train_window": Takes("train", by_name)}
 
 GATES = (
     Gate("grad-accum/equal", equal_windows, TRAIN_TAKES),
@@ -671,68 +645,69 @@ def _counts(steps: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in steps.items())
 
 
-def _rank_check(spec: str, seed: int, dtype: str, train: str) -> dict[str, dict[str, Any]]:
-    """Train one rank's part of an uneven masked window with DDP and FSDP2.
-
-    Each is compared with the whole batch trained without ranks. Where torch refuses the plain
-    model, as FSDP2 does with a parameter that is a scalar or complex, the message stands in place
-    of figures.
-    """
-    workload = load_workload(spec)
+def _rank_check(case: Case, train: str) -> Found:
+    """Train this rank's part of an uneven masked window, and compare it with the whole batch."""
+    workload = case.workload
     num_ranks = dist.get_world_size()
-    case = Case(workload, dtype=getattr(torch, dtype), seed=seed)
     batch = case.batch(sum(RANK_SIZES) * num_ranks)
     if workload.mask:
         batch = workload.mask(batch)
     of_ranks = case.split(batch, RANK_SIZES * num_ranks)
     microbatches = of_ranks[len(RANK_SIZES) * dist.get_rank() :][: len(RANK_SIZES)]
-    with torch.no_grad(), GradientSyncs() as plain:
-        workload.loss(case.build().eval(), microbatches[0])
-    if plain.num_in_forward:
-        reason = "the model itself communicates between ranks, which computes another function"
-        return {kind: {"refused": reason} for kind in ("DDP", "FSDP2")}
     reference, tolerance = reference_by_hand(case, [of_ranks], batch)
 
-    mesh = init_device_mesh("cpu", (num_ranks,))
-    wraps: dict[str, Callable[[nn.Module], Any]] = {
-        "DDP": functools.partial(
-            DistributedDataParallel, find_unused_parameters=None in reference.gradients.values()
-        ),
-        "FSDP2": functools.partial(fully_shard, mesh=mesh),
+    expected = {
+        "grad_norm": _norm(reference.gradients),
+        "num_terms": sum(map(workload.count, of_ranks)),
+        "stepped": True,
     }
-    found: dict[str, dict[str, Any]] = {}
-    for kind, wrap in wraps.items():
-        try:
-            wrapped = wrap(case.build().eval())
-            # FSDP2 compares the dtypes of parameters in its first forward.
-            with torch.no_grad():
-                workload.loss(wrapped, microbatches[0])
-        except ERRORS_OF_WRAPPERS as error:
-            found[kind] = {"refused": f"{type(error).__name__}: {error}"}
-            continue
-        found[kind] = _rank_parity(reference, wrapped, microbatches, workload, train)
-        found[kind]["tolerance"] = tolerance
-    return found
+
+    def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
+        found, result = _rank_parity(reference, wrapped(), microbatches, workload, train)
+        wrong = [
+            f"{name} is reported as {getattr(result, name)}, not {value}"
+            for name, value in expected.items()
+            if hasattr(result, name) and abs(getattr(result, name) - value) > NORM_TOLERANCE * value
+        ]
+        return found | {"tolerance": tolerance, "reported": "; ".join(wrong)}
+
+    unused = None in reference.gradients.values()
+    return under_both(case, microbatches[0], measure, unused=unused)
 
 
 def _rank_parity(
     reference: StepRecord, model: nn.Module, microbatches: list[Any], workload: Workload, train: str
-) -> dict[str, float]:
+) -> tuple[dict[str, float], Any]:
     for _ in range(2):  # DDP rebuilds its buckets after the first backward
-        with GradientSyncs() as one_backward:
-            workload.loss(model, microbatches[0]).backward()
+        by_hand = _syncs_by_hand(model, microbatches, workload)
     window = next(
         GradientAccumulation(len(microbatches)).windows(microbatches, count=workload.count)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with GradientSyncs() as syncs:
-        loss = load_function(train)(model, window, workload.loss, optimizer).loss
-    step = record(model, torch.tensor(loss, dtype=reference.loss.dtype))
+        result = load_function(train)(model, window, workload.loss, optimizer)
+    step = record(model, torch.tensor(result.loss, dtype=reference.loss.dtype))
     gradients = {
         name.removeprefix("module."): gradient for name, gradient in step.gradients.items()
     }
     candidate = replace(reference, loss=step.loss, gradients=gradients)
-    return {
-        "error": compare(reference, candidate).worst,
-        "syncs": syncs.num_calls / one_backward.num_calls,
-    }
+    error = compare(reference, candidate).worst
+    return {"error": error, "syncs": syncs.num_calls / by_hand}, result
+
+
+def _norm(gradients: Mapping[str, Any]) -> float:
+    known = [gradient for gradient in gradients.values() if gradient is not None]
+    return math.sqrt(sum(gradient.abs().double().square().sum().item() for gradient in known))
+
+
+def _syncs_by_hand(model: Any, microbatches: list[Any], workload: Workload) -> int:
+    """Count the syncs of a window that is synced at its end, by the switches of DDP and FSDP2."""
+    with GradientSyncs() as syncs:
+        for index, microbatch in enumerate(microbatches):
+            is_last = index == len(microbatches) - 1
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = is_last
+            else:
+                model.set_requires_gradient_sync(is_last)
+            workload.loss(model, microbatch).backward()
+    return syncs.num_calls

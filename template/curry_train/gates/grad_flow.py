@@ -8,23 +8,27 @@ Proof: `python -m pytest tests/gates/test_grad_flow.py`.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from ..core.measure import LiveStorages, Loss, tensors_in
-from ..core.parity import StepRecord, compare, record
+from ..core.parity import GRADIENT_TOLERANCES, StepRecord, compare, record
 from ..core.rerun import seeded, untouched
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow, LayerFlow, StepFlow, ValueSpread
 from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import Finding, flow_findings, flow_json, flow_table
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
+from .fixtures import load_function
+from .two_ranks import Found, Wrapped, by_name, judged, on_two_ranks, under_both
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable, unlike, unrefused
 
 FlowProbe = Callable[..., Any]
@@ -170,12 +174,18 @@ class PlantedChain(nn.Module):
     """Layers that add to their input; of some the output or its gradient is multiplied."""
 
     def __init__(
-        self, *, output: Mapping[int, float], gradient: float, detached: int, broken: int
+        self,
+        *,
+        length: int,
+        output: Mapping[int, float],
+        gradient: float,
+        detached: int,
+        broken: int,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(CHAIN_WIDTH, CHAIN_WIDTH, bias=False), Scaled(output.get(n, 1)))
-            for n in range(CHAIN_LENGTH)
+            for n in range(length)
         )
         self.gradient = gradient
         self.detached = detached
@@ -227,6 +237,7 @@ class PlantedFlow:
     """A chain with a fault, and the findings that it has."""
 
     expected: Sequence[Expected]
+    length: int = CHAIN_LENGTH
     output: Mapping[int, float] = field(default_factory=dict)
     gradient: float = 1.0
     detached: int = -1
@@ -237,6 +248,7 @@ class PlantedFlow:
 
     def probed(self, probe: FlowProbe) -> Any:
         model = PlantedChain(
+            length=self.length,
             output=self.output,
             gradient=self.gradient,
             detached=self.detached,
@@ -276,6 +288,9 @@ PLANTED_FLOWS = {
     ),
     "large factors on gradients": PlantedFlow(
         [_expected("exploding", "layers.0", "that of layers.3", 20.0**3)], gradient=20.0
+    ),
+    "a small factor between two layers": PlantedFlow(
+        [_expected("vanishing", "layers.0", "that of layers.1", 1e-4)], length=2, gradient=1e-4
     ),
     "an output of 0": PlantedFlow(
         [
@@ -331,7 +346,14 @@ def _not_shown(flow: Any, found: Sequence[Finding], table: Callable[..., str]) -
     whole, short = (
         " ".join(table(flow.records, **options).split()) for options in ({}, {"most": 3})
     )
-    names = list(flow.records[-1].layers)
+    last = flow.records[-1]
+    if problem := _wrong_opening(
+        flow.records, whole, is_scaled="scaled" in {one.kind for one in found}
+    ):
+        return problem
+    if problem := _wrong_row(last, table(flow.records)):
+        return problem
+    names = list(last.layers)
     for one in found:
         first = f"{one.layers[0]}: " if one.layers else ""
         line = f"{one.kind} {first}{one.message} (step {one.step})"
@@ -346,6 +368,29 @@ def _not_shown(flow: Any, found: Sequence[Finding], table: Callable[..., str]) -
     if ("nothing is wrong" in whole) == bool(found):
         return "the table is wrong on whether something is"
     return _not_written(flow) if hasattr(flow, "every") else ""
+
+
+def _wrong_opening(records: Sequence[StepFlow], text: str, *, is_scaled: bool) -> str:
+    last = records[-1]
+    norm = 0.0 if last.gradient is None else last.gradient.norm
+    opening = (
+        f"{len(records)} steps probed, the last is {last.step}: {last.forwards} forwards, gradient "
+        f"norm {norm:.3g} after backward"
+    )
+    if not text.startswith(opening):
+        return f"the table does not begin with: {opening}"
+    return "the factor of the table" if ("then multiplied by" in text) != is_scaled else ""
+
+
+def _wrong_row(record: StepFlow, table: str) -> str:
+    rows = {row[0]: row for row in map(str.split, table.splitlines()) if row}
+    for name, layer in record.layers.items():
+        row = rows.get(name, [""] * 5)
+        if layer.activation and row[1] != f"{layer.activation.rms:.1e}":
+            return f"the table has another activation of {name}"
+        if layer.gradient and row[4] != f"{layer.gradient.norm:.1e}":
+            return f"the table has another gradient of {name}"
+    return ""
 
 
 def _not_written(flow: Any) -> str:
@@ -504,6 +549,96 @@ def flow_forms(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
 
 
 JUDGED_CALLABLES = (Judged("GradFlow", lambda model, optimizer, *, every, recompute: None),)
+# Two ranks.
+
+
+def flow_of_both(case: Case, *, probe: str = f"{GradFlow.__module__}:GradFlow") -> Verdict:
+    """Probe a step of two ranks; its figures are those of both batches on one process."""
+    tolerance = GRADIENT_TOLERANCES[case.dtype]
+    required = f"all within {tolerance:.0e} of the figures of one process"
+    # Raises here, and not in the other processes, if the batch can't be split.
+    _halves(case)
+    results = on_two_ranks(f"{__name__}:_probed", case, required=required, probe=probe)
+
+    def figure(of_ranks: Sequence[dict[str, Any]]) -> tuple[bool, str]:
+        wrong = [name for found in of_ranks for name in found["wrong"]]
+        words = f"{of_ranks[0]['figures'] - len(set(wrong))} of {of_ranks[0]['figures']} right"
+        return not wrong and of_ranks[0]["figures"] > 0, words + (
+            f", not {wrong[0]}" if wrong else ""
+        )
+
+    return judged(
+        "grad-flow/two-ranks",
+        results,
+        required=required,
+        figure=figure,
+        hint="add up activations over the ranks of the batch, and sharded tensors over the shards",
+    )
+
+
+def _probed(case: Case, probe: str) -> Found:
+    """Compare the figures of one step on this rank with those of both batches on one process."""
+    batches = _halves(case)
+    expected = _step_figures(case, case.build().eval(), batches, GradFlow)
+
+    def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
+        found = _step_figures(case, wrapped(), [batches[dist.get_rank()]], load_function(probe))
+        tolerance = GRADIENT_TOLERANCES[case.dtype]
+        wrong = [
+            f"{key} of {name}"
+            for key, layers in expected.items()
+            for name in layers
+            if not _is_near(found[key].get(name), layers, name, tolerance)
+        ]
+        return {"figures": sum(map(len, expected.values())), "wrong": wrong}
+
+    # An expert may be used by the batch of one rank alone.
+    return under_both(case, batches[0], measure, unused=True)
+
+
+def _halves(case: Case) -> list[Any]:
+    return case.split(case.batch(2 * case.batch_size), [case.batch_size] * 2)
+
+
+def _step_figures(
+    case: Case, model: nn.Module, batches: Sequence[Any], probe: Callable[..., Any]
+) -> dict[str, dict[str, float]]:
+    """Return each figure of a step by layer; the gradients are the mean of those of the batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with probe(model, optimizer, every=1) as flow:
+        for batch in batches:
+            with seeded(case.seed):  # some models drop blocks in eval mode too
+                (case.workload.mean_loss(model, batch) / len(batches)).backward()
+        optimizer.step()
+    (record,) = flow.records
+    figures: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, layer in record.layers.items():
+        if layer.activation is not None:
+            figures["outputs"][name] = layer.activation.elements
+            figures["zeros"][name] = layer.activation.zeros
+            figures["norm of outputs"][name] = layer.activation.norm
+        if layer.gradient is not None:
+            figures["gradients"][name] = layer.gradient.elements
+            figures["norm of gradients"][name] = layer.gradient.norm
+        if layer.update is not None:
+            figures["norm of weights"][name] = layer.update.weight_norm
+            figures["norm of updates"][name] = layer.update.distance
+    return figures
+
+
+def _is_near(
+    value: float | None, expected: Mapping[str, float], name: str, tolerance: float
+) -> bool:
+    """Return whether a norm differs by the rounding of the largest one, and a count not at all.
+
+    The gradient of a bias before a norm, for one, is rounding alone.
+    """
+    wanted = expected[name]
+    if value is None or isinstance(wanted, int) or not math.isfinite(wanted):
+        return str(value) == str(wanted)
+    return abs(value - wanted) <= tolerance * max(filter(math.isfinite, expected.values()))
+
+
 PROBE_TAKES = {"GradFlow": Takes("probe")}
 
 GATES = (
@@ -513,6 +648,7 @@ GATES = (
     Gate("grad-flow/held-bytes", held_bytes, PROBE_TAKES),
     Gate("grad-flow/findings", findings, PROBE_TAKES),
     Gate("grad-flow/forms", flow_forms, PROBE_TAKES),
+    Gate("grad-flow/two-ranks", flow_of_both, {"GradFlow": Takes("probe", by_name)}),
 )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -32,6 +33,7 @@ from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.spike import RECOVERIES_FILE_NAME, Recoveries, SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
+from .fixtures import load_function, run_on_ranks
 from .saved_state import planted_training
 from .trials import (
     FIRST_BAD,
@@ -42,6 +44,7 @@ from .trials import (
     StoreTrial,
     same_bits,
 )
+from .two_ranks import by_name
 from .verdict import (
     Gate,
     Implementation,
@@ -348,7 +351,7 @@ class WatchedLoop:
     folder: Path
     attach: Callable[..., Any]
     bad: Callable[[int], float | None]
-    spike: Mapping[str, Any] = field(default_factory=lambda: WATCHED_SPIKE)
+    spike: Mapping[str, Any] | None = field(default_factory=lambda: WATCHED_SPIKE)
     microbatches: int = 1
     rollback_every: int = 8
     loader: Callable[[], Any] = lambda: range(BATCHES_PER_EPOCH)
@@ -468,7 +471,12 @@ def stream_loop(folder: Path, attach: Callable[..., Any]) -> str:
 def warned_loop(folder: Path, attach: Callable[..., Any]) -> str:
     """Only warn of a spike, which is the default, or watch nothing."""
     problems = []
-    for name, spike, num_spikes in (("warn", {"window": 16}, 1), ("none", {"action": "none"}, 0)):
+    watches: dict[str, tuple[Mapping[str, Any] | None, int]] = {
+        "warn": ({"window": 16}, 1),
+        "none": ({"action": "none"}, 0),
+        "no settings": (None, 0),
+    }
+    for name, (spike, num_spikes) in watches.items():
         loop = WatchedLoop(folder / name, attach, _between(24, 29), spike)
         with warnings_read() as texts:
             loop.run()
@@ -585,6 +593,62 @@ def watched_loops(case: Case, *, attach: Callable[..., Any] = saving) -> Verdict
         )
 
 
+# Of which it takes 3; ranks that do not agree wait for each other until then.
+SECONDS_OF_RANKS = 60.0
+
+
+def watched_ranks(case: Case, *, attach: str = f"{saving.__module__}:saving") -> Verdict:
+    """Watch a planted loop on two gloo ranks, of which only the second has high losses.
+
+    The ranks are separate processes, so `attach` is passed by name.
+    """
+    with tempfile.TemporaryDirectory(prefix="loss-spike-ranks-") as folder:
+        first, second = run_on_ranks(
+            f"{__name__}:_watched_rank", timeout=SECONDS_OF_RANKS, folder=folder, attach=attach
+        )
+    # As on one process, from the mean of the two losses.
+    expected = {
+        "ended": [[75, _positions(0, 26)], [None, _positions(16, 23, 27, 40)]],
+        "skipped": [[23, 27]],
+        "warned": "",
+    }
+    wrong = [
+        unlike(f"{name} of rank {rank}", found.get(name), value)
+        for rank, found in enumerate((first, second))
+        for name, value in expected.items()
+    ]
+    problem = first_of(wrong)
+    agreed = sum(not one for one in wrong)
+    return Verdict(
+        "loss-spike/two-ranks",
+        not problem,
+        f"{agreed} of {len(wrong)} facts as of one process",
+        f"{len(wrong)} of {len(wrong)}",
+        f"{problem}; judge the mean of all ranks' losses, on all ranks" if problem else "",
+    )
+
+
+def _watched_rank(folder: str, attach: str) -> dict[str, Any]:
+    """Train in two processes' time on one rank, whose healthy losses are its own."""
+    rank = dist.get_rank()
+    level = 1.0 + 2.0 * rank
+    loop = WatchedLoop(
+        Path(folder),
+        load_function(attach),
+        lambda at: 100.0 if rank and 24 <= at < 26 else level + 0.01 * (at % 5),
+    )
+    with warnings_read() as texts:
+        for _ in range(2):
+            loop.run()
+            dist.barrier()
+    return {
+        "ended": loop.ended,
+        "skipped": loop.skipped(),
+        # Only the first rank warns.
+        "warned": "" if rank else _told(texts, "spike: loss 50.", "batches 23 to 26"),
+    }
+
+
 def _component(name: str) -> Takes:
     """Take one component of the recovery, beside those that were taken before."""
 
@@ -615,6 +679,7 @@ GATES = (
     Gate("loss-spike/bounded", bounded, COMPONENT_TAKES),
     Gate("loss-spike/lower-rate", lowered_rate, {"saving": Takes("attach")}),
     Gate("loss-spike/loops", watched_loops, {"saving": Takes("attach")}),
+    Gate("loss-spike/two-ranks", watched_ranks, {"saving": Takes("attach", by_name)}),
 )
 
 

@@ -58,6 +58,7 @@ from .same_training import (
     why_torch_moves_nothing,
     why_torch_reruns_nothing,
 )
+from .two_ranks import RECOMPUTE_GATE
 from .verdict import (
     Gate,
     Implementation,
@@ -792,5 +793,5 @@ JUDGED_CALLABLES = (
 THOROUGH_GATES = (Gate("recompute/long-run", long_run, thorough=True),)
 GATES = (
     *(*RECOMPUTE_GATES, *CHAIN_GATES, *PLANTED_GATES),
-    *(*MEMORY_BUDGET_GATES, *OFFLOAD_GATES, *THOROUGH_GATES),
+    *(*MEMORY_BUDGET_GATES, *OFFLOAD_GATES, RECOMPUTE_GATE, *THOROUGH_GATES),
 )

@@ -17,20 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.parity import Parity, StepRecord, check_comparable, compare, record
+from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
 from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, StepInBackward, train_window
 from ..workloads.workload import Case, batch_size
 from .verdict import Gate, Judged, NotApplicable, Takes, Verdict, not_applicable
 
-# Smallest tolerances, relative to a gradient's norm. Only the order of summation differs: a few
-# units of rounding. Losses are often computed in float32 in a model of float64.
-GRADIENT_TOLERANCES = {
-    torch.float32: 1e-6,
-    torch.float64: 1e-6,
-    torch.float16: 2e-3,
-    torch.bfloat16: 2e-2,
-}
 # If the batch summed by hand over its microbatches differs by more than this, the tolerance is so
 # many times that difference.
 DIVIDED_BATCH_FACTOR = 3

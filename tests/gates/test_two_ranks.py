@@ -1,0 +1,58 @@
+"""Gates on two ranks hold, fail on planted faults, and tell where torch refuses a model.
+
+python -m pytest tests/gates/test_two_ranks.py
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from saboteurs import faults
+
+from curry_train.gates import checkpoint_policy, grad_flow, loss_spike, recompute
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.workload import Case
+
+GATES = {
+    gate.name: gate
+    for gate in (*checkpoint_policy.GATES, *grad_flow.GATES, *recompute.GATES)
+    if gate.name.endswith("/two-ranks")
+}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_gates_hold_in_half_precision(gate):
+    verdict = GATES[gate].run(Case(load_workload("transformer"), dtype=torch.bfloat16))
+    assert verdict.passed, verdict
+    assert "not compared" not in verdict.measured
+
+
+def test_ranks_that_watch_one_loss_recover_as_one():
+    verdict = loss_spike.watched_ranks(Case(load_workload("mlp")))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_a_workload_without_a_name_is_not_applicable(gate):
+    workload = replace(load_workload("mlp"), spec="")
+    verdict = GATES[gate].run(Case(workload))
+    assert verdict.passed is None
+    assert "by which other processes could load it" in verdict.hint
+
+
+def test_a_workload_is_loaded_as_without_a_launcher(tmp_path):
+    """As by a trainer, which gives each rank of a launcher another part of the data."""
+    (tmp_path / "launched.py").write_text(
+        "import os, torch\n"
+        "def build():\n"
+        "    part = float(os.environ.get('RANK', 7))\n"
+        "    layers = [torch.nn.Linear(4, 4) for _ in range(2)]\n"
+        "    return torch.nn.Sequential(*layers), torch.ones(8, 4) * part\n"
+    )
+    verdict = GATES["grad-flow/two-ranks"].run(Case(load_workload(f"{tmp_path}/launched.py:build")))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("saboteur", faults("faulty_ranks"), ids=str)
+def test_gate_catches(saboteur):
+    saboteur.check()
