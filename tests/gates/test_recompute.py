@@ -10,11 +10,13 @@ import random
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from faulty_recompute import no_op
 from saboteurs import case_of, faults
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.blocks import find_blocks
 from curry_train.gates import recompute
@@ -299,19 +301,45 @@ def test_parity_names_the_block_that_is_unfit(disturb, in_hint, apply):
     assert in_hint in verdict.hint
 
 
-# Recompute is applied before DDP and FSDP2, and changes nothing else.
+# Parts of a block may be sharded; whole blocks are in the gate on two ranks.
 
 
-def gradients_on_ranks():
-    return compare_on_ranks("transformer", recompute_blocks)
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
 
 
-def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
-    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
-        for figures in found.values():
-            assert figures["syncs"][0] > 0
-            assert len(set(figures["syncs"])) == 1
-            assert figures["differences"] == [0.0]
+def gradients_with_sharded_parts(*, recompute, reshard):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[TwoParts() for _ in range(3)])
+    if recompute:
+        recompute_blocks(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        for part in block.children():
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for _ in range(2):
+        model(x).square().mean().backward()
+        found += [weight.grad.full_tensor().tolist() for weight in model.parameters()]
+    return found
+
+
+def sharded_parts_on_ranks():
+    steps = [
+        [gradients_with_sharded_parts(recompute=way, reshard=reshard) for way in (False, True)]
+        for reshard in (True, False)
+    ]
+    return [plain == recomputed for plain, recomputed in steps]
+
+
+def test_parts_of_a_recomputed_block_may_be_sharded():
+    assert run_on_ranks(f"{__file__}:sharded_parts_on_ranks") == [[True, True]] * 2
 
 
 @pytest.mark.parametrize("saboteur", faults("faulty_recompute"), ids=str)

@@ -1,6 +1,8 @@
 """Chunked cross-entropy equals torch's, one chunk of logits at a time.
 
 python -m pytest tests/primitives/test_chunked_loss.py
+
+Why so long: each way to use logits is tried on one model.
 """
 
 import contextlib
@@ -402,7 +404,10 @@ INDICES = {
     "rows and tokens": ((ROWS, torch.tensor([0, 5, 32])), False),
     "mask and all classes": ((TOKENS > 9, slice(None)), False),
     "a list": ([3, 1], False),
+    "mask of single logits": (torch.ones(4, 33, CLASSES, dtype=torch.bool), False),
 }
+# The index of the targets, where it is not that of the logits.
+TARGETS = {"mask and all classes": TOKENS > 9, "mask of single logits": ...}
 
 
 @pytest.mark.parametrize("name", INDICES)
@@ -411,7 +416,7 @@ def test_an_index_picks_the_same_logits_and_terms(name):
 
     def loss(model, tokens):
         logits = model(tokens)[where]
-        targets = tokens[where[:1] if name == "mask and all classes" else where]
+        targets = tokens[TARGETS.get(name, where)]
         return F.cross_entropy(logits.reshape(-1, CLASSES), targets.reshape(-1))
 
     found, use = both(loss)
@@ -492,6 +497,19 @@ def test_a_hook_that_reads_the_gradient_of_the_logits_gets_it():
         F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
     torch.testing.assert_close(*gradients)
     assert chunked_loss_report(model)["head"].whole == ["register_hook"]
+
+
+def test_logits_of_one_token_are_indexed_by_class():
+    plain, model = Model(), Model()
+    apply_chunked_loss(model)
+    classes = torch.tensor([7, 0])
+    assert torch.equal(model(TOKENS)[0, 0][classes], plain(TOKENS)[0, 0][classes])
+
+
+def test_logits_move_to_the_device_that_is_named():
+    model = Model()
+    apply_chunked_loss(model)
+    assert model(TOKENS).to("meta").device.type == "meta"
 
 
 def test_upcast_of_half_precision_stays_in_chunks():

@@ -4,6 +4,7 @@ python -m pytest tests/primitives/test_grad_flow_findings.py
 """
 
 import importlib.util
+import math
 import sys
 from dataclasses import replace
 
@@ -80,6 +81,13 @@ def test_weights_that_were_not_finite_before_are_reported():
 def test_a_gradient_outside_of_the_layers_is_not_missed():
     (found,) = flow_findings([record(gradient=ValueSpread(10, 0, 1, NAN))])
     assert "outside of the probed layers" in found.message
+    assert math.isnan(found.value)
+
+
+def test_a_layer_that_was_not_called_may_have_the_first_bad_gradient():
+    bad = spread("gradient", nonfinite=1, squares=NAN)
+    flow = replace(record(0, at_1=bad), order=(NAMES[0], *NAMES[2:]))
+    assert kinds(flow) == [("nonfinite", ("layers.1",))]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +147,7 @@ def test_the_table_lists_layers_without_figures():
                 at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
                 at_1=replace(GOOD, gradient=None, tied=("w",)),
                 at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
+                at_3=replace(GOOD, gradient=None, update=None),
             )
         ]
     ).splitlines()
@@ -147,6 +156,7 @@ def test_the_table_lists_layers_without_figures():
     ]
     assert any(line.startswith("layers.1") and " tied " in line for line in rows)
     assert any(line.startswith("layers.2") and line.endswith("new") for line in rows)
+    assert [line.split()[4:] for line in rows if line.startswith("layers.3")] == [["-", "-"]]
 
 
 def test_the_table_has_each_figure_of_a_layer():

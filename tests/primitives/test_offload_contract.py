@@ -13,6 +13,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.measure import LiveStorages, measure_memory
@@ -258,6 +259,30 @@ def test_nothing_leaks_over_50_steps_with_and_without_backward_and_with_errors(b
     finally:
         gc.enable()
     assert model[0]._offloader.step() is None
+
+
+class CastsOfWeights(TorchDispatchMode):
+    """Weak references to the storages of all casts of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket is torch.ops.aten._to_copy and isinstance(args[0], nn.Parameter):
+            self.storages.append(weakref.ref(result.untyped_storage()))
+        return result
+
+
+def test_no_cast_of_a_weight_stays_alive_until_backward(batch):
+    model = chain()
+    offload_blocks(model, keep_last=0, min_bytes=256)
+    with CastsOfWeights() as casts, torch.autocast("cpu", torch.bfloat16):
+        loss = square_sum(model, batch)
+    assert len(casts.storages) >= 3
+    assert [cast() for cast in casts.storages if cast() is not None] == []
+    loss.backward()
 
 
 def test_a_retained_graph_keeps_nothing_on_the_device(batch):

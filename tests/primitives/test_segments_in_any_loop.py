@@ -253,3 +253,11 @@ def test_a_block_that_is_called_by_keyword_breaks_the_chain():
     recompute_segments(model, 2)
     with pytest.raises(ChainBroken, match=r"layers\.1 does not take the output of layers\.0"):
         model(torch.randn(4, 8))
+
+
+def test_a_block_that_is_called_by_itself_after_a_forward_breaks_the_chain():
+    model = Chain(plain)
+    recompute_segments(model, 2)
+    x = model(torch.randn(4, 8))
+    with pytest.raises(ChainBroken, match=r"layers\.1 "):
+        model.layers[1](x)

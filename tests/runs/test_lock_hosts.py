@@ -259,6 +259,21 @@ def test_the_announcement_of_a_process_that_died_in_between_is_removed(tmp_path,
         assert [name for name in store.files.names("") if name.startswith("writer.lock.")] == []
 
 
+def test_the_announcement_of_another_host_stays_until_that_is_silent(tmp_path, quick, no_locks):
+    no_locks()
+    other = tmp_path / f"writer.lock.{'b' * 32}"
+    other.write_text(claim(beats=True))
+    own = RunLock(LocalFiles(tmp_path))
+    with pytest.raises(LockedRun):
+        own.acquire()
+    assert own.is_undecided
+    assert other.exists()
+    time.sleep(0.4)
+    own.acquire()
+    own.release()
+    assert not other.exists()
+
+
 def make_folder(path):
     path.mkdir()
     (path / "inside").touch()

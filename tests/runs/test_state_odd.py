@@ -306,6 +306,19 @@ def test_odd_optimizer_state_keeps_its_types_keys_and_shared_memory(store):
     assert other.optimizers[0].param_groups[0]["seen"].maxlen == 2
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")])
+def test_state_of_another_form_here_is_made_anew(store, change):
+    state, other = (with_optimizer("sparse adam, dense", seed) for seed in (0, 1))
+    for one in (state, other):
+        step_with_closure(one, 1)
+    name = "exp_avg"
+    own = other.optimizers[0].state[other.model[0].weight]
+    own[name] = change(own[name])
+    store.load(store.save("rollback", 1, state), other)
+    found = other.optimizers[0].state[other.model[0].weight][name]
+    assert torch.equal(found, state.optimizers[0].state[state.model[0].weight][name])
+
+
 class Holder:
     """A part of a state that keeps what it is given."""
 
