@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def ranks_have_imported_torch() -> None:
     from warm_python import WarmPython
 
-    from curry_train.gates import fixtures as ranks
+    from curry_train.gates import two_ranks as ranks
 
     ranks.PYTHON_EXECUTABLE = WarmPython()
 

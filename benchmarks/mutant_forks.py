@@ -669,9 +669,9 @@ def main() -> None:
     for name in warm_python.READY:
         importlib.import_module(name)
     warm_python.warm_python()  # ranks of all forks are forks of it
-    from curry_train.gates import fixtures
+    from curry_train.gates import two_ranks
 
-    fixtures.PYTHON_EXECUTABLE = warm_python.WarmPython()
+    two_ranks.PYTHON_EXECUTABLE = warm_python.WarmPython()
     options = ["--numprocesses=0", "-p", "no:cacheprovider", "-q", "--capture=no"]
     reports = Reports()
     plugins = [reports, Forks(job, say, reports)]

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from curry_train.cli.options import json_option
 from curry_train.core.blocks import find_blocks
 from curry_train.core.wording import provenance, write_json
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding, tensor_parallel

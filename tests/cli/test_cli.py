@@ -347,6 +347,26 @@ def test_two_factories_of_one_name_are_distinguished(run, tmp_path, monkeypatch)
     assert [row["workload"] for row in rows] == ["first.py:build", "second.py:build"]
 
 
+def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "greedy.py").write_text(
+        "import multiprocessing, os, signal\n"
+        "from curry_train.workloads.models import mlp\n"
+        "def small():\n    return mlp()\n"
+        "def large():\n"
+        "    if multiprocessing.parent_process():\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return mlp()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    gates = [gate for gate in discover() if gate.name == "recompute/flops"]
+    cases = [Case(load_workload(f"greedy.py:{name}")) for name in ("small", "large", "small")]
+    rows = [row.verdict for row in measure_rows(cases, gates, num_processes=2)]
+    assert [verdict.passed for verdict in rows] == [True, None, True]
+    assert "memory ran out (the system ended the process): try a smaller" in rows[1].hint
+
+
 def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
     gates = [Gate("no/such-gate", lambda case: None)]
     with pytest.raises(KeyError, match="no/such-gate"):

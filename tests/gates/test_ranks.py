@@ -4,6 +4,7 @@ python -m pytest tests/gates/test_ranks.py
 """
 
 import os
+import signal
 import sys
 import time
 
@@ -13,14 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates import fixtures
-from curry_train.gates.fixtures import GradientSyncs, load_function, run_on_ranks
+from curry_train.gates import two_ranks
+from curry_train.gates.two_ranks import GradientSyncs, load_function, run_on_ranks
+from curry_train.gates.verdict import Gate
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.workload import Case
 
 
 @pytest.fixture(autouse=True)
 def new_interpreters(monkeypatch):
     """Use new interpreters, not forks of one that has imported torch, as other tests do."""
-    monkeypatch.setattr(fixtures, "PYTHON_EXECUTABLE", sys.executable)
+    monkeypatch.setattr(two_ranks, "PYTHON_EXECUTABLE", sys.executable)
 
 
 def counted_syncs(scale):
@@ -63,6 +67,19 @@ def dies_without_a_word():
         os.write(2, b"out of fuel\n")
         os._exit(3)
     dist.barrier()
+
+
+def is_killed():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_rank_that_the_system_kills_leaves_its_gate_unchecked():
+    gate = Gate("grad-flow/two-ranks", lambda case: run_on_ranks(f"{__file__}:is_killed"))
+    verdict = gate.run(Case(load_workload("mlp")))
+    assert verdict.passed is None
+    assert "memory ran out (the system ended one of 2 ranks)" in verdict.hint
 
 
 def never_ends():

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.blocks import find_blocks
 from curry_train.gates import recompute
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from trained_on_ranks import compare_on_ranks
 
 from curry_train.gates import sac
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.gates.verdict import Gate
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac

@@ -14,7 +14,7 @@ from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import snn_timesteps
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives.snn_timesteps import (
     recompute_timesteps,
 )

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates.fixtures import GradientSyncs
+from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case
 

@@ -10,7 +10,7 @@ import pytest
 import routed_ranks
 from offloaded_ranks import WAYS, offloaded, small
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.pipeline import pipeline_peaks

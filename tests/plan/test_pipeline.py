@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan import rank_time
 from curry_train.plan.cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from curry_train.plan.device import PROFILES

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates.fixtures import run_on_ranks
 from curry_train.gates.same_training import same_training
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan import whole_step
 from curry_train.plan.device import PROFILES
 from curry_train.plan.optimizers import make_optimizer

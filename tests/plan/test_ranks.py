@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import ranks
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.costs import drop_saved
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch

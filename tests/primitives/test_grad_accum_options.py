@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow, train_window
 
 # Terms of each microbatch of a rank, and the microbatches of both ranks.

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives import GradFlow, recompute_blocks
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case

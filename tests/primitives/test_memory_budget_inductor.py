@@ -18,7 +18,7 @@ from warm_python import warm_python
 
 from curry_train.core.measure_compiled import measure_allocated, saved_bytes
 from curry_train.core.parity import compare
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives.compile_budget import memory_budget
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case

@@ -18,7 +18,7 @@ from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.measure import LiveStorages, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives import host_memory, offload
 from curry_train.primitives.host_memory import HostCopies, HostMemoryShort
 from curry_train.primitives.offload import (

@@ -17,7 +17,7 @@ from attached_scripts import PLAIN, attached, on_ranks
 from tree import ROOT
 from warm_python import warm_python
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import RunError, SavedRun, saving
 from curry_train.runs.ranks import Ranks
 

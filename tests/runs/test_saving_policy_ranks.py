@@ -11,7 +11,7 @@ import torch.distributed as dist
 from store_models import equal, new_state, tensors_of, train
 from test_store_ranks import sharded
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, RunError, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 import spike_runs
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.spike import SpikeWatchdog, line_through
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
 from curry_train.runs.files import LocalFiles
 from curry_train.runs.ranks import OtherRank, Ranks

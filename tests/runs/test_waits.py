@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from store_models import new_state, train
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, SavedRun, SaveError, Store, background, heartbeat
 from curry_train.runs.background import PartNotes
 from curry_train.runs.heartbeat import Heartbeat

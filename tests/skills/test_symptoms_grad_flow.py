@@ -11,7 +11,7 @@ from symptoms import blocks, linear, mean_square, rows, rows_of, rows_with_a_tes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives import GradFlow, recompute_blocks
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.gates.fixtures import GradientSyncs, run_on_ranks
+from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
 from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
 from curry_train.runs.attach import STOP_SIGNALS, Stop

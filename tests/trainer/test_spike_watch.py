@@ -16,7 +16,7 @@ from journals import lines_of
 from curry_train.cli.resume_check import final_tensors
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
-from curry_train.gates.fixtures import run_on_ranks
+from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives.grad_accum import NonFiniteWindow
 from curry_train.runs.ranks import RunError
 from curry_train.runs.spike import RECOVERIES_FILE_NAME, SpikeNotRecovered

@@ -35,9 +35,17 @@ from ..core.parity import (
 from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from ..workloads.workload import Case, Workload
-from .fixtures import GradientSyncs, load_function
 from .trials import has_complex_parameters
-from .two_ranks import Found, Wrapped, by_name, judged, on_two_ranks, under_both
+from .two_ranks import (
+    Found,
+    GradientSyncs,
+    Wrapped,
+    by_name,
+    judged,
+    load_function,
+    on_two_ranks,
+    under_both,
+)
 from .verdict import (
     Gate,
     Implementation,

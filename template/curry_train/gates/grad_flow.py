@@ -27,8 +27,7 @@ from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import Finding, flow_findings, flow_json, flow_table
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
-from .fixtures import load_function
-from .two_ranks import Found, Wrapped, by_name, judged, on_two_ranks, under_both
+from .two_ranks import Found, Wrapped, by_name, judged, load_function, on_two_ranks, under_both
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable, unlike, unrefused
 
 FlowProbe = Callable[..., Any]

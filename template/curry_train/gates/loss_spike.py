@@ -33,7 +33,6 @@ from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.spike import RECOVERIES_FILE_NAME, Recoveries, SpikeNotRecovered, SpikeWatchdog
 from ..workloads.workload import Case
-from .fixtures import load_function, run_on_ranks
 from .saved_state import planted_training
 from .trials import (
     FIRST_BAD,
@@ -44,7 +43,7 @@ from .trials import (
     StoreTrial,
     same_bits,
 )
-from .two_ranks import by_name
+from .two_ranks import by_name, load_function, run_on_ranks
 from .verdict import (
     Gate,
     Implementation,

@@ -8,9 +8,16 @@ Proof: `python -m pytest tests/gates/test_two_ranks.py`.
 
 import functools
 import hashlib
+import importlib
+import importlib.util
+import json
 import os
 import random
+import signal
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +30,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.blocks import find_blocks
 from ..core.rerun import seeded
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
-from .fixtures import GradientSyncs, load_function, run_on_ranks
 from .verdict import Gate, Implementation, NotApplicable, Takes, Verdict, not_applicable
 
 # What torchrun sets for a rank. The workload is loaded as in this process.
@@ -40,6 +47,13 @@ ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeErr
 Wrapped = Callable[..., nn.Module]
 # Of each rank, by "DDP" and "FSDP2": its figures, or why torch refuses the model as "refused".
 Found = Mapping[str, dict[str, Any]]
+# Ranks that take longer than this, and so many times a step of this process, wait for each other.
+LEAST_SECONDS = 180.0
+MOST_STEPS = 300
+# Lines of a failed rank's log that go into the error.
+LAST_LINES = 12
+# The interpreter that runs the ranks.
+PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
 
 def on_two_ranks(target: str, case: Case, *, required: str, **arguments: Any) -> list[Found]:
@@ -47,8 +61,13 @@ def on_two_ranks(target: str, case: Case, *, required: str, **arguments: Any) ->
     if not case.workload.spec:
         why = "the workload has no name, by which other processes could load it"
         raise NotApplicable(why, required=required)
+    started = time.monotonic()
+    with seeded(case.seed):
+        case.workload.mean_loss(case.build(), case.batch()).backward()
+    step_seconds = time.monotonic() - started
     return run_on_ranks(
         f"{__name__}:_on_this_rank",
+        timeout=LEAST_SECONDS + MOST_STEPS * step_seconds,
         of_rank=target,
         spec=case.workload.spec,
         seed=case.seed,
@@ -350,3 +369,140 @@ RECOMPUTE_GATE = Gate(
 RESUME_GATE = Gate(
     "checkpoint-policy/two-ranks", resumed_on_both, {"saving": Takes("attach", by_name)}
 )
+
+
+# Processes, one for each rank.
+
+
+def run_on_ranks(
+    target: str, *, num_ranks: int = 2, timeout: float = 180.0, **arguments: Any
+) -> list[Any]:
+    """Call a function on every rank and return the results; both pass as JSON.
+
+    `target` is in the form that `load_function` takes, and the ranks have this process's import
+    path. If a rank fails, the others are killed, and the error quotes the end of its log. Where
+    memory runs out the system kills a rank, which is a MemoryError.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks = [
+            _start(rank, num_ranks, [target, json.dumps(arguments), folder])
+            for rank in range(num_ranks)
+        ]
+        try:
+            ended = _wait(ranks, until=time.monotonic() + timeout)
+            codes = [rank.poll() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if not ended:
+            raise RuntimeError(f"{target} on {num_ranks} ranks did not end within {timeout:.0f} s")
+        if -signal.SIGKILL in codes:
+            raise MemoryError(f"the system ended one of {num_ranks} ranks")
+        results = [Path(folder, f"{rank}.json") for rank in range(num_ranks)]
+        if any(rank.returncode for rank in ranks) or not all(path.exists() for path in results):
+            reports = [_last_words(Path(folder), rank) for rank in range(num_ranks)]
+            reason = "; ".join(report for report in reports if report)
+            raise RuntimeError(f"{target} on {num_ranks} ranks failed: {reason}")
+        return [json.loads(path.read_text()) for path in results]
+
+
+def _start(rank: int, num_ranks: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a process with the environment variables that torchrun would set.
+
+    Starting torchrun itself would take as long as starting a rank.
+    """
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    with Path(arguments[-1], f"{rank}.log").open("wb") as log:
+        command = [PYTHON_EXECUTABLE, "-m", str(__spec__.name), *arguments]
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], *, until: float) -> bool:
+    """Wait until every rank has ended or one has failed; return False after the time limit."""
+    while time.monotonic() < until:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes) or None not in codes:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _last_words(folder: Path, rank: int) -> str:
+    error = folder / f"{rank}.error"
+    log = folder / f"{rank}.log"
+    if error.exists():
+        return f"rank {rank}: {error.read_text()}"
+    lines = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
+    return "\n".join([f"rank {rank}:", *lines]) if lines else ""
+
+
+class GradientSyncs(TorchDispatchMode):
+    """Mode that counts the all-reduces and reduce-scatters of backward passes.
+
+    `num_in_forward` counts collectives of any kind outside of backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.num_in_forward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            # Imported here because a machine without ranks needs no probe.
+            from ..primitives.grad_flow_probe import in_backward
+
+            is_sync = func.__name__.startswith(("allreduce_", "_reduce_scatter"))
+            self.num_calls += is_sync and in_backward()
+            self.num_in_forward += not in_backward()
+        return func(*args, **(kwargs or {}))
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Load a function given as `package.module:function` or `path/to/file.py:function`."""
+    module, _, function = target.rpartition(":")
+    if not module.endswith(".py"):
+        return getattr(importlib.import_module(module), function)
+    spec = importlib.util.spec_from_file_location(Path(module).stem, module)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"can't load {module} as Python")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded
+    spec.loader.exec_module(loaded)
+    return getattr(loaded, function)
+
+
+def _rank_main(target: str, arguments: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "gloo", init_method=Path(folder, "store").as_uri(), rank=rank, world_size=num_ranks
+    )
+    try:
+        result = load_function(target)(**json.loads(arguments))
+        Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    except BaseException as error:
+        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        raise
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+    # With torch 2.13, a process that used DDP on gloo aborts at about one in four ordinary exits;
+    # with 2.11 it did not in 15.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _rank_main(*sys.argv[1:])

@@ -27,6 +27,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
@@ -39,6 +40,8 @@ from ..core.blocks import NoBlocks
 from ..core.wording import nearest
 from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Case, IndivisibleBatch, Workload
+
+LESS_MEMORY = "try a smaller --batch-size, or the same model with fewer layers"
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,10 @@ class Gate:
             return not_applicable(self.name, required=error.required, why=str(error))
         except IndivisibleBatch as error:
             return not_applicable(self.name, required="a batch of another size", why=str(error))
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            # CUDA goes on for many sentences.
+            why = f"memory ran out ({str(error).partition('. ')[0]}): {LESS_MEMORY}"
+            return not_applicable(self.name, required="memory", why=why)
         except ValueError as error:
             # Our own errors state what to do.
             return Verdict(self.name, False, "could not be measured", "to run", str(error))
@@ -492,36 +499,64 @@ def measure_rows(
     than one process needs cases that `load_workload` made.
     """
     if num_processes is None:
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        worthwhile = len(cases) * len(gates) // GATES_WORTH_A_PROCESS
-        on_cpu = all(case.device.type == "cpu" for case in cases)
-        num_processes = min(worthwhile, cores) if on_cpu else 1
+        num_processes = _processes_that_pay_off(cases, gates)
     if num_processes < 2:
         if implementations:
             gates = [judge(gate, implementations) for gate in gates]
         yield from (GateRow(case.workload.name, gate.run(case)) for case in cases for gate in gates)
         return
 
-    threads = max(1, torch.get_num_threads() // num_processes)
     named = tuple(f"{given.judged}={given.spec}" for given in implementations)
     tasks = [
         (case.workload.spec, _settings(case), gate.name, named) for case in cases for gate in gates
     ]
+    names = (case.workload.name for case in cases for _ in gates)
+    verdicts = _in_processes(tasks, num_processes)
+    yield from (GateRow(name, verdict) for name, verdict in zip(names, verdicts, strict=True))
+
+
+def _processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
+    if any(case.device.type != "cpu" for case in cases):
+        return 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, cores)
+
+
+Task = tuple[str, dict[str, Any], str, tuple[str, ...]]
+
+
+def _in_processes(tasks: Sequence[Task], num_processes: int) -> Iterator[Verdict]:
+    """Yield the verdicts of `_measure`, in order.
+
+    Where memory runs out the system ends a process. The gates that have no verdict by then run one
+    at a time; one that even then ends its process does not apply.
+    """
+    first = 0
+    while first < len(tasks):
+        with _pool(num_processes) as pool:
+            futures = [pool.submit(_measure, *task) for task in tasks[first:]]
+            try:
+                for future in futures:
+                    verdict = future.result()
+                    first += 1
+                    yield verdict
+            except BrokenProcessPool:
+                if num_processes == 1:
+                    gate_name = tasks[first][2]
+                    first += 1
+                    why = f"memory ran out (the system ended the process): {LESS_MEMORY}"
+                    yield not_applicable(gate_name, required="memory", why=why)
+                num_processes = 1
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _pool(num_processes: int) -> ProcessPoolExecutor:
+    threads = max(1, torch.get_num_threads() // num_processes)
     # Spawn, because a fork of a process that has used threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,)) as pool:
-        try:
-            verdicts = pool.map(_measure, *zip(*tasks, strict=True))
-            names = (case.workload.name for case in cases for _ in gates)
-            yield from (
-                GateRow(name, verdict) for name, verdict in zip(names, verdicts, strict=True)
-            )
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    return ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,))
 
 
 def _settings(case: Case) -> dict[str, Any]:
