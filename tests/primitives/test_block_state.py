@@ -106,6 +106,26 @@ def test_an_optimizer_step_between_two_backwards_is_refused_as_in_plain_torch(le
             second.backward()
 
 
+class WithoutGate(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("gate", None)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+@pytest.mark.parametrize("lever", RECOMPUTING)
+def test_a_parameter_after_one_that_is_none_is_compared_too(lever):
+    _, model = pair(lever, WithoutGate)
+    loss = loss_of(model(X))
+    with torch.no_grad():
+        model.layers[0].scale.mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|was changed in place"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("lever", RECOMPUTING)
 def test_a_changed_parameter_is_named(lever):
     _, model = pair(lever)

@@ -81,6 +81,7 @@ def test_weights_that_were_not_finite_before_are_reported():
 def test_a_gradient_outside_of_the_layers_is_not_missed():
     (found,) = flow_findings([record(gradient=ValueSpread(10, 0, 1, NAN))])
     assert "outside of the probed layers" in found.message
+    assert found.kind == "nonfinite"
     assert math.isnan(found.value)
 
 
@@ -188,6 +189,19 @@ def test_a_long_name_keeps_its_end():
     assert lines[-1].startswith("...")
     assert "output_projection" in lines[-1]
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("distance", "message"),
+    [(0.02, "moves far: 2.0e-02"), (1e-6, "hardly moves: 1.0e-06"), (0.0, "does not move: 0.0")],
+)
+def test_an_update_is_described(distance, message):
+    (found,) = flow_findings([record(at_2=spread("update", distance=distance))])
+    assert found.message.startswith(message)
+
+
+def test_steps_without_a_known_factor_are_not_scaled():
+    assert flow_findings([record(scaled=None)]) == []
 
 
 def test_a_report_without_records_has_a_message():

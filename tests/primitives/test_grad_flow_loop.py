@@ -229,6 +229,7 @@ def test_an_optimizer_with_a_closure_is_probed():
     (record,) = flow.records
     assert record.stepped
     assert record.forwards >= 2
+    assert record.gradients_read == AT_THE_STEP
     assert record.gradient.norm == pytest.approx(norm(model))
     assert record.layers["0.0"].update.distance > 0
 

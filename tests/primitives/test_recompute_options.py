@@ -282,6 +282,9 @@ def test_a_function_without_modules_is_the_same_function_by_name():
     reentrant = Recompute(scaled.__wrapped__, use_reentrant=True)
     with pytest.raises(ValueError, match="scaled gets a tensor that requires grad by keyword"):
         reentrant(X, weight=weight, debug=2)
+    # Nothing is saved without gradients, and so nothing refused.
+    frozen = weight.detach()
+    assert torch.equal(reentrant(X, frozen, debug=2), scaled(X, frozen, debug=2))
 
 
 # Without any lever for a while.
@@ -310,6 +313,8 @@ def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
         loss.backward()
         assert not model.recomputes
     assert model.recomputes
+    with plain_blocks():
+        assert not model.recomputes
     assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
 
 

@@ -108,6 +108,7 @@ def test_time_may_be_another_dimension_or_a_sequence(levels):
     for inputs, time_dim in (
         (x.transpose(0, 1), 1),
         (x.movedim(0, 2), -1),
+        (x, -3),
         (list(x), 0),
         (tuple(x), 0),
     ):

@@ -197,8 +197,31 @@ def test_state_in_variables_and_globals_is_found():
             checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
     assert memory == []
     assert total == 0.0
-    with pytest.raises(HiddenState, match="outside of its modules"):
-        checkpoint_timesteps(counts_globally, x, module.initial_state(x), chunk_size=3)
+    for step, where in (
+        (counts_globally, "outside of its modules"),
+        (counts_in_a_function_of_this_file, "count_call.count .* in its variable 'seen'"),
+    ):
+        with pytest.raises(HiddenState, match=where):
+            checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
+
+
+def counter_of_calls():
+    seen = []
+
+    def count(x):
+        seen.append(0)
+        return len(seen)
+
+    return count
+
+
+count_call = counter_of_calls()
+
+
+def counts_in_a_function_of_this_file(x, state):
+    number = count_call(x)
+    out, state = GLOBAL_NET.step(x, state)
+    return out * number, state
 
 
 CALLS = [0]

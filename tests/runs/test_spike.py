@@ -11,7 +11,7 @@ import pytest
 
 import spike_runs
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.runs.policy_config import SpikeConfig
+from curry_train.runs.policy_config import NUM_BASELINE_LOSSES, SpikeConfig
 from curry_train.runs.spike import SpikeWatchdog, line_through
 
 
@@ -211,5 +211,16 @@ def test_high_losses_far_apart_do_not_count_as_consecutive():
     for step in range(1, 101):
         watchdog.observe(step, 2.0 + 0.01 * (step % 7))
     assert [watchdog.observe(step, 9.0) for step in (101, 102)] == [None, None]
+    last = SpikeWatchdog(watchdog.config)
+    last.load_state_dict(watchdog.state_dict())
+    assert last.observe(102 + 32, 9.0).first == 101
     assert watchdog.observe(500, 9.0) is None
     assert watchdog.suspects == 1
+
+
+def test_a_fall_is_measured_from_the_first_level():
+    watchdog = SpikeWatchdog(SpikeConfig())
+    for step in range(1, 41):
+        expected = None if step <= NUM_BASELINE_LOSSES else 91.5  # the median of 99 to 84
+        assert watchdog.state_dict()["began"] == expected
+        watchdog.observe(step, 100.0 - step)
