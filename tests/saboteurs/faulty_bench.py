@@ -270,7 +270,7 @@ FAULTS = [
         "bench.wrong-levers",
         "plain-for-an-unknown-name",
         find=plain_for_an_unknown_name,
-        hint="acumulate=4 is accepted",
+        hint="acumulate=4: ",
     ),
     planted("bench.clock", "without-waiting", time=without_waiting),
     planted("bench.clock", "waiting-before-alone", time=waiting_before_alone),

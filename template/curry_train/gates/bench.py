@@ -32,10 +32,10 @@ from ..core.timing import Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.optimizers import make_optimizer
 from ..plan.timeline import record_step_storages, timeline_of
 from ..primitives.recompute import recompute_blocks
-from ..primitives.strategies import STRATEGIES
+from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.workload import Case, Workload, batch_size
 from .fixtures import PlantedMachine
-from .verdict import Gate, Judged, NotApplicable, Takes, Verdict, not_applicable, unlike
+from .verdict import Gate, Judged, NotApplicable, Takes, Verdict, not_applicable, unlike, unrefused
 
 # Gates of the benchmark's timings: step times exclude machine effects, and steps train.
 
@@ -554,21 +554,23 @@ def levers_by_name(case: Case, *, find: Callable[[str], Lever] = find_lever) -> 
         (name, partial(find, name), text) for name, text in WRONG_LEVERS.items()
     ]
     for name, dtype, text in REFUSED_LEVERS:
-        of_dtype = replace(blocks, dtype=dtype)
-        calls.append((name, partial(_step_of, of_dtype, find, name), text))
+        calls.append((name, partial(_step_of, replace(blocks, dtype=dtype), find, name), text))
     for name, call, text in calls:
-        try:
-            call()
-            wrong.append(f"{name} is accepted")
-        except ValueError as error:
-            if text not in str(error):
-                wrong.append(f"the error of {name} does not name {text}")
+        if why := unrefused(ValueError, call, text):
+            wrong.append(f"{name}: {why}")
     if not {*STRATEGIES, *LEVER_HELP} <= set(list_levers()):
         wrong.append("a lever is not listed")
-    num_checked = len(NAMED_LEVERS) + len(calls) + 1
+    step = TrainingStep(replace(blocks, blocks="0"), Lever("noting", (_noted,)))
+    if step.changed != [f"{LEVER_BATCH_SIZE} of {step.mean_loss} on 0"]:
+        wrong.append("a lever gets another batch, loss or choice of blocks")
+    num_checked = len(NAMED_LEVERS) + len(calls) + 2
     measured = f"{num_checked - len(wrong)} of {num_checked} right"
     hint = f"{wrong[0]}: a lever is what its name says, and nothing else" if wrong else ""
     return Verdict(gate, not wrong, measured, f"{num_checked} of {num_checked}", hint)
+
+
+def _noted(model: nn.Module, sample: Sample) -> list[str]:
+    return [f"{len(sample.batch)} of {sample.loss} on {sample.blocks}"]
 
 
 def _step_of(case: Case, find: Callable[[str], Lever], name: str) -> TrainingStep:

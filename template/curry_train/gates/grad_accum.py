@@ -338,10 +338,12 @@ def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict
     steps = _no_steps()
     found = [windows_parity(case, sizes=sizes, steps=4, masked=True, counted=steps, **run)]
     is_right = of_windows.synced == [False, False, False, True, False, True]
-    is_right = is_right and accumulation.from_config({}).steps == 1
+    of_one = accumulation.from_config({"gradient_accumulation_steps": 1})
+    is_right = is_right and accumulation.from_config({}) == of_one
     by_attribute = accumulation.from_config(types.SimpleNamespace(micro=2), key="micro")
     is_right = is_right and (by_attribute.steps, by_attribute.sync_each_batch) == (2, False)
     is_right = is_right and accumulation(steps=_number(2)) == accumulation(steps=2)
+    is_right = is_right and type(accumulation(steps=_number(2)).steps) is int
     made = accumulation(steps=4).windows(case.split(case.batch(sum(sizes)), sizes))
     is_right = is_right and [getattr(one, "index", at) for at, one in enumerate(made)] == [0, 1]
 

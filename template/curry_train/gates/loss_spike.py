@@ -553,6 +553,15 @@ def wrong_loops(folder: Path, attach: Callable[..., Any]) -> str:
     listed.write_text(json.dumps([whole, whole | {"spike": 30}]))
     numbers = [Recoveries(files).attempt(at, within=10) for at in (40, 41, 25, 20)]
     problems.append(unlike("the attempts near two spikes", numbers, [3, 1, 3, 3]))
+    slow = whole | {"learning_rate": 0.5, "slower_until": 30}
+    listed.write_text(json.dumps([slow, slow | {"slower_until": 40}]))
+    factors = [Recoveries(files).factor(done) for done in (15, 16, 29, 30, 39, 40)]
+    problems.append(
+        unlike("the factors after two spikes", factors, [1.0, 0.25, 0.25, 0.5, 0.5, 1.0])
+    )
+    with attach(model, runs=folder / "off", spike={"action": "none"}) as run:
+        for _ in run.batches([1]):
+            run.step()
     wrong = ({"start": -1}, {"stop": "5"}, {"attempt": 1.5}, {"spike": True}, {"other": 1})
     texts = [json.dumps([whole | change]) for change in wrong]
     for text in ("{", "5", "[5]", "[{}]", *texts):
