@@ -366,7 +366,7 @@ def test_new_accepts_an_empty_folder_and_refuses_one_with_other_files(
     write(tmp_path / "theirs/notes.txt", "mine\n")
     refused = scaffold(bundle, "new", "theirs", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "exists and is not empty" in refused.stderr
+    assert "exists and is not empty" in refused.error
     assert tree(tmp_path / "theirs") == {"notes.txt": b"mine\n"}
 
 
@@ -379,8 +379,8 @@ def test_new_on_an_edited_project_names_the_edits_and_writes_nothing(
     before = times(tmp_path)
     refused = scaffold(bundle, "new", "run", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "README.md: edited" in refused.stderr
-    assert "train.py: missing" in refused.stderr
+    assert "README.md: edited" in refused.error
+    assert "train.py: missing" in refused.error
     assert times(tmp_path) == before
 
 
@@ -388,7 +388,7 @@ def test_new_does_not_mix_the_two_kinds_of_project(bundle: Bundle, tmp_path: Pat
     scaffold(bundle, "new", "run", cwd=tmp_path)
     refused = scaffold(bundle, "new", "run", "--own", cwd=tmp_path)
     assert refused.returncode == 2
-    assert "was made without --own" in refused.stderr
+    assert "was made without --own" in refused.error
 
 
 def test_new_dry_run_writes_nothing_and_lists_what_new_then_writes(

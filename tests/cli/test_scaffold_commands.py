@@ -163,6 +163,8 @@ def test_help_fits_a_screen_and_has_an_example(name: str, tmp_path: Path) -> Non
         (["add", "loss-spike", "--overwrite"], "takes neither --own nor --overwrite"),
         (["add", "sac", "--into", "my-package"], "can't import a folder called 'my-package'"),
         (["add", "sac", "--into", "class"], "can't import a folder called 'class'"),
+        (["add", "sac", "--into", "json"], "imports another module as json"),
+        (["add", "sac", "--into", "torch"], "imports another module as torch"),
         (["add", "sac", "--into", "file"], "file is a file"),
         (["add", "sac", "--into", "file/package"], "file is not a folder"),
         (["add", "sac", "--into", "gone/package"], "gone is not a folder"),

@@ -266,7 +266,7 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle: Bundle, project: Path) 
     edit(bundle.project / "README.md", "# my_project", "# The project my_project")
     refused = scaffold(bundle, "update", cwd=project)
     assert refused.returncode == 2
-    assert "README.md has an unresolved conflict" in refused.stderr
+    assert "README.md has an unresolved conflict" in refused.error
     write(project / "README.md", "# run\n\nRead my notes and config.yaml.\n")
     assert scaffold(bundle, "update", cwd=project).returncode == 0
     merged = (project / "README.md").read_text()
@@ -356,4 +356,4 @@ def test_update_refuses_an_older_release(bundle: Bundle, project: Path) -> None:
     release(bundle, "0.9.0")
     refused = scaffold(bundle, "update", cwd=project)
     assert refused.returncode == 2
-    assert "is from curry-train 0.10.0, and this is 0.9.0" in refused.stderr
+    assert "is from curry-train 0.10.0, and this is 0.9.0" in refused.error

@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import difflib
+import importlib.util
 import os
 import shlex
 import textwrap
@@ -285,6 +286,11 @@ def find_target(directory: Path, *, working_directory: Path) -> CopyTarget:
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
+    if not (top.parent / names[0]).exists() and importlib.util.find_spec(names[0]) is not None:
+        raise ScaffoldError(
+            f"Python imports another module as {names[0]}, which {directory} would hide; "
+            "--into needs another name, such as my_training"
+        )
     return CopyTarget(directory, root, ".".join(names), top.parent)
 
 
