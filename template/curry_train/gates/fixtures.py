@@ -1,4 +1,4 @@
-"""Fixtures of gates: a simulated machine, planted hosts, blocks and losses.
+"""Fixtures of gates: a simulated machine, planted hosts, blocks, losses and records.
 
 The machine slows down over time, is slow before it is warm, stalls now and then, and returns from a
 launch before the work is done. Its time depends only on the work given to it, so the right result
@@ -10,7 +10,8 @@ Proof: `python -m pytest tests/gates/test_bench.py`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.rerun import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
+from ..primitives.grad_flow import AFTER_BACKWARD, LayerFlow, StepFlow, Update, ValueSpread
 
 
 class PlantedMachine:
@@ -646,3 +648,128 @@ def wrong_backends() -> list[str]:
         if calls != ["lean"]:
             wrong.append(f"a loss with the backend lean runs {calls}")
     return wrong
+
+
+# Planted records of a probe, and how a report describes them.
+
+PLANTED_LAYERS = tuple(f"layers.{index}" for index in range(4))
+SOUND_LAYER = LayerFlow(
+    ValueSpread(100, 10, 0, 100.0),
+    1,
+    ValueSpread(50, 0, 0, 1e-2),
+    Update(1.0, 1e-3),
+    is_block=True,
+)
+LITTLE_UPDATE = {"update": Update(1.0, 1e-6)}
+LARGE_UPDATE = {"update": Update(1.0, 0.02)}
+DEAD_OUTPUTS = {"activation": ValueSpread(100, 95, 0, 1.0)}
+BAD_OUTPUTS = {"activation": ValueSpread(100, 10, 7, math.nan)}
+BAD_GRADIENTS = {"gradient": ValueSpread(50, 0, 1, math.nan)}
+
+
+def _flow(step: int, changes: Mapping[int, Any] | None = None, **options: Any) -> StepFlow:
+    """Return a record of four sound layers, of which some are changed, by their number."""
+    layers = {
+        name: replace(SOUND_LAYER, **(changes or {}).get(number, {}))
+        for number, name in enumerate(PLANTED_LAYERS)
+    }
+    others: dict[str, Any] = {"stepped": True, "forwards": 1, "gradient": SOUND_LAYER.gradient}
+    others |= {"gradients_read": AFTER_BACKWARD, "scaled": None}
+    return StepFlow(step=step, layers=layers, order=PLANTED_LAYERS, **(others | options))
+
+
+OF_ALL_FORMS = _flow(
+    10,
+    {
+        0: {"activation": None, "gradient": None, "update": None, "frozen": ("weight",)},
+        1: {"gradient": None, "tied": ("weight",), "update": Update(0.0, 1.0)},
+        2: {"gradient": None, "update": None},
+        3: {
+            "activation": ValueSpread(10_000, 9996, 1, 4e4),
+            "gradient": ValueSpread(1000, 125, 600, 9.0),
+            "update": Update(1.0, 3e-4),
+        },
+    },
+    ranks=2,
+    scaled=0.05,
+    notes=("a note",),
+)
+ROWS_OF_ALL_FORMS = """\
+layers.0                                 not called             frozen        -
+layers.1                         1.0e+00 10.0%    0               tied      new
+layers.2                         1.0e+00 10.0%    0                  -        -
+layers.3                         2.0e+00  100%   1%  3.0e+00 12.5% 60%  3.0e-04"""
+# The records of a run, and the report above its rows.
+PLANTED_REPORTS: tuple[tuple[list[StepFlow], str], ...] = (
+    (
+        [_flow(0), _flow(10)],
+        """\
+2 steps probed, the last is 10: 1 forwards, gradient norm 0.1 after backward
+nothing is wrong: all finite, no layer dead, updates 1e-4 to 1e-2 of the weights""",
+    ),
+    (
+        [OF_ALL_FORMS],
+        """\
+1 steps probed, the last is 10: 1 forwards, 2 ranks, gradient norm 0.1 after
+backward, then multiplied by 0.05
+a note
+nonfinite   layers.3: under 0.1% of its activations are inf or nan, the first
+            layer in forward order (step 10)""",
+    ),
+    (
+        [_flow(0), _flow(10, {1: BAD_OUTPUTS | {"update": Update(math.nan, 1.0)}, 2: BAD_OUTPUTS})],
+        """\
+2 steps probed, the last is 10: 1 forwards, gradient norm 0.1 after backward
+nonfinite   layers.1: 7.0% of its activations are inf or nan, the first layer in
+            forward order; weights are too, starting with layers.1: an earlier
+            step broke them, so probe with every=1 (step 10)""",
+    ),
+    (
+        [_flow(0, {1: BAD_GRADIENTS, 2: BAD_GRADIENTS})],
+        """\
+1 steps probed, the last is 0: 1 forwards, gradient norm 0.1 after backward
+nonfinite   layers.2: 2.0% of its gradients are inf or nan, the first layer in
+            backward order; all activations were finite (step 0)""",
+    ),
+    (
+        [_flow(3, gradient=ValueSpread(10, 0, 1, math.nan))],
+        """\
+1 steps probed, the last is 3: 1 forwards, gradient norm nan after backward
+nonfinite   a gradient outside of the probed layers is inf or nan (step 3)""",
+    ),
+    (
+        [_flow(0, {0: LITTLE_UPDATE, 1: DEAD_OUTPUTS, 2: DEAD_OUTPUTS, 3: LARGE_UPDATE})],
+        """\
+1 steps probed, the last is 0: 1 forwards, gradient norm 0.1 after backward
+dead        layers.1: 95.0% of its activations are exactly 0; the same in 1 more
+            layer (step 0)
+update      layers.3: moves far: 2.0e-02 of its weights' norm per step, expected
+            1e-4 to 1e-2 (step 0)
+update      layers.0: hardly moves: 1.0e-06 of its weights' norm per step,
+            expected 1e-4 to 1e-2 (step 0)""",
+    ),
+    (
+        [_flow(0, {1: {"activation": ValueSpread(100, 90, 0, 1.0)}}, gradient=None)],
+        """\
+1 steps probed, the last is 0: 1 forwards, gradient norm none after backward
+nothing is wrong: all finite, no layer dead, updates 1e-4 to 1e-2 of the weights""",
+    ),
+    (
+        [_flow(0, stepped=False), _flow(1, stepped=False), _flow(2)],
+        """\
+3 steps probed, the last is 2: 1 forwards, gradient norm 0.1 after backward
+skipped     2 of 3 probed steps were skipped: the optimizer did not use their
+            gradients (step 0)""",
+    ),
+)
+
+
+def wrong_report(table: Callable[..., str]) -> str:
+    """Return what a table says otherwise than it should of planted records, or nothing."""
+    for records, text in PLANTED_REPORTS:
+        found, _, rows = table(records).partition("\n\n")
+        if found != text:
+            return f"planted records are reported as: {found}"
+        if records == [OF_ALL_FORMS] and not rows.endswith(ROWS_OF_ALL_FORMS):
+            return f"layers of all forms have the rows: {rows}"
+    return ""

@@ -27,6 +27,7 @@ from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.grad_flow_report import Finding, flow_findings, flow_json, flow_table
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
+from .fixtures import PLANTED_REPORTS, wrong_report
 from .two_ranks import Found, Wrapped, by_name, judged, load_function, on_two_ranks, under_both
 from .verdict import Gate, Judged, Takes, Verdict, not_applicable, unlike, unrefused
 
@@ -334,7 +335,9 @@ def findings(
             wrong.append(f"{name}: {what}")
     if "no step was probed" not in table(()):
         wrong.append("a table without records")
-    measured = f"{len(wrong)} of {len(PLANTED_FLOWS)} wrong"
+    if report := wrong_report(table):
+        wrong.append(report)
+    measured = f"{len(wrong)} of {len(PLANTED_FLOWS) + len(PLANTED_REPORTS)} wrong"
     hint = f"{wrong[0]}: judge the latest steps, and name the first layer" if wrong else ""
     required = "each planted fault with its layers, and no other"
     return Verdict("grad-flow/findings", not wrong, measured, required, hint)
@@ -345,14 +348,7 @@ def _not_shown(flow: Any, found: Sequence[Finding], table: Callable[..., str]) -
     whole, short = (
         " ".join(table(flow.records, **options).split()) for options in ({}, {"most": 3})
     )
-    last = flow.records[-1]
-    if problem := _wrong_opening(
-        flow.records, whole, is_scaled="scaled" in {one.kind for one in found}
-    ):
-        return problem
-    if problem := _wrong_row(last, table(flow.records)):
-        return problem
-    names = list(last.layers)
+    names = list(flow.records[-1].layers)
     for one in found:
         first = f"{one.layers[0]}: " if one.layers else ""
         line = f"{one.kind} {first}{one.message} (step {one.step})"
@@ -367,29 +363,6 @@ def _not_shown(flow: Any, found: Sequence[Finding], table: Callable[..., str]) -
     if ("nothing is wrong" in whole) == bool(found):
         return "the table is wrong on whether something is"
     return _not_written(flow) if hasattr(flow, "every") else ""
-
-
-def _wrong_opening(records: Sequence[StepFlow], text: str, *, is_scaled: bool) -> str:
-    last = records[-1]
-    norm = 0.0 if last.gradient is None else last.gradient.norm
-    opening = (
-        f"{len(records)} steps probed, the last is {last.step}: {last.forwards} forwards, gradient "
-        f"norm {norm:.3g} after backward"
-    )
-    if not text.startswith(opening):
-        return f"the table does not begin with: {opening}"
-    return "the factor of the table" if ("then multiplied by" in text) != is_scaled else ""
-
-
-def _wrong_row(record: StepFlow, table: str) -> str:
-    rows = {row[0]: row for row in map(str.split, table.splitlines()) if row}
-    for name, layer in record.layers.items():
-        row = rows.get(name, [""] * 5)
-        if layer.activation and row[1] != f"{layer.activation.rms:.1e}":
-            return f"the table has another activation of {name}"
-        if layer.gradient and row[4] != f"{layer.gradient.norm:.1e}":
-            return f"the table has another gradient of {name}"
-    return ""
 
 
 def _not_written(flow: Any) -> str:

@@ -544,9 +544,17 @@ def _closure() -> Callable[..., Any]:
     return counting
 
 
+_count_here = _closure()
+
+
+def _calls_here(x: Tensor, state: Tensor) -> Any:
+    return _count_here(x, state)
+
+
 # Steps that are no module and keep state, and how the error has to name it.
 HIDING_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
     "a closure": (_closure, "counting (function) keeps state from one timestep to the next in "),
+    "a function of this file": (lambda: _calls_here, "_count_here.counting (function) keeps state"),
     "a method": (lambda: PlantedCells().step, "PlantedCells (PlantedCells) keeps state"),
     "an object": (PlantedCells, "PlantedCells (PlantedCells) keeps state"),
     "a partial": (lambda: partial(PlantedCells.step, PlantedCells()), "0 (PlantedCells) keeps"),

@@ -79,7 +79,8 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
         position = "the first layer in backward order; all activations were finite"
 
     assert spread is not None
-    message = f"{spread.bad:.1%} of its {kind} are inf or nan, {position}"
+    share = f"{spread.bad:.1%}" if spread.bad >= 0.001 else "under 0.1%"
+    message = f"{share} of its {kind} are inf or nan, {position}"
     weights = [
         name
         for name, layer in record.layers.items()
