@@ -502,6 +502,23 @@ def test_a_hook_that_reads_the_gradient_of_the_logits_gets_it():
     assert chunked_loss_report(model)["head"].whole == ["register_hook"]
 
 
+def test_logits_may_be_doubled():
+    records = []
+    for apply in (lambda model: None, apply_chunked_loss):
+        model = Model().double()
+        model.head.bias = None
+        apply(model)
+        records.append(
+            record_step(
+                model,
+                TOKENS,
+                lambda m, t: F.cross_entropy(2 * m(t).flatten(0, 1), t.flatten(), reduction="sum"),
+            )
+        )
+    assert compare(*records, tolerance=TOLERANCE[torch.float64]).holds
+    assert chunked_loss_report(model)["head"].num_chunked == 1
+
+
 def test_logits_of_one_token_are_indexed_by_class():
     plain, model = Model(), Model()
     apply_chunked_loss(model)
