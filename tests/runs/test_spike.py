@@ -8,6 +8,8 @@ import math
 
 import numpy
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import spike_runs
 from curry_train.gates.two_ranks import run_on_ranks
@@ -184,6 +186,21 @@ def test_ranks_judge_the_mean_of_their_losses_alike():
     assert first == second
     assert [(begun, step) for begun, step, _ in first] == [(51, 53)]
     assert first[0][2] == pytest.approx(4.5, abs=0.02)
+
+
+def test_the_mean_is_that_of_the_group_and_not_of_all_ranks(monkeypatch):
+    def of_equal_ranks(tensor, group=None):
+        tensor.mul_(dist.get_world_size(group))
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        monkeypatch.setattr(dist, "all_reduce", of_equal_ranks)
+        watchdog = SpikeWatchdog(SpikeConfig(), group=dist.new_group([0, 1]))
+        for step in range(1, NUM_BASELINE_LOSSES + 1):
+            watchdog.observe(step, 2.0)
+    finally:
+        dist.destroy_process_group()
+    assert watchdog.state_dict()["began"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_stop.py
 """
 
+import functools
 import multiprocessing
 import signal
 import subprocess
@@ -158,6 +159,19 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
         worker.join(10)
         signal.signal(signal.SIGCHLD, before)
         assert worker.exitcode == 0
+
+
+def note_worker(path, worker):
+    path.write_text(str(worker))
+
+
+def test_a_loader_keeps_its_own_start_of_workers(tmp_path):
+    run = run_of(tmp_path / "run")
+    start = functools.partial(note_worker, tmp_path / "worker")
+    for _ in run.batches(batches(1, worker_init_fn=start)):
+        break
+    assert (tmp_path / "worker").read_text() == "0"
+    run.close()
 
 
 def test_a_stop_after_a_step_saves_it(tmp_path, later):

@@ -14,6 +14,7 @@ from curry_train.runs.files import ObjectFiles
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.resume import load_chosen
+from curry_train.runs.spike import Recoveries, Recovery
 
 
 @pytest.fixture(params=["memory", "strict"])
@@ -56,6 +57,18 @@ def test_folders_without_a_manifest_are_swept_and_damaged_checkpoints_stay(url):
         assert store.latest().step == 1
         with pytest.raises(DamagedCheckpoint, match=r"state.json is missing"):
             store.load("rollback/step-00000002.dcp", state)
+
+
+def test_recoveries_are_listed_anew_on_an_object_store(url):
+    files = ObjectFiles(url)
+    done = [
+        Recovery(spike=20 + start, back_to=16, start=start, stop=start + 2, attempt=1)
+        for start in (1, 7)
+    ]
+    recoveries = Recoveries(files)
+    for one in done:
+        recoveries.add(one, write=True)
+    assert Recoveries(files).done == done
 
 
 def test_background_saves_to_an_object_store(url):
