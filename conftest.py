@@ -10,6 +10,8 @@ Proof: `python -m pytest tests/core/test_measure.py tests/house/test_warm_python
 
 import gc
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,23 @@ def ranks_have_imported_torch() -> None:
     from curry_train.gates import two_ranks as ranks
 
     ranks.PYTHON_EXECUTABLE = WarmPython()
+
+
+@pytest.fixture
+def pair_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """Yield a group of two of four simulated ranks, which all have the values of this one."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def of_equal_ranks(tensor: Any, group: Any = None) -> None:
+        tensor.mul_(dist.get_world_size(group))
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    monkeypatch.setattr(dist, "all_reduce", of_equal_ranks)
+    try:
+        yield dist.new_group([0, 1])
+    finally:
+        dist.destroy_process_group()
 
 
 # Files that take longest begin first: a worker runs whole files, and would end alone with one.

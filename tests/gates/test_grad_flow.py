@@ -14,7 +14,7 @@ from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, trans
 from curry_train.workloads.workload import Case, Workload
 
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
-# Those on two ranks are tried in test_two_ranks.py.
+# The gates on two ranks have their tests in test_two_ranks.py.
 GATES = [gate for gate in grad_flow.GATES if not gate.name.endswith("/two-ranks")]
 CHECKS = {gate.name: gate.check for gate in GATES}
 

@@ -13,7 +13,7 @@ from curry_train.gates.trials import SpikeComponents
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case
 
-# Those on two ranks are tried in test_two_ranks.py.
+# The gates on two ranks have their tests in test_two_ranks.py.
 GATES = [gate for gate in loss_spike.GATES if not gate.name.endswith("/two-ranks")]
 CHECKS = {gate.name: gate.check for gate in GATES}
 CASE = Case(transformer(dropout=0.1, depth=1))

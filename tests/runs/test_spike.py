@@ -9,7 +9,6 @@ import math
 import numpy
 import pytest
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import spike_runs
 from curry_train.gates.two_ranks import run_on_ranks
@@ -168,7 +167,6 @@ def test_a_watchdog_restored_from_its_state_behaves_the_same():
 
 def spikes_on_ranks():
     """Give rank 1 alone a high loss: the mean is judged, and both ranks get the same step."""
-    import torch.distributed as dist
 
     watchdog = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD)
     rank = dist.get_rank()
@@ -188,18 +186,10 @@ def test_ranks_judge_the_mean_of_their_losses_alike():
     assert first[0][2] == pytest.approx(4.5, abs=0.02)
 
 
-def test_the_mean_is_that_of_the_group_and_not_of_all_ranks(monkeypatch):
-    def of_equal_ranks(tensor, group=None):
-        tensor.mul_(dist.get_world_size(group))
-
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        monkeypatch.setattr(dist, "all_reduce", of_equal_ranks)
-        watchdog = SpikeWatchdog(SpikeConfig(), group=dist.new_group([0, 1]))
-        for step in range(1, NUM_BASELINE_LOSSES + 1):
-            watchdog.observe(step, 2.0)
-    finally:
-        dist.destroy_process_group()
+def test_the_mean_is_that_of_the_group_and_not_of_all_ranks(pair_of_four_ranks):
+    watchdog = SpikeWatchdog(SpikeConfig(), group=pair_of_four_ranks)
+    for step in range(1, NUM_BASELINE_LOSSES + 1):
+        watchdog.observe(step, 2.0)
     assert watchdog.state_dict()["began"] == 2.0
 
 

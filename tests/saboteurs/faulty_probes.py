@@ -194,6 +194,10 @@ def none_dead(records):
     return [one for one in flow_findings(records) if one.kind != "dead"]
 
 
+def with_rounded_shares(records, *, most=24):
+    return flow_table(records, most=most).replace("under 0.1%", "0.0%")
+
+
 def first_layers_alone(records, *, most=24):
     return flow_table(records, most=most).replace("layers.2.0", "layers.1.0")
 
@@ -217,6 +221,7 @@ FAULTS = [
     planted("grad-flow.steps", "every-step", probe=EveryStep, hint="the steps with every=2"),
     planted("grad-flow.findings", "last-step", judge=last_step_alone, hint="an infinite output"),
     planted("grad-flow.findings", "none-dead", judge=none_dead, hint="an output of 0"),
+    planted("grad-flow.report", "rounded-share", table=with_rounded_shares, hint="reported as"),
     planted("grad-flow.report", "first-layers", table=first_layers_alone, hint="table"),
     planted("grad-flow.exact", "no-op", probe=NoOp, hint="left out or counted twice"),
     planted(

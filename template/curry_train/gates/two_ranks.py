@@ -39,7 +39,7 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .verdict import Gate, Implementation, NotApplicable, Takes, Verdict, not_applicable
 
-# What torchrun sets for a rank. The workload is loaded as in this process.
+# Variables that torchrun sets for a rank. A rank loads the workload with this process's values.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Errors by which DDP and FSDP2 refuse a model.
 ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
