@@ -228,12 +228,6 @@ class Record:
         if one.number in row["not_run"]:
             row["not_run"].remove(one.number)
 
-    def note(self, technique: str, everything: Sequence[Mutant], row: Mapping[str, Any]) -> None:
-        """Note which functions a gate runs at all."""
-        if row["kind"] == "gates":
-            for one in everything:
-                self.row(technique, one)["run_by_gates"] = one.key in row["reached"]
-
     def write(self, technique: str, modules: Mapping[str, MutatedModule]) -> None:
         """Name the mutants that nothing catches, and write the record if it has a path."""
         found = self.techniques[technique]
@@ -242,7 +236,6 @@ class Record:
                 "place": f"{one.module}:{one.line}",
                 "function": one.function,
                 "change": one.change,
-                "run_by_gates": self.row(technique, one).get("run_by_gates", True),
             }
             | self.reviewed.reason(one)
             for made in modules.values()
@@ -324,10 +317,6 @@ def summary_of(found: Mapping[str, Any]) -> dict[str, Any]:
         "not_run_yet": sum(len(row["not_run"]) for row in rows),
         "run": num_run,
         "excused": len(excused),
-        "excused_run_by_gates": sum(one["run_by_gates"] for one in excused),
-        "run_by_gates": sum(_num_run(row) for row in rows if row.get("run_by_gates", True)),
-        "caught_by_gates": num_run - sum(len(row["missed_by_gates"]) for row in rows),
-        "caught_by_tests": num_run - sum(len(row["missed_by_tests"]) for row in rows),
         "caught": num_run - len(found["missed"]),
     }
     return counts | _shares(counts)
@@ -338,18 +327,9 @@ def _num_run(row: Mapping[str, Any]) -> int:
 
 
 def _shares(counts: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of the mutants that change something for a user.
-
-    For gates also the share of mutants in functions that a gate runs.
-    """
+    """Return the share that gates and tests together caught, of those that change something."""
     counted = counts["run"] - counts["excused"]
-    shares = {
-        f"share_{name}": round(counts[name] / counted, 4) if counted else 0.0
-        for name in ("caught_by_gates", "caught_by_tests", "caught")
-    }
-    run_by_gates = counts["run_by_gates"] - counts["excused_run_by_gates"]
-    share = round(counts["caught_by_gates"] / run_by_gates, 4) if run_by_gates else 0.0
-    return shares | {"share_caught_by_gates_of_run_by_gates": share}
+    return {"share_caught": round(counts["caught"] / counted, 4) if counted else 0.0}
 
 
 def total_of(summaries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -402,9 +382,7 @@ def line_of(technique: str, counts: Mapping[str, Any]) -> str:
     return (
         f"{technique}: {counts['run']} of {counts['mutants']} mutants run "
         f"({counts['not_run_by_rule']} left out by rule, {counts['not_run_yet']} not yet), "
-        f"{counts['excused']} excused; caught by gates {counts['share_caught_by_gates']:.1%} "
-        f"({counts['share_caught_by_gates_of_run_by_gates']:.1%} in functions that a gate runs), "
-        f"by tests {counts['share_caught_by_tests']:.1%}, by either {counts['share_caught']:.1%}"
+        f"{counts['excused']} excused; caught {counts['share_caught']:.1%}"
     )
 
 
@@ -519,7 +497,6 @@ def run_technique(
         kinds=kinds,
         at_once=options.at_once,
         seconds=seconds,
-        note=lambda row: record.note(technique, everything, row),
     ):
         record.add(technique, one, caught)
         if time.monotonic() - written > SECONDS_BETWEEN_WRITES:

@@ -138,7 +138,21 @@ def test_names_weights_copies_and_removal_are_those_of_the_plain_model():
     assert all(type(layer) is Block for layer in model.layers)
 
 
+def test_a_weight_that_changes_between_forward_and_backward_is_an_error():
+    model = Model()
+    recompute_blocks(model)
+    loss = model(torch.randn(8, 16))
+    with torch.no_grad():
+        model.layers[1].down.bias.add_(1)
+    with pytest.raises(RuntimeError, match=r"down\.bias of .* was changed in place"):
+        loss.backward()
+
+
 def test_what_can_not_work_is_refused():
+    model = Model()
+    recompute_blocks(model)
+    with pytest.raises(ValueError, match="wrapped already"):
+        recompute_blocks(model)
     with pytest.raises(ValueError, match="no_such_layer"):
         recompute_blocks(Model(), blocks="no_such_layer.*")
     with pytest.raises(ValueError, match="segments"):

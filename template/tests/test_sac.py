@@ -132,6 +132,18 @@ def test_useless_policies_are_refused(policy, message):
         train()
 
 
+def test_a_saved_output_that_is_written_in_place_is_an_error():
+    model = Model()
+    apply_sac(model)
+    written = []
+    model.layers[1].second.register_forward_hook(lambda *call: written.append(call[-1]))
+    loss = model(torch.randn(8, 16))
+    with torch.no_grad():
+        written[0].mul_(2)
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        loss.backward()
+
+
 def test_names_stay_and_removal_restores_the_model():
     model = Model()
     names = list(model.state_dict())

@@ -3,6 +3,7 @@
 The loop is the same arithmetic in the same order, so everything is compared bit for bit.
 """
 
+import functools
 import weakref
 
 import pytest
@@ -98,6 +99,28 @@ def test_the_loop_is_bit_equal_and_holds_fewer_bytes(options, most_runs):
     assert all(map(torch.equal, plain, ours))
     assert plain_timesteps == STEPS < timesteps <= most_runs * STEPS
     assert held_bytes < 0.6 * plain_bytes
+
+
+@pytest.mark.parametrize("time_dim", [0, 1])
+@pytest.mark.parametrize("outputs", ["stack", "sum", "mean", "last"])
+def test_outputs_are_collected_as_in_a_plain_loop(outputs, time_dim):
+    model = Neurons()
+    inputs = torch.randn(STEPS, 16, 8)
+    state = torch.zeros(16, 32)
+    torch.manual_seed(1)
+    stacked, after = plain_loop(model.step, inputs, state)
+    total = functools.reduce(torch.add, stacked)
+    expected = {
+        "stack": stacked.movedim(0, time_dim),
+        "sum": total,
+        "mean": total / STEPS,
+        "last": stacked[-1],
+    }
+    torch.manual_seed(1)
+    inputs = inputs.movedim(0, time_dim)
+    options = {"outputs": outputs, "time_dim": time_dim, "chunk_size": 7}
+    found = checkpoint_timesteps(model.step, inputs, state, **options)
+    assert all(map(torch.equal, found, (expected[outputs], after)))
 
 
 def test_a_chunk_as_long_as_the_loop_and_a_loop_without_training_run_once():

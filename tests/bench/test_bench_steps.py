@@ -79,6 +79,42 @@ def test_peak_of_a_chain_is_counted_by_hand():
     assert step.peak_bytes() == beside.peak_bytes()  # another step that is alive changes nothing
 
 
+def test_a_peak_in_the_optimizers_step_has_the_weights_four_times():
+    wide = Workload(
+        "wide",
+        lambda: nn.Linear(1, 2**16, bias=False),
+        lambda size: torch.ones(size, 1),
+        lambda module, batch: module(batch).sum(),
+    )
+    assert figures(Case(wide, batch_size=1)).plain.peak_bytes >= 4 * 4 * 2**16
+
+
+@pytest.mark.parametrize("lever", ["none", "accumulate=2"])
+def test_flops_of_a_chain_are_counted_by_hand(lever):
+    row = figures(Case(ROWS, batch_size=8), lever).rows[1]
+    # The first layer's input gets no gradient.
+    assert row.model_flops == row.executed_flops == 2 * 8 * (2 + 3) * 16 * 32
+
+
+def test_a_step_takes_the_batch_optimizer_and_rate_that_are_given():
+    given = torch.ones(3, 16)
+    step = TrainingStep(
+        Case(ROWS),
+        batch=given,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        learning_rate=0.5,
+    )
+    assert torch.equal(step.window.microbatches[0], given)
+    assert isinstance(step.optimizer, torch.optim.SGD)
+    assert step.optimizer.param_groups[0]["lr"] == 0.5
+    assert not step.optimizer.state
+    mean, summed = step.mean_loss(step.model, given), step.loss(step.model, given)
+    torch.testing.assert_close(mean, summed / 3)
+    step()
+    step.drop_gradients()
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
 def test_accumulation_lowers_the_peak_and_does_the_same_work():
     plain, cut = figures(Case(SMALL, batch_size=8), "accumulate=4").rows
     assert cut.peak_bytes < 0.7 * plain.peak_bytes
@@ -147,6 +183,7 @@ class Calls(nn.Module):
     def __init__(self, first: int = 0, every: int = 0):
         super().__init__()
         self.layer = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=None)
         self.first, self.every = first, every
         self.num_samples = []
 
@@ -155,7 +192,7 @@ class Calls(nn.Module):
             self.nothing()
         self.first = 0
         self.num_samples.append(len(x))
-        return self.layer(x)
+        return self.norm(self.layer(x)) if len(x) > 1 else self.layer(x)
 
     def nothing(self):
         pass
@@ -198,6 +235,11 @@ def test_python_calls_are_those_of_one_step_on_two_samples_after_the_first():
     assert plain == once == calls_of_second_step(case())
     assert more - plain == 7
     assert changed_modules[0].num_samples == [2, 2]
+    assert changed_modules[0].norm.num_batches_tracked == 0
+    whole = replace(case(), workload=replace(case().workload, is_divisible=False))
+    for size, counted in ((1, case()), (8, whole)):
+        assert python_calls(replace(counted, batch_size=size), change) > 5
+        assert changed_modules[-1].num_samples == [size, size]
     assert left is profile
     assert all(parameter.grad is None for parameter in changed_modules[0].parameters())
 

@@ -9,11 +9,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted_machine import DRIFT, PlantedMachine
 
 from curry_train.bench import report
 from curry_train.bench.report import Machine, Reading, drift_of
+from curry_train.core.timing import paired_ratio, spread_of, time_in_turns
 
 CPU = torch.device("cpu")
+
+
+def test_twice_the_work_takes_2_times_as_long_on_a_machine_that_drifts_and_stalls():
+    machine = PlantedMachine(steps=3 * 15, cold_steps=3 * 3)
+    ways = [lambda amount=amount: machine.launch(amount) for amount in (1.0, 2.0)]
+    once, double = time_in_turns(ways, rounds=12, warmup=3, clock=machine.clock, wait=machine.wait)
+    assert max(once + double) > 50  # a stall
+    assert paired_ratio(double, once).median == pytest.approx(2, abs=2 * DRIFT / 15)
+    assert spread_of(once).upper / spread_of(once).lower - 1 < DRIFT
 
 
 def test_drift_is_the_last_third_over_the_first():

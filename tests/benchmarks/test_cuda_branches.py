@@ -17,6 +17,7 @@ from curry_train.bench.steps import TrainingStep
 from curry_train.core import measure, parity, rerun
 from curry_train.core.wording import provenance
 from curry_train.gates import memory_plan
+from curry_train.gates.verdict import NotApplicable
 from curry_train.plan import device, timeline
 from curry_train.plan.device import profile_of
 from curry_train.primitives import (
@@ -454,12 +455,12 @@ def test_a_clock_that_may_not_be_read_is_none(monkeypatch):
 
 
 def test_a_gate_that_would_not_fit_the_device_says_so(monkeypatch):
-    head = memory_plan.Head(width=64, classes=1000, bias=False, tokens=8)
-    monkeypatch.setattr(memory_plan, "_find_head", lambda case: head)
+    head = memory_plan.Head("head", width=64, classes=1000, bias=False)
+    monkeypatch.setattr(memory_plan, "find_head", lambda case, required: head)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda on: (2**20, 2**30))
-    verdict = memory_plan.chunked_memory(replace(Case(mlp(depth=1, width=4)), device=CUDA))
-    assert verdict.passed is None
-    assert "0.0 GiB are free; measure on the CPU" in verdict.hint
+    case = replace(Case(mlp(depth=1, width=4)), device=CUDA)
+    with pytest.raises(NotApplicable, match=r"0\.0 GiB are free; measure on the CPU"):
+        memory_plan.measure_chunked_memory(case)
 
 
 def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(monkeypatch):

@@ -28,8 +28,9 @@ def run(monkeypatch):
 def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
     ended = run(*QUICK)
     assert ended.exit_code == 0, ended.output
-    assert "grad-accum/uneven  held" in ended.output
+    assert "grad-accum/uneven          held on model + loss: worst" in ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output
+    assert "2 gates ran your model, 2 its loss" in ended.output
     assert max(map(len, ended.output.splitlines())) <= 80
 
 
@@ -76,7 +77,9 @@ def test_a_gate_that_does_not_apply_has_a_reason_and_does_not_fail(run, monkeypa
     assert ended.exit_code == 0
     assert "1 n/a: no such layer" in ended.output
     assert "1 held, 0 failed, 1 not applicable" in ended.output
-    assert "n/a   no such layer" in run("--model", "mlp", "--figures").output
+    assert (
+        "some/gate                  n/a: no such layer" in run("--model", "mlp", "--figures").output
+    )
 
 
 def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch):
@@ -131,16 +134,17 @@ def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, m
     more = (gate("c/one", None, "no layer"), gate("c/two", None, "no block"))
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (*gates, *more))
     lines = run("--model", "mlp").output.splitlines()
-    assert [line.rstrip() for line in lines[2:5]] == [
-        "  a  2 held",
-        "  b  1 FAILED, 1 n/a: no layer",
-        "  c  2 n/a for 2 reasons",
+    assert [" ".join(line.split()) for line in lines[2:5]] == [
+        "a 2 held",
+        "b 1 FAILED, 1 n/a: no layer",
+        "c 2 n/a for 2 reasons",
     ]
     assert "mlp, b/one: FAILED" in lines
     assert "  what to do: do this" in lines
-    assert lines[-1] == "2 held, 1 failed, 3 not applicable; --figures shows what each measured"
+    end = "2 held, 1 failed, 3 not applicable; --figures shows what each measured"
+    assert lines[-2:] == [end, "0 gates ran your model"]
     narrowed = run("--model", "mlp", "--gate", "a").output
-    assert "a/one  held  3 of 4" in narrowed
+    assert "a/one                      held on nothing: 3 of 4" in narrowed
     assert "--figures" not in narrowed
 
 
@@ -201,7 +205,7 @@ def test_a_failed_verdict_must_have_a_hint():
         (
             ["--gate", "recompute/everything"],
             2,
-            "no gate matches 'recompute/everything'; there are bench/twice",
+            "no gate matches 'recompute/everything'; there are bench/same",
         ),
         (
             ["--model", "mlp", "--blocks", "layers.*"],

@@ -297,7 +297,7 @@ def test_a_model_in_a_file_is_found_from_any_folder(repository, run):
     folder.mkdir()
     shutil.copy(repository / "src/theirs/models.py", folder / "net.py")
     written = run(
-        "--model", "nets/net.py:healthy", "--out", "tests/test_net.py", "--gate", "sac/refused"
+        "--model", "nets/net.py:healthy", "--out", "tests/test_net.py", "--gate", "sac/off"
     )
     assert written.exit_code == 0, written.output
     done = pytest_run(repository / "tests", "test_net.py", path=TEMPLATE)

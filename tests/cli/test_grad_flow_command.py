@@ -165,3 +165,25 @@ def test_a_plot_is_a_png_with_every_mark(tmp_path):
 def test_a_plot_without_a_probed_step_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no step was probed"):
         plot_flow([], tmp_path / "flow.png")
+
+
+def test_a_report_on_a_script_says_that_its_loop_was_not_run(run, tmp_path, monkeypatch):
+    (tmp_path / "loop.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    ended = run("--script", "loop.py", "--steps", "2")
+    assert ended.exit_code == 0, ended.output
+    assert "your loop was not run: these steps train the model" in ended.output
+    assert "your loop" not in run("--model", "mlp", "--steps", "2").output
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(3):
+    model(torch.randn(4, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""

@@ -165,6 +165,18 @@ def test_one_cache_in_two_arguments_was_not_given_before():
         model[0](torch.ones(2, 4), cache)
 
 
+def test_a_block_that_only_reads_a_cache_gets_it():
+    class Reader(nn.Module):
+        _can_checkpoint_with_cache = True
+
+        def forward(self, x, cache):
+            return x * (cache is not None)
+
+    model = nn.Sequential(Reader())
+    recompute_blocks(model, blocks=["0"])
+    assert model[0](torch.ones(1, requires_grad=True), DynamicCache()) == 1
+
+
 def jamba():
     sizes = dict(
         vocab_size=64,

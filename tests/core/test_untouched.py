@@ -4,12 +4,14 @@ python -m pytest tests/core/test_untouched.py
 """
 
 import contextlib
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from curry_train.core.rerun import generators_kept, seeded
+from curry_train.core.rerun import Generators, generators_kept, seeded
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, pretended
 from curry_train.primitives import recompute_blocks
@@ -66,3 +68,18 @@ def test_a_step_is_estimated_on_a_machine_with_cuda(cuda_generators):
     with Sketch(transformer(depth=2, dim=32), kernels="cuda") as sketch:
         assert sketch.step(2, change=recompute_blocks).peak_bytes < sketch.step(2).peak_bytes
     assert cuda_generators == [3, 5]
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, numpy.random.rand])
+def test_a_snapshot_finds_that_a_generator_moved_and_draws_the_same_again(draw):
+    with seeded(0):
+        snapshot = Generators([torch.ones(1)])
+        assert not snapshot.moved()
+        first = draw()
+        assert snapshot.moved()
+        second = draw()
+        with snapshot.again():
+            assert draw() == first
+        third = draw()
+        snapshot.restore()
+        assert [draw(), draw(), draw()] == [first, second, third]

@@ -27,8 +27,7 @@ HELD_ELSEWHERE = {
     "memory-plan.estimate": "tests/gates/test_memory_plan_fit.py",
     "memory-plan.fits": "tests/gates/test_memory_plan_fit.py",
     "memory-plan.plan-parity": "tests/gates/test_memory_plan_fit.py",
-    "recompute.budget-parity": "tests/gates/test_memory_budget_gates.py",
-    "recompute.budget-scope": "tests/gates/test_memory_budget_gates.py",
+    "recompute.budget": "tests/gates/test_offload.py",
 }
 
 
@@ -43,7 +42,7 @@ def test_every_claim_has_a_gate_and_every_gate_a_claim():
     names = [gate.name for gate in discover()]
     claimed = {claim.gate for claim in claims()}
     assert sorted(claimed) == sorted(names)
-    assert len(claims()) >= 100
+    assert len(claims()) >= 70
     assert Counter(claim.name for claim in claims()).most_common(1)[0][1] == 1
     assert {technique_of(claim.gate) for claim in claims()} == set(TECHNIQUES)
 
@@ -81,8 +80,7 @@ def test_a_skill_names_every_claim_of_its_gates(technique):
 
 def test_claims_are_listed_with_their_gates():
     listed = list_claims([gates()["recompute/off"]])
-    text = "Nothing is recomputed in eval mode and without gradients."
-    assert listed == f"recompute.off  recompute/off  {text}"
+    assert listed.startswith("recompute.off  recompute/off  Without gradients nothing runs twice")
 
 
 def test_gates_that_take_longer_run_where_they_are_asked_for():
@@ -94,12 +92,12 @@ def test_gates_that_take_longer_run_where_they_are_asked_for():
 
 def test_a_new_gate_is_tried_on_the_faults_that_fit():
     told = []
-    tried("checkpoint-policy/deletes", told.append)
-    assert "caught  checkpoint-policy.best-stays-deletes-the-best" in told
+    tried("loss-spike/found", told.append)
+    assert "caught  loss-spike.in-time-silent" in told
     assert len(told) >= 5
 
 
 def test_a_fault_that_no_gate_sees_is_an_error():
-    harmless = planted("checkpoint-policy.finite", "harmless")
-    with pytest.raises(AssertionError, match="0 of 5 broken states saved"):
+    harmless = planted("loss-spike.in-time", "harmless")
+    with pytest.raises(AssertionError, match="16 of 16 in time"):
         harmless.check()

@@ -51,14 +51,13 @@ def case():
 @pytest.mark.parametrize(
     "check",
     [
-        checkpoint_policy.bitwise,
-        checkpoint_policy.coinciding_saves_once,
+        checkpoint_policy.compare_resumed,
         grad_accum.non_finite,
         grad_flow.exact,
         grad_flow.held_bytes,
-        loss_spike.recovered,
-        memory_plan.estimate,
-        memory_plan.fits,
+        loss_spike.check_recovery,
+        memory_plan.compare_estimate,
+        memory_plan.check_budget,
     ],
 )
 def test_gates_hold_with_complex_parameters(case, check):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.cli.main import main
 from curry_train.gates.first_look import FailureCause, explained, look
-from curry_train.gates.recompute import off
+from curry_train.gates.recompute import compare_inactive
 from curry_train.gates.verdict import Verdict
 from curry_train.workloads.workload import Case, Workload
 
@@ -261,7 +261,7 @@ def test_lazy_modules_have_the_same_parameters_in_each_build():
 
 @pytest.mark.parametrize("kind", [Keeping, Noisy])
 def test_recompute_off_judges_models_whose_calls_differ(kind):
-    assert off(case_of(kind)).passed
+    assert compare_inactive(case_of(kind)).passed
 
 
 def test_only_a_failure_is_explained():
@@ -273,6 +273,16 @@ def test_only_a_failure_is_explained():
     assert explained(held, [finding]) is held
     other = Verdict("recompute/off", False, "1", "2", "mend it")
     assert explained(other, [finding]) is other
+
+
+def test_a_failure_for_another_reason_is_not_explained_by_sparse_gradients():
+    finding = next(iter(look(case_of(SparseWords))))
+    of_adamw = Verdict(
+        "loss-spike/found", False, "raised RuntimeError: no Sparse gradients", "to run", "x"
+    )
+    assert explained(of_adamw, [finding]).passed is None
+    lost = Verdict("checkpoint-policy/damage", False, "3 of 120 flips found", "120", "hash all")
+    assert explained(lost, [finding]) is lost
 
 
 FACTORIES = """
@@ -314,7 +324,7 @@ def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(factories, t
     output, data = validate(f"{factories}:keeping", tmp_path / "a.json", *gates, status=0)
     assert output.count(FINDINGS[Keeping]) == 1
     assert "1 held, 0 failed, 2 not applicable" in output
-    assert "n/a cause 1" in output
+    assert "n/a: cause 1" in output
     (found,) = data["findings"]["keeping"]
     assert [row["hint"] for row in data["results"][:2]] == [found["text"]] * 2
 

@@ -3,38 +3,49 @@
 python -m pytest tests/gates/test_recompute.py
 """
 
-import functools
 import itertools
 import random
+from dataclasses import replace
 
+import foreign_recompute as foreign
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from faulty_recompute import no_op
-from saboteurs import case_of, faults
+from saboteurs import case_of, claims_by_name, faults, gates
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
-from curry_train.core.blocks import find_blocks
 from curry_train.gates import recompute
+from curry_train.gates.implementation import load_implementation
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import Case, Workload
 
+
+def squares(kind, batch=lambda size: torch.randn(size, 16)):
+    """Return a workload with the sum of the squares of a model's outputs as its loss."""
+    return Workload("squares", kind, batch, lambda module, x: module(x).square().sum())
+
+
 # The gates hold on the right implementation.
 
 
-CHECKS = {gate.name: gate.check for gate in recompute.RECOMPUTE_GATES}
+# Those of offload have a file of their own, and long runs and ranks are tried on fewer models.
+OTHERS = ("recompute/long-run", "recompute/two-ranks", "recompute/routing")
+GATES = {
+    gate.name: gate
+    for gate in recompute.GATES
+    if gate not in recompute.OFFLOAD_GATES and gate.name not in OTHERS
+}
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_gates_hold_on_built_in_workloads(name, check):
-    verdict = CHECKS[check](Case(load_workload(name)))
+def test_gates_hold_on_built_in_workloads(name, gate):
+    verdict = GATES[gate].run(Case(load_workload(name)))
     if verdict.passed is None:
         assert name in ("snn", "mlp"), verdict
     else:
@@ -47,21 +58,20 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     case = Case(transformer(dropout=0.1, depth=2), device=torch.device(device), dtype=dtype)
-    for check in CHECKS.values():
-        verdict = check(case)
+    for gate in GATES.values():
+        verdict = gate.run(case)
         assert verdict.passed is not False, verdict
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_the_thorough_gate_holds_on_built_in_workloads(name):
-    (gate,) = recompute.THOROUGH_GATES
-    assert gate.run(Case(load_workload(name))).passed
+    assert recompute.compare_long_run(Case(load_workload(name))).passed
 
 
 def test_a_long_run_of_one_strategy_holds(monkeypatch):
     monkeypatch.setattr(recompute, "LONG_RUN_STRATEGIES", ("sac",))
-    verdict = recompute.long_run(case_of("small"))
+    verdict = recompute.compare_long_run(case_of("small"))
     assert verdict.passed, verdict
     assert verdict.measured == "sac: 12 steps"
 
@@ -80,35 +90,29 @@ class Wide(nn.Module):
         return x + self.down(copies.view(-1, self.num_copies, 64).mean(1))
 
 
-def keep_gradients(module, sample):
+def keep_gradients(model, *, blocks):
     """Recompute, and keep copies of the gradient of each block's output."""
     copies = []
 
     def keep(block, args, output):
         output.register_hook(lambda gradient: copies.append(gradient.repeat(1, 6)))
 
-    for block in module:
-        block.register_forward_hook(keep)
-    return recompute_blocks(module)
+    for name in recompute_blocks(model, blocks=blocks):
+        model.get_submodule(name).register_forward_hook(keep)
 
 
 def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
     def build():
         return nn.Sequential(Wide(5), *(Wide(1) for _ in range(3)))
 
-    workload = Workload(
-        "wide",
-        build,
-        lambda size: torch.randn(64 * size, 16),
-        lambda module, batch: module(batch).square().sum(),
-    )
-    verdict = recompute.recompute_memory(Case(workload))
+    case = Case(squares(build, lambda size: torch.randn(64 * size, 16)))
+    verdict = recompute.compare_memory(case)
     assert verdict.passed is None, verdict
     assert "what one block needs while it runs owns the peak" in verdict.hint
-    verdict = recompute.recompute_memory(Case(workload), apply=keep_gradients)
+    verdict = recompute.compare_memory(case, recompute_blocks=keep_gradients)
     assert verdict.passed is False
     assert "under torch's own checkpoint" in verdict.hint
-    assert recompute.recompute_memory(Case(workload), apply=no_op).passed is False
+    assert recompute.compare_memory(case, recompute_blocks=foreign.nothing).passed is False
 
 
 class Scale(nn.Module):
@@ -121,25 +125,13 @@ class Scale(nn.Module):
 
 
 def test_the_flops_gate_does_not_hold_without_flops():
-    workload = Workload(
-        "no products",
-        lambda: nn.Sequential(Scale(), Scale()),
-        lambda size: torch.randn(size, 8),
-        lambda module, batch: module(batch).sum(),
-    )
-    assert recompute.recomputed_flops(Case(workload)).passed is None
-    assert recompute.recompute_parity(Case(workload), strategy="full").passed
+    workload = squares(lambda: nn.Sequential(Scale(), Scale()), lambda size: torch.randn(size, 8))
+    case = Case(replace(workload, loss=lambda module, batch: module(batch).sum()))
+    assert recompute.compare_flops(case).passed is None
+    assert recompute.compare_training(case).passed
 
 
-# Saboteurs that are faulty techniques.
-
-
-def parity(case, *, apply):
-    return recompute.recompute_parity(case, strategy="full", apply=apply)
-
-
-def profiler(case, *, apply):
-    return recompute.profiler(case, profiled=apply)
+# Blocks in which nothing would run again, and blocks that do not run.
 
 
 def list_of(make, call=lambda layer, x: layer(x)):
@@ -163,13 +155,13 @@ def list_of(make, call=lambda layer, x: layer(x)):
     )
 
 
-@pytest.mark.parametrize("apply", [None, no_op], ids=["recompute", "no-op"])
-def test_gates_do_not_apply_to_blocks_of_a_single_layer(apply):
+@pytest.mark.parametrize("change", [recompute_blocks, foreign.nothing])
+def test_gates_do_not_apply_to_blocks_of_a_single_layer(change):
     case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="layers.*")
-    for strategy in ("full", "selective"):
-        verdict = recompute.recompute_parity(case, strategy=strategy, apply=apply)
-        assert verdict.passed is None, verdict
-    assert "checkpoint of each block frees nothing" in parity(case, apply=apply).hint
+    assert recompute.compare_selection(case).passed is None
+    verdict = recompute.compare_training(case, recompute_blocks=change)
+    assert verdict.passed is None, verdict
+    assert "checkpoint of each block frees nothing" in verdict.hint
 
 
 def past_the_block(layer, x):
@@ -177,32 +169,33 @@ def past_the_block(layer, x):
 
 
 @pytest.mark.parametrize(
-    ("workload", "saboteur"),
+    ("workload", "change"),
     [
         # Recompute would free memory.
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())), no_op),
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())), foreign.nothing),
         # Recompute would free nothing, but run the block again.
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), no_op),
+        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), foreign.nothing),
         # The block never runs.
         (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), past_the_block), None),
         (list_of(lambda: nn.Linear(8, 8), lambda layer, x: x * layer.weight.sum()), None),
     ],
     ids=["gelu", "relu", "bypassed", "lone and bypassed"],
 )
-def test_a_no_op_fails_if_recompute_would_free_memory_or_the_block_never_runs(workload, saboteur):
-    verdict = parity(Case(workload, blocks="layers.?"), apply=saboteur)
+def test_a_no_op_fails_if_recompute_would_free_memory_or_the_block_never_runs(workload, change):
+    case = Case(workload, blocks="layers.?")
+    verdict = recompute.compare_training(case, recompute_blocks=change or recompute_blocks)
     assert verdict.passed is False, verdict
     assert "nothing ran twice or was freed" in verdict.hint
 
 
-@pytest.mark.parametrize("gate", recompute.RECOMPUTE_GATES, ids=lambda gate: gate.name)
+@pytest.mark.parametrize("gate", GATES.values(), ids=lambda gate: gate.name)
 def test_the_verdict_names_the_single_layers_that_a_model_repeats(gate):
     verdict = gate.run(Case(list_of(lambda: nn.Linear(8, 8))))
     assert verdict.passed is None, verdict
     assert "lone layers" in verdict.hint or "nothing worth changing" in verdict.hint
 
 
-# Saboteurs that are models: right without recompute, wrong with it.
+# Models that are right without recompute, and wrong with it.
 
 
 class Faulty(nn.Module):
@@ -255,14 +248,6 @@ def shorter_in_backward(block, x):
     return torch.sigmoid(x[: len(x) // (2 if in_backward() else 1)]).sum(0) * x
 
 
-def by_torch(model, sample):
-    """Recompute with torch's checkpoint around each block, as many scripts do."""
-    found = find_blocks(model, sample.blocks)
-    for block in found.values():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return list(found)
-
-
 def disturbed(disturb):
     """Build a workload whose second block of three is disturbed."""
 
@@ -270,34 +255,30 @@ def disturbed(disturb):
         clean = [Faulty(lambda block, x: x) for _ in range(2)]
         return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(clean)[0], Faulty(disturb), clean[1])
 
-    return Workload(
-        "unfit", build, lambda size: torch.randn(size, 8), lambda module, batch: module(batch).sum()
-    )
+    return squares(build, lambda size: torch.randn(size, 8))
 
 
 @pytest.mark.parametrize("disturb", [growing_cache, counter, routing])
 def test_a_recomputed_block_sees_its_state_of_the_first_call(disturb):
-    verdict = recompute.recompute_parity(Case(disturbed(disturb)), strategy="full")
+    verdict = recompute.compare_training(Case(disturbed(disturb)))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(
-    ("disturb", "in_hint", "apply"),
+    ("disturb", "in_hint", "change"),
     [
-        (python_random, "draws from python's generator", None),
-        (numpy_random, "draws from numpy's generator", None),
-        (other_in_backward, "keeps state between calls", None),
-        (shorter_in_backward, "computes other tensors the second time", None),
-        (growing_cache, "computes other tensors the second time", by_torch),
-        (counter, "keeps state between calls", by_torch),
-        (routing, "computes other tensors the second time", by_torch),
+        (python_random, "2 draws from python's generator", recompute_blocks),
+        (numpy_random, "2 draws from numpy's generator", recompute_blocks),
+        (other_in_backward, "2 computes another value the second time", recompute_blocks),
+        (shorter_in_backward, "2 computes other tensors the second time", recompute_blocks),
+        (growing_cache, "computes other tensors the second time", foreign.by_checkpoint),
+        (counter, "keeps state between calls", foreign.by_checkpoint),
+        (routing, "computes other tensors the second time", foreign.by_checkpoint),
     ],
 )
-def test_parity_names_the_block_that_is_unfit(disturb, in_hint, apply):
-    workload = disturbed(disturb)
-    verdict = recompute.recompute_parity(Case(workload), strategy="full", apply=apply)
+def test_parity_names_the_block_that_is_unfit(disturb, in_hint, change):
+    verdict = recompute.compare_training(Case(disturbed(disturb)), recompute_blocks=change)
     assert verdict.passed is False, verdict
-    assert apply is not None or verdict.hint.startswith("2 "), verdict
     assert in_hint in verdict.hint
 
 
@@ -342,17 +323,6 @@ def test_parts_of_a_recomputed_block_may_be_sharded():
     assert run_on_ranks(f"{__file__}:sharded_parts_on_ranks") == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("saboteur", faults("faulty_recompute"), ids=str)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_gate_catches(saboteur):
-    saboteur.check()
-
-
-def squares(kind, batch=lambda size: torch.randn(size, 16)):
-    """Return a workload with the sum of the squares of a model's outputs as its loss."""
-    return Workload(kind.__name__, kind, batch, lambda module, x: module(x).square().sum())
-
-
 class MaskedBlocks(nn.Module):
     """Blocks that share a mask, which the first forward makes and keeps."""
 
@@ -372,30 +342,8 @@ class MaskedBlocks(nn.Module):
 
 
 def test_the_profiler_holds_for_a_model_that_keeps_a_mask_of_its_first_step():
-    workload = squares(MaskedBlocks)
-    case = Case(workload)
-    verdict = recompute.profiler(case)
+    verdict = recompute.compare_profile(Case(squares(MaskedBlocks)))
     assert verdict.passed, verdict
-
-
-class SavedOutside(nn.Module):
-    """Layers whose inputs are saved by the activations between them too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_judged():
-    workload = squares(SavedOutside, lambda size: torch.randn(40, 32))
-    verdict = recompute.offload_parity(Case(workload, blocks="layers.*"))
-    assert verdict.passed is None
-    assert "saved outside of them too" in verdict.hint
 
 
 class UnevenUnderAutocast(nn.Module):
@@ -418,7 +366,47 @@ class UnevenUnderAutocast(nn.Module):
 
 
 def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
-    workload = squares(UnevenUnderAutocast)
-    verdict = CHECKS["recompute/parity-full"](Case(workload))
+    verdict = recompute.compare_training(Case(squares(UnevenUnderAutocast)))
     assert verdict.passed, verdict
     assert "without autocast: the plain model does not repeat itself" in verdict.measured
+
+
+# Implementations that are not ours, as `--impl` gives them, and planted faults.
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("by_checkpoint", "transformer"),
+        ("by_reentrant_checkpoint", "transformer"),
+        ("by_wrapper", "transformer"),
+        ("by_transformers", f"{foreign.__file__}:gpt2"),
+        ("by_reentrant_transformers", f"{foreign.__file__}:gpt2"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+def test_recompute_on_torchs_own_calls_passes_every_gate(name, model):
+    given = [load_implementation(f"recompute_blocks=foreign_recompute:{name}")]
+    case = Case(load_workload(model))
+    verdicts = [gate.run(case, given) for gate in recompute.GATES if given[0].name in gate.takes]
+    assert [verdict.passed for verdict in verdicts] == [True] * 5, verdicts
+
+
+def test_the_names_go_to_an_implementation_under_two_ranks_too():
+    verdict = recompute.compare_ranks(Case(load_workload("mlp"), blocks="[12]"))
+    assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize(
+    "saboteur",
+    [
+        one
+        for one in faults("faulty_recompute")
+        if gates()[claims_by_name()[one.claim].gate] not in recompute.OFFLOAD_GATES
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_gate_catches(saboteur):
+    saboteur.check()

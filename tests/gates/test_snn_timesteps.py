@@ -1,4 +1,4 @@
-"""Tests of the timestep gates: they hold on real workloads and fail on planted faults.
+"""Tests of the timestep gates, on our and others' loops over time, right and wrong.
 
 python -m pytest tests/gates/test_snn_timesteps.py
 """
@@ -7,38 +7,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faulty_timesteps import NOISY, drops_the_rest, replaced, whole_chunks
+from faulty_timesteps import KEEPERS, LONG_SNN, NOISY
 from saboteurs import faults
-from torch import nn
-from trained_on_ranks import compare_on_ranks
 
-from curry_train.core.parity import compare, record_step
 from curry_train.gates import snn_timesteps
-from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.primitives.snn_timesteps import (
-    recompute_timesteps,
-)
-from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.models import (
-    BUILTIN_WORKLOADS,
-    SpikingNetwork,
-    SurrogateSpike,
-    load_workload,
-    snn,
-)
+from curry_train.gates.implementation import load_implementation
+from curry_train.workloads.models import BUILTIN_WORKLOADS, SpikingNetwork, load_workload, snn
 from curry_train.workloads.workload import Case
 
-# The gates hold on the right implementation.
-
-CHECKS = {gate.name: gate.check for gate in snn_timesteps.GATES}
+GATES = {gate.name: gate for gate in snn_timesteps.GATES}
 
 
-@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_gates_hold_on_loops_over_time_and_do_not_apply_elsewhere(name, check):
-    verdict = CHECKS[check](Case(load_workload(name)))
-    assert verdict.gate == check
-    assert verdict.passed is (True if name == "snn" else None), verdict
+def test_gates_hold_on_loops_over_time_and_do_not_apply_elsewhere(name):
+    for gate_name, gate in GATES.items():
+        verdict = gate.run(Case(load_workload(name)))
+        assert verdict.gate == gate_name
+        assert verdict.passed is (True if name == "snn" else None), verdict
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -47,109 +32,65 @@ def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     case = Case(NOISY, device=torch.device(device), dtype=dtype)
-    for check in CHECKS.values():
-        verdict = check(case)
+    for gate in GATES.values():
+        verdict = gate.run(case)
         assert verdict.passed is not False, verdict
 
 
-def test_gates_hold_without_blocks_on_short_loops_and_with_other_patterns():
-    lone = replace(snn(depth=1), build=lambda: SpikingNetwork(64, 1))
-    for case in (
-        Case(lone),
-        Case(snn(timesteps=2)),
-        Case(snn(timesteps=1)),
-        Case(snn(), blocks="layers.*"),
-    ):
-        for check in CHECKS.values():
-            verdict = check(case)
-            assert verdict.passed is not False, verdict
-    assert snn_timesteps.timestep_memory(Case(snn(timesteps=2))).passed is None
+class ListOfTimesteps(SpikingNetwork):
+    """A loop of the user's own: over a list, from a state that the first step makes."""
 
+    def unroll(self, step, inputs, state):
+        outputs = []
+        for x in inputs:
+            output, state = step(x, state)
+            outputs.append(output)
+        return torch.stack(outputs), state
 
-# Saboteurs that are faulty techniques.
-
-
-def parity(case, *, apply):
-    return snn_timesteps.timestep_parity(case, strategy="timesteps", apply=apply)
-
-
-def flops(case, *, apply):
-    return snn_timesteps.timestep_flops(case, strategy="timesteps", apply=apply)
-
-
-def test_parity_fails_on_a_fault_in_a_model_that_repeats_no_block():
-    lone = Case(replace(snn(depth=1), build=lambda: SpikingNetwork(64, 1)))
-    assert parity(lone, apply=STRATEGIES["timesteps"].apply).passed
-    assert parity(lone, apply=replaced(drops_the_rest)).passed is False
-
-
-# Saboteurs that are models.
-
-
-class Keeper(nn.Module):
-    """A neuron that holds its potential as an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.v = 0.0
-
-    def forward(self, x, potential):
-        self.v = 0.9 * self.v + self.linear(x)
-        spikes = SurrogateSpike.apply(self.v - 1.0)
-        self.v = self.v - spikes
-        return spikes, potential
-
-
-class KeeperNet(SpikingNetwork):
-    def __init__(self):
-        super().__init__(64, 3)
-        self.layers[1] = Keeper()
+    def step(self, x, state):
+        return super().step(x, self.initial_state(x[:, None]) if state is None else state)
 
     def forward(self, x):
-        self.layers[1].v = 0.0
-        return super().forward(x)
+        outputs, state = self.unroll(self.step, list(x.unbind(1)), None)
+        return self.head(outputs.mean(0) + state[-1])
 
 
-KEEPERS = replace(snn(), build=KeeperNet)
+LOOPS = {
+    "no blocks": Case(replace(snn(depth=1), build=lambda: SpikingNetwork(64, 1))),
+    "two timesteps": Case(snn(timesteps=2)),
+    "one timestep": Case(snn(timesteps=1)),
+    "blocks that are named": Case(snn(), blocks="layers.*"),
+    "a list": Case(replace(snn(), build=lambda: ListOfTimesteps(64, 3))),
+}
 
 
-@pytest.mark.parametrize(
-    "check", ["snn-timesteps/hidden-state", "snn-timesteps/parity", "snn-timesteps/memory"]
-)
+@pytest.mark.parametrize("name", LOOPS)
+def test_gates_hold_on_loops_of_other_forms(name):
+    verdicts = {gate.name: gate.run(LOOPS[name]) for gate in GATES.values()}
+    for verdict in verdicts.values():
+        assert verdict.passed is not False, verdict
+    assert verdicts["snn-timesteps/outputs"].passed
+    assert verdicts["snn-timesteps/memory"].passed is (None if "timestep" in name else True)
+
+
+@pytest.mark.parametrize("workload", [snn(), LONG_SNN, NOISY], ids=["snn", "long", "noisy"])
+@pytest.mark.parametrize(("function", "has_levels"), [("in_chunks", 0), ("in_nested_chunks", 1)])
+def test_a_loop_in_chunks_by_torchs_checkpoint_passes(function, has_levels, workload):
+    given = [load_implementation(f"checkpoint_timesteps=foreign_snn_timesteps:{function}")]
+    for name, gate in GATES.items():
+        verdict = gate.run(Case(workload), given)
+        if name.endswith("hidden-state") or (name.endswith("nested") and not has_levels):
+            assert verdict.passed is None, verdict
+        else:
+            assert verdict.passed, verdict
+
+
+@pytest.mark.parametrize("check", ["memory", "parity"])
 def test_a_model_with_hidden_state_fails_with_its_name(check):
-    gate = next(gate for gate in snn_timesteps.GATES if gate.name == check)
-    verdict = gate.run(Case(KEEPERS))
+    verdict = GATES[f"snn-timesteps/{check}"].run(Case(KEEPERS))
     assert verdict.passed is False
     assert "layers.1 (Keeper) keeps state" in verdict.hint, verdict
     assert "'v'" in verdict.hint
-
-
-def test_chunks_around_neurons_that_keep_state_are_silently_wrong():
-    case = Case(KEEPERS)
-    loss = case.workload.mean_loss
-    batch = case.batch()
-    reference = record_step(case.build(), batch, loss)
-    model = case.build()
-    whole_chunks(model, None)
-    found = record_step(model, batch, loss)
-    assert torch.equal(found.loss, reference.loss)  # without an error
-    assert compare(reference, found).worst > 0.01
-
-
-# Under DDP and FSDP2 the gradients are the same, with the same number of collectives.
-
-
-def gradients_on_ranks():
-    return compare_on_ranks("snn", recompute_timesteps)
-
-
-def test_two_ranks_have_the_same_gradients_and_as_many_collectives():
-    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
-        for figures in found.values():
-            assert figures["syncs"][0] > 0
-            assert len(set(figures["syncs"])) == 1
-            assert figures["differences"] == [0.0]
 
 
 @pytest.mark.parametrize("saboteur", faults("faulty_timesteps"), ids=str)

@@ -272,7 +272,6 @@ NAMES = {
     ],
     "module_stems_are_unique": [
         (module(f"{PLAN}/blocks.py"), "blocks.py is used for"),
-        (module(f"{RUNS}/verdict.py"), "verdict.py is used for"),
         (module(f"{RUNS}/grad_accum.py"), "grad_accum.py is used for"),
     ],
     "constants_name_their_thing": [

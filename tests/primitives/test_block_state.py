@@ -3,6 +3,7 @@
 python -m pytest tests/primitives/test_block_state.py
 """
 
+import collections
 import copy
 
 import pytest
@@ -137,11 +138,12 @@ def test_a_changed_parameter_is_named(lever):
 
 
 @pytest.mark.parametrize("lever", RECOMPUTING)
-def test_a_changed_buffer_is_named(lever):
+@pytest.mark.parametrize("kept_as", [nn.Module.register_buffer, setattr])
+def test_a_changed_buffer_or_attribute_is_named(lever, kept_as):
     class Scaled(Block):
         def __init__(self):
             super().__init__()
-            self.register_buffer("scale", torch.ones(8))
+            kept_as(self, "scale", torch.ones(8))
 
         def forward(self, x):
             return super().forward(x) * self.scale
@@ -190,7 +192,7 @@ def test_eval_between_forward_and_backward_does_not_change_the_recomputation(lev
 
 
 class Counting(Block):
-    """A block with state in plain attributes: a number, a running mean, a list, a dictionary."""
+    """A block with state in plain attributes: numbers, tensors, containers, one made late."""
 
     def __init__(self):
         super().__init__()
@@ -198,6 +200,8 @@ class Counting(Block):
         self.mean = torch.zeros(8)
         self.seen = []
         self.facts = {"rows": 0}
+        self.total = torch.zeros(())
+        self.recent = collections.deque(maxlen=2)
 
     def forward(self, x):
         self.calls += 1
@@ -206,7 +210,12 @@ class Counting(Block):
         self.seen.append(float(x.detach().mean()))
         self.facts["rows"] += len(x)
         self.last = x.detach()
-        return super().forward(x) * (1 + 0.01 * self.calls)
+        self.total += x.detach().mean()
+        self.recent.append(self.calls)
+        if not hasattr(self, "noise"):
+            self.noise = torch.rand(8)
+        factor = 1 + 0.01 * (self.calls + sum(self.recent))
+        return super().forward(x) * factor + self.total * self.noise
 
 
 class Written(Block):
@@ -244,7 +253,8 @@ def state_of(model):
     found = [*model.buffers()]
     for layer in model.layers:
         if isinstance(layer, Counting):
-            found += [layer.mean, torch.tensor(layer.seen), layer.last]
+            found += [layer.mean, layer.last, layer.total, layer.noise]
+            found += map(torch.tensor, (layer.seen, [*layer.recent]))
             found.append(torch.tensor([layer.calls, layer.facts["rows"]]))
     return found
 
@@ -255,6 +265,7 @@ def test_state_is_updated_once_and_recompute_sees_that_of_the_first_call(lever, 
     found = []
     states = []
     for model in pair(lever, block):
+        torch.manual_seed(2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
             # Two microbatches, whose forwards both run before the first backward.

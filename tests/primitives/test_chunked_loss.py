@@ -7,6 +7,8 @@ Why so long: each way to use logits is tried on one model.
 
 import contextlib
 import copy
+import itertools
+import math
 import pickle
 
 import pytest
@@ -17,6 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -34,6 +37,8 @@ from curry_train.primitives.cross_entropy import chunked_cross_entropy
 CLASSES, WIDTH = 301, 16
 # Sums of some hundred float32 terms in another order; half precision rounds each product once.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Which of input, weight and bias are trained.
+NEEDS = list(itertools.product((False, True), repeat=3))
 
 
 def inputs(dtype=torch.float64, *, rows=(3, 37), ignored=30):
@@ -130,6 +135,65 @@ def test_frozen_parts_get_no_gradient_and_cost_no_product(frozen):
     of_token = 2 * WIDTH * CLASSES * (3 - len(set(frozen) & {0, 1}))
     assert expected.flops == 111 * of_token
     assert counted.flops == 81 * of_token  # 30 of the 111 tokens are ignored
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("needs", NEEDS)
+def test_a_graph_that_is_kept_gives_the_same_gradients_to_those_that_need_them(needs, reduction):
+    given = inputs()
+    given[0].data[0] *= 1000  # another highest logit in each row
+    for leaf, need in zip(given[:3], needs, strict=True):
+        leaf.requires_grad_(need)
+    leaves = list(itertools.compress(given, needs))
+    for loss in (chunked_cross_entropy, plain):
+        value = loss(*given[:2], given[3], bias=given[2], reduction=reduction).sum()
+        assert value.requires_grad is any(needs)
+        both = [
+            torch.autograd.grad(3 * value, leaves, retain_graph=True) for _ in range(2 * any(needs))
+        ]
+        found = [value.detach(), *itertools.chain(*both)]
+        if loss is chunked_cross_entropy:
+            ours = found
+    assert max(errors(ours, found)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "expected"),
+    # A token has the bytes of its logits, of their copies and of its input.
+    [
+        (torch.float32, {"chunk_tokens": 30}, [30, 30, 21]),
+        (torch.float32, {"chunk_bytes": 2 * 4 * (CLASSES + WIDTH) - 1}, [1] * 81),
+        (torch.float32, {"chunk_bytes": 30 * 4 * (CLASSES + WIDTH)}, [30, 30, 21]),
+        (torch.float64, {"chunk_bytes": 40 * 8 * (CLASSES + WIDTH)}, [40, 40, 1]),
+        (torch.bfloat16, {"chunk_bytes": 80 * (6 * CLASSES + 2 * WIDTH)}, [80, 1]),
+        (
+            torch.float32,
+            {"chunk_bytes": 60 * 4 * (2 * CLASSES + WIDTH), "softcap": 3.0},
+            [60, 21],
+        ),
+        (torch.float32, {"chunk_bytes": 1}, [1] * 81),
+        (torch.float32, {}, [16] * 5 + [1]),
+    ],
+)
+def test_chunks_have_as_many_tokens_as_fit(dtype, options, expected):
+    hidden, weight, _, targets = inputs(dtype)
+    with ProductRows() as found:
+        chunked_cross_entropy(hidden, weight, targets, **options)
+    assert found.rows == expected
+
+
+class ProductRows(TorchDispatchMode):
+    """Note the rows of each product whose columns are classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "mm" in func.__name__ and out.shape[-1] == CLASSES:
+            self.rows.append(out.shape[0])
+        return out
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
@@ -246,6 +310,30 @@ def test_peak_is_one_chunk_and_the_gradients(dtype, pretend):
         (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=0), "at least 1"),
         (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=True), "at least 1"),
         (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=2.5), "at least 1"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_bytes=0.5), "chunk_bytes must be"),
+        (lambda h, w, t: chunked_cross_entropy(h[0, 0, 0], w, t), "do not fit"),
+        (lambda h, w, t: chunked_cross_entropy(h, w[0], t), "do not fit"),
+        (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[:, 0].half()),
+            "bias are torch.float64, torch.float16|bias are torch.float16, torch.float64",
+        ),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, label_smoothing=-0.1), "from 0 to 1"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, z_loss=math.inf), "z_loss must be"),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, softcap=math.inf), "above 0 and finite"),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w, t, class_weights=torch.ones(301).long()),
+            "class_weights must be floating-point",
+        ),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w, t, class_weights=w[:, 0]),
+            "class_weights get no gradient here",
+        ),
+        (
+            lambda h, w, t: chunked_cross_entropy(h, w, t, token_weights=torch.ones(37)),
+            "token_weights must be floating-point",
+        ),
+        (lambda h, w, t: chunked_cross_entropy(h, w, t, backend="none"), "got 'none'"),
     ],
 )
 def test_what_does_not_fit_is_said(change, message):
@@ -370,6 +458,16 @@ MADE = {
     "__deepcopy__": lambda m, t: (
         lambda y: (copy.deepcopy(y.detach()), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
     )(m(t)),
+    "argmax": lambda m, t: (
+        lambda y: (y.argmax(-1), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
+    )(m(t)),
+    "T": lambda m, t: m(t)[0].T.square().mean(),
+    "__rsub__": lambda m, t: (1 - m(t)).square().mean(),
+    "mul": lambda m, t: m(t).mul(True).square().mean(),
+    "to": lambda m, t: m(t).to(torch.float32).square().mean(),
+    "cross_entropy with classes that are not in dimension 1": lambda m, t: F.cross_entropy(
+        m(t), torch.zeros(4, CLASSES).long()
+    ),
     "Function": lambda m, t: Custom.apply(m(t)),
     "Function on a view": lambda m, t: Custom.apply(m(t)[:, 1:].flatten(0, 1)),
     "Function and more": lambda m, t: (
@@ -382,8 +480,7 @@ MADE = {
 def test_loss_runs_in_chunks_behind(way):
     found, use = both(STAYS[way])
     assert found.holds, found.describe()
-    assert use.num_chunked == (2 if way == "two losses" else 1)
-    assert use.whole == [], use
+    assert str(use) == ("2 losses in chunks" if way == "two losses" else "1 loss in chunks")
 
 
 @pytest.mark.parametrize("way", MADE)
@@ -500,6 +597,25 @@ def test_a_hook_that_reads_the_gradient_of_the_logits_gets_it():
         F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
     torch.testing.assert_close(*gradients)
     assert chunked_loss_report(model)["head"].whole == ["register_hook"]
+
+
+@pytest.mark.parametrize("needs", NEEDS)
+def test_logits_that_are_read_train_what_is_trained(needs):
+    found = []
+    for apply in (lambda model: None, apply_chunked_loss):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 9))
+        apply(model)
+        leaves = [torch.linspace(-1, 1, 24).view(2, 3, 4), *model.parameters()]
+        for leaf, need in zip(leaves, needs, strict=True):
+            leaf.requires_grad_(need)
+        value = Custom.apply(model(leaves[0])[:, :-1])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(leaves[0])
+        value = value + F.cross_entropy(logits.float().flatten(0, 1), torch.arange(6))
+        wanted = list(itertools.compress(leaves, needs))
+        found.append([value.detach(), *(torch.autograd.grad(value, wanted) if wanted else ())])
+    assert max(errors(*found)) < 1e-2
 
 
 def test_logits_may_be_doubled():
@@ -624,11 +740,56 @@ class Doubled(nn.Linear):
             "is a Doubled, not a plain nn.Linear",
         ),
         (Model, {"chunk_tokens": 0}, "at least 1"),
+        (Model, {"chunk_bytes": 0}, "at least 1"),
+        (Model, {"chunk_tokens": 4, "chunk_bytes": 2**20}, "both set"),
+        (Model, {"head": "table"}, "matches no module"),
+        (Model, {"backend": "no_such_backend"}, "got 'no_such_backend'"),
+        (lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(4, 9)), {}, "has no output layer"),
+        (lambda: Doubled(4, 9), {}, "the model is a Doubled"),
+        (
+            lambda: with_embeddings(nn.Sequential(nn.Bilinear(4, 4, 9)), 0),
+            {},
+            "0 is a Bilinear, not a plain nn.Linear",
+        ),
     ],
 )
 def test_models_that_do_not_fit_are_refused(build, options, message):
+    model = build()
+    before = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
-        apply_chunked_loss(build(), **options)
+        apply_chunked_loss(model, **options)
+    assert [type(module) for module in model.modules()] == before
+
+
+def with_embeddings(model, place):
+    model.get_output_embeddings = lambda: None if place is None else model[place]
+    return model
+
+
+def two_heads():
+    heads = nn.ModuleDict({"a": nn.Linear(4, 9), "b": nn.Linear(4, 8)})
+    return nn.ModuleDict({"body": nn.Linear(4, 4), "heads": heads})
+
+
+@pytest.mark.parametrize(
+    ("build", "head", "expected"),
+    [
+        (two_heads, None, ["heads.a"]),
+        (two_heads, "heads.b", ["heads.b"]),
+        (two_heads, "heads.*", ["heads.a", "heads.b"]),
+        (
+            lambda: with_embeddings(nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9)), 0),
+            None,
+            ["0"],
+        ),
+        (lambda: with_embeddings(nn.Sequential(nn.Linear(4, 9)), None), None, ["0"]),
+    ],
+)
+def test_the_head_is_the_output_layer_or_the_one_that_is_named(build, head, expected):
+    model = build()
+    assert apply_chunked_loss(model, head=head) == expected
+    assert {str(use) for use in chunked_loss_report(model).values()} == {"no loss yet"}
+    assert remove_chunked_loss(model) == expected
 
 
 def test_changing_a_head_twice_is_refused():

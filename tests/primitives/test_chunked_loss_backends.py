@@ -188,6 +188,11 @@ def test_a_named_backend_that_can_not_compute_the_loss_is_refused(name, options,
         loss_backend("triton")
 
 
+def test_a_backend_of_other_devices_names_them():
+    backend = entry(lean, device_types=("cuda", "xpu"))
+    assert backend.unusable(torch.ones(1), {}) == "it runs on cuda, xpu, not on cpu"
+
+
 def test_liger_and_cce_get_their_own_names_for_the_options(monkeypatch):
     """With stand-ins for their modules on the CPU; their kernels were not run."""
 

@@ -204,6 +204,26 @@ def test_steps_without_a_known_factor_are_not_scaled():
     assert flow_findings([record(scaled=None)]) == []
 
 
+def test_the_head_of_a_report_has_the_steps_and_every_finding():
+    dead = spread("activation", zeros=95)
+    bad = spread("activation", nonfinite=1, elements=10_000, squares=NAN)
+    flow = replace(record(10, at_1=dead, at_2=dead, at_3=bad, scaled=0.05), notes=("a note",))
+    assert (
+        flow_table([record(), flow]).partition("\n\n")[0]
+        == """\
+2 steps probed, the last is 10: 1 forwards, gradient norm 0.1 after backward,
+then multiplied by 0.05
+a note
+nonfinite   layers.3: under 0.1% of its activations are inf or nan, the first
+            layer in forward order (step 10)"""
+    )
+
+
+def test_skipped_steps_are_counted():
+    found = flow_table([record(0, stepped=False), record(1, stepped=False), record(2)])
+    assert "skipped     2 of 3 probed steps were skipped" in found
+
+
 def test_a_report_without_records_has_a_message():
     assert "no step was probed" in flow_table([])
 

@@ -76,6 +76,17 @@ def test_frozen_and_unreached_parameters_are_named_instead_of_counted_as_0():
     assert record.gradient.elements == 20
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"), [("first", ["first"]), (["f*", "used"], ["first", "frozen", "used"])]
+)
+def test_layers_are_chosen_by_patterns_and_ordered_as_their_forwards_end(pattern, names):
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("first", "frozen", "used", "unused")})
+    model.forward = lambda x: model["used"](model["first"](model["frozen"](x)))
+    record = probe(model, torch.randn(2, 4), layers=pattern)
+    assert list(record.layers) == names
+    assert record.order == tuple(name for name in ("frozen", "first", "used") if name in names)
+
+
 def test_a_bias_of_zeros_has_no_update_ratio():
     model = nn.Sequential(nn.Linear(4, 4))
     nn.init.zeros_(model[0].weight)

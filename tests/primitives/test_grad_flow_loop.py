@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, GradientAccumulation, train_window
 from curry_train.primitives.grad_flow import AFTER_BACKWARD, AT_THE_STEP
-from curry_train.primitives.grad_flow_report import flow_findings, flow_table
+from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
 
 def build(*, depth=3, width=8):
@@ -98,6 +98,16 @@ def test_unprobed_steps_have_no_hooks_and_nothing_is_left_at_the_end():
     assert optimizer.zero_grad == zero_grad
 
 
+@pytest.mark.parametrize(("every", "first", "steps"), [(2, 0, [0, 2]), (2, 1, [2]), (5, 5, [5])])
+def test_the_steps_that_are_probed_count_from_the_first_one(every, first, steps):
+    model = build()
+    with GradFlow(model, every=every, first_step=first) as flow:
+        for _ in range(3):
+            model(batch()).sum().backward()
+            flow.step()
+    assert [record.step for record in flow.records] == steps
+
+
 def test_nothing_of_a_step_stays_alive():
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,6 +167,8 @@ def test_a_step_that_the_scaler_skips_is_recorded_with_its_gradients(fused, earl
     assert flow.records[1].nonfinite
     assert flow.records[1].layers["0.0"].update is None
     assert flow.records[2].gradient.nonfinite == 0
+    norms = [one["layers"]["0.0"]["gradient"]["norm"] for one in flow_json(flow)["steps"]]
+    assert [isinstance(norm, float) for norm in norms] == [True, False, True]
     assert {"nonfinite", "skipped"} <= {finding.kind for finding in flow_findings(flow.records)}
 
 

@@ -12,10 +12,12 @@ from curry_train.primitives.host_memory import (
     HostMemoryShort,
     HostPool,
     available_host_bytes,
+    in_binary_units,
     require_host_memory,
 )
 
 MEMINFO = "MemTotal: 64 kB\nMemAvailable:   48 kB\n"
+JOB = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user/job\n"}
 SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
 
 
@@ -24,11 +26,14 @@ SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 48 * 1024),
+        ({"proc/meminfo": "MemFree: 10 kB\n"}, None),
         ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"}, 48 * 1024),
+        (JOB | {f"{SECOND}/user/memory.max": "5"}, 48 * 1024),  # a limit without its use
+        (JOB | {f"{SECOND}/memory.max": "5000", f"{SECOND}/memory.current": "4000"}, 1000),
+        (JOB | {f"{SECOND}/memory.max": f"{2**40}", f"{SECOND}/memory.current": "0"}, 48 * 1024),
         (
-            {
-                "proc/meminfo": MEMINFO,
-                "proc/self/cgroup": "0::/user/job\n",
+            JOB
+            | {
                 f"{SECOND}/user/job/memory.max": "max\n",
                 f"{SECOND}/user/job/memory.current": "1000\n",
                 f"{SECOND}/user/memory.max": "9000\n",
@@ -42,7 +47,7 @@ SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
                 "proc/self/cgroup": "5:cpu:/\n4:hugetlb,memory:/seen/outside\n0::/\n",
                 f"{FIRST}/memory.limit_in_bytes": "9000\n",
                 f"{FIRST}/memory.usage_in_bytes": "2000\n",
-                f"{FIRST}/memory.stat": "total_inactive_file 100\n",
+                f"{FIRST}/memory.stat": "inactive_file 9\ntotal_inactive_file 100\n",
             },
             7100,
         ),
@@ -70,6 +75,30 @@ def test_the_pool_reuses_buffers_that_fit_and_frees_those_that_do_not():
     assert pool.take(4096).nbytes == pool.reserved_bytes == 4096
     pool.clear()
     assert pool.reserved_bytes == 4096  # this buffer is in use
+
+
+def test_the_smallest_buffer_that_fits_is_taken():
+    pool = HostPool(pinned=False)
+    taken = [pool.take(size) for size in (5000, 100, 9000)]
+    for buffer in taken:
+        pool.give(buffer)
+    assert pool.take(100) is taken[1]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10 * 1024, "10.0 KiB"),
+        (500 * 2**20, "500 MiB"),
+        (3 * 2**29, "1.50 GiB"),
+        (2**51, "2048 TiB"),
+    ],
+)
+def test_sizes_are_printed_with_three_digits(nbytes, text):
+    assert in_binary_units(nbytes) == text
 
 
 def test_reserved_buffers_serve_a_step_of_these_sizes():

@@ -93,6 +93,14 @@ def test_a_budget_bounds_saved_bytes_and_not_the_peak():
     assert found[0.0].peak_bytes == found[1.0].peak_bytes  # gradients own the peak
 
 
+def test_a_budget_holds_for_its_model_alone():
+    saved = [saved_bytes(by_torch_alone(block_class(), 1.0), rows(), loss)]
+    model = bounded(block_class(), 0.0)
+    saved.append(saved_bytes(by_torch_alone(block_class(), 1.0), rows(), loss))
+    assert saved_bytes(model, rows(), loss) < saved[0] == saved[1]
+    assert functorch_config.activation_memory_budget == 1.0
+
+
 def test_half_of_the_bytes_cost_a_quarter_of_full_recompute_and_zero_costs_the_same():
     case = Case(load_workload("transformer"))
     batch = case.batch()

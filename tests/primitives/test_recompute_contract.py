@@ -223,6 +223,10 @@ def test_a_module_that_can_not_be_wrapped_is_refused(block, make, message):
     ("options", "message"),
     [
         ({"enabled": "yes"}, "enabled must be True or False"),
+        ({"use_reentrant": 1}, "use_reentrant must be True or False"),
+        ({"preserve_rng_state": 1}, "preserve_rng_state must be True or False"),
+        ({"debug": 1}, "debug must be True or False"),
+        ({"early_stop": 1}, "early_stop must be True or False"),
         ({"determinism_check": "all"}, "must be one of"),
     ],
 )

@@ -8,6 +8,7 @@ import copy
 import functools
 import logging
 import pickle
+from types import FunctionType
 
 import pytest
 import torch
@@ -248,6 +249,14 @@ class Methods(nn.Module):
         return self.compute(x, power)
 
 
+def with_module(x, power, *, used):
+    return used.compute(x, power)
+
+
+def of_globals(x, power):
+    return GLOBAL.compute(x, power)  # noqa: F821
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -256,8 +265,20 @@ class Methods(nn.Module):
         lambda model: functools.partial(model.decorated),
         lambda model: Recompute(functools.partial(model.compute)),
         lambda model: Recompute(functools.partial(Methods.compute, model), use_reentrant=False),
+        lambda model: functools.partial(Recompute(Methods.compute), model),
+        lambda model: functools.partial(Recompute(with_module), used=model),
+        lambda model: Recompute(FunctionType(of_globals.__code__, {"GLOBAL": model})),
     ],
-    ids=["method", "decorated", "partial", "of a partial", "of a function"],
+    ids=[
+        "method",
+        "decorated",
+        "partial",
+        "of a partial",
+        "of a function",
+        "argument",
+        "argument by name",
+        "global name",
+    ],
 )
 def test_methods_partials_and_decorated_functions_recompute(make):
     plain = Methods()

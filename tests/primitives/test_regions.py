@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from curry_train.bench.steps import python_calls
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.gates import sac
+from curry_train.gates.sac import compare_regions, torch_sac
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import (
     RegionReport,
@@ -101,25 +101,14 @@ class Once(nn.Module):
 
 def test_regions_hold_as_much_as_torchs_policy_for_a_fraction_of_its_calls():
     case = Case(transformer())
-    verdict = sac.regions(case)
-    assert verdict.passed, verdict
-    models = [case.build(), case.build()]
-    apply_regions(models[0])
-    sac.torch_sac(models[1], case)
+    changes = (lambda model: None, apply_regions, torch_sac)
     held = [
-        measure_memory(model, case.batch(), case.workload.mean_loss).held_bytes for model in models
+        figures(case.build, case.workload.mean_loss, change, case.batch())[1].held_bytes
+        for change in changes[1:]
     ]
     assert held[0] == held[1]
-    counts = [python_calls(case, change) for change in (nothing, regions, sac.torch_sac)]
+    counts = [python_calls(case, lambda model, case, change=one: change(model)) for one in changes]
     assert 0 < counts[1] - counts[0] <= 0.4 * (counts[2] - counts[0])
-
-
-def nothing(module, case):
-    return []
-
-
-def regions(module, case):
-    return apply_regions(module)
 
 
 @pytest.mark.parametrize("loss", [lm_loss, autocast_loss])
@@ -415,7 +404,7 @@ def test_a_model_with_a_norm_of_its_own_class_and_with_statistics():
         lambda size: torch.randn(size, 16),
         lambda module, batch: module(batch).square().sum(),
     )
-    verdict = sac.sac_parity(Case(workload, batch_size=8), strategy="regions")
+    verdict = compare_regions(Case(workload, batch_size=8))
     assert verdict.passed, verdict
 
 

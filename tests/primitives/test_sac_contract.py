@@ -127,7 +127,7 @@ def test_an_error_names_the_policy_that_was_given(policy, name):
 
 
 def test_bytes_and_flops_equal_those_of_torchs_own():
-    ours, theirs = figures(apply_sac), figures(lambda model: torch_sac(model, CASE))
+    ours, theirs = figures(apply_sac), figures(torch_sac)
     assert ours[1:] == theirs[1:]
     assert compare(theirs[0], ours[0]).bit_equal
 

@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.primitives.recompute import ChainBroken, chains_of, recompute_segments
+from curry_train.primitives.recompute import (
+    ChainBroken,
+    chains_of,
+    recompute_segments,
+    remove_segments,
+)
 
 
 class Chain(nn.Module):
@@ -33,7 +38,7 @@ def reads_shapes(model, x):
     for layer in model.layers:
         x = layer(x)
         assert x.shape == (4, 8)
-        assert (x.dim(), x.size(0), x.dtype, x.device.type) == (2, 4, torch.float32, "cpu")
+        assert (x.dim(), x.size(0), x.dtype, x.device.type) == (2, 4, torch.float64, "cpu")
         assert x.requires_grad
         assert torch.is_tensor(x)
     return x
@@ -83,6 +88,10 @@ def calls_a_block_twice(model, x):
     return x
 
 
+def calls_the_first_block_twice(model, x):
+    return model.layers[0](model.layers[0](x))
+
+
 def collects_hidden_states(model, x):
     hidden = []
     for layer in model.layers:
@@ -113,8 +122,8 @@ def gradients(model, x):
 @pytest.mark.parametrize("loop", [plain, reads_shapes, runs_twice])
 @pytest.mark.parametrize("num_segments", [2, 3, 8])
 def test_a_chain_trains_the_same(loop, num_segments):
-    model = Chain(loop)
-    x = torch.randn(4, 8)
+    model = Chain(loop).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
     expected = gradients(model, x)
     model.zero_grad()
     recompute_segments(model, num_segments)
@@ -130,6 +139,7 @@ def test_a_chain_trains_the_same(loop, num_segments):
         leaves_early,
         returns_early,
         calls_a_block_twice,
+        calls_the_first_block_twice,
         collects_hidden_states,
         prints_a_norm,
         goes_backwards,
@@ -261,3 +271,105 @@ def test_a_block_that_is_called_by_itself_after_a_forward_breaks_the_chain():
     x = model(torch.randn(4, 8))
     with pytest.raises(ChainBroken, match=r"layers\.1 "):
         model.layers[1](x)
+
+
+MASK = torch.linspace(0.5, 1.5, 8)[:, None]
+
+
+class Masked(nn.Module):
+    """A block with a second argument, and a gradient that forward itself takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask=None):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(inner).square().sum(), inner)
+        x = torch.tanh(self.linear(x))
+        return x + slope if mask is None else x * mask + slope
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        # Each slice is an object of its own, of the same memory.
+        (lambda index: [MASK[:4]], False),
+        (lambda index: [], False),
+        (lambda index: [MASK[4 * (index % 2) :][:4]], True),
+        (lambda index: [MASK[: 4 - 3 * (index % 2)]], True),
+        (lambda index: [MASK[:4]] * (index % 2), True),
+        (lambda index: [1.0 + index], True),
+    ],
+    ids=["same slice", "none", "other slice", "other shape", "sometimes", "other number"],
+)
+def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused):
+    def loop(model, x):
+        for index, layer in enumerate(model.layers):
+            x = layer(x, *arguments(index))
+        return x
+
+    model = Chain(loop)
+    model.layers = nn.ModuleList(Masked() for _ in range(4))
+    x = torch.randn(4, 8)
+    expected = gradients(model, x)
+    model.zero_grad()
+    recompute_segments(model, 2)
+    if refused:
+        with pytest.raises(ChainBroken, match=r"layers\.1 takes other arguments than layers\.0"):
+            gradients(model, x)
+    else:
+        assert all(map(torch.equal, gradients(model, x), expected))
+
+
+class Returning(nn.Module):
+    """A block that returns what a function makes of its output."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.make = make
+
+    def forward(self, x):
+        return self.make(self.linear(x).tanh())
+
+
+@pytest.mark.parametrize("output", [lambda x: {"x": x}, lambda x: ()], ids=["dict", "nothing"])
+def test_blocks_that_return_no_tensor_first_can_not_share_a_segment(output):
+    model = nn.Sequential(*(Returning(output) for _ in range(4)))
+    recompute_segments(model, 2)
+    with pytest.raises(ChainBroken, match="Returning returns"):
+        model(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (RuntimeError("of the first block"), 1),
+        (KeyError("of the second block"), 2),
+        (torch.OutOfMemoryError("of the second block"), 2),
+        (RuntimeError("can't allocate memory"), 2),
+        (RuntimeError("of the second run"), 5),
+    ],
+)
+def test_an_error_of_a_block_stays_its_own_and_the_next_forward_is_sound(error, call):
+    calls = []
+
+    def make(x):
+        calls.append(None)
+        if len(calls) == call:
+            raise error
+        return x
+
+    model = nn.Sequential(*(Returning(make) for _ in range(4)))
+    x = torch.randn(4, 8)
+    recompute_segments(model, 2)
+    with pytest.raises(type(error)) as raised:
+        model(x).square().sum().backward()
+    assert raised.value is error
+    model.zero_grad()
+    found = gradients(model, x)
+    remove_segments(model)
+    model.zero_grad()
+    assert all(map(torch.equal, gradients(model, x), found))

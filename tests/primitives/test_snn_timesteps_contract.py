@@ -4,6 +4,7 @@ python -m pytest tests/primitives/test_snn_timesteps_contract.py
 """
 
 import copy
+import functools
 import gc
 import pickle
 import random
@@ -509,6 +510,17 @@ def test_modules_with_a_loop_are_found_inside_others():
     assert recompute_timesteps(model, levels=2) == ["spiking"]
     with pytest.raises(ValueError, match="recomputes its timesteps already"):
         recompute_timesteps(model)
+
+
+def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():
+    model = nn.Sequential(*[Case(snn()).build() for _ in range(3)])
+    model[0].inner = Case(snn()).build()
+    model[1].unroll = 3
+    model[2].unroll = own = functools.partial(run_timesteps)
+    assert recompute_timesteps(model) == remove_timesteps(model) == ["0", "2"]
+    assert remove_timesteps(model) == []
+    assert "unroll" not in vars(model[0])
+    assert model[2].unroll is own
 
 
 @pytest.mark.parametrize("name", ["timesteps", "timesteps_nested"])

@@ -39,8 +39,10 @@ def pair_of(step_returns):
         ({"chunk_size": 2.0}, "chunk_size must be"),
         ({"levels": 3}, "levels must be 1, or 2 for chunks inside larger chunks; got 3"),
         ({"levels": True}, "levels must be 1, or 2"),
+        ({"levels": 0}, "levels must be 1, or 2"),
         ({"outputs": "all"}, "outputs must be one of stack, sum, mean, last; got 'all'"),
         ({"time_dim": 3}, r"inputs of shape \(10, 4, 6\) have no dimension 3"),
+        ({"time_dim": -4}, "have no dimension -4"),
         ({"time_dim": None}, "time_dim must be a whole number, got None"),
         (
             {"inputs": currents(0)},
@@ -51,6 +53,8 @@ def pair_of(step_returns):
             {"inputs": iter(currents())},
             "inputs must be a tensor, or a sequence .* got generator|iterator",
         ),
+        ({"inputs": "word"}, "a sequence with one entry for each timestep; got str"),
+        ({"inputs": {0: currents()[0]}}, "got dict"),
         ({"inputs": torch.tensor(1.0)}, r"inputs of shape \(\) have no dimension 0"),
         (
             {"inputs": pack_sequence([torch.ones(3, 6)])},

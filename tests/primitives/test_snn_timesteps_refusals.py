@@ -5,7 +5,9 @@ python -m pytest tests/primitives/test_snn_timesteps_refusals.py
 
 import copy
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -99,6 +101,16 @@ def asks_an_object(self, x):
     return x + self.kept.sum
 
 
+class Pair(NamedTuple):
+    factor: float
+    total: Any
+
+
+def replaces_a_pair(self, x):
+    self.kept = self.kept._replace(total=self.kept.factor * self.kept.total + x)
+    return x + self.kept.total
+
+
 def compares_with_the_last(self, x):
     out = x - self.kept
     self.kept = x
@@ -139,6 +151,7 @@ HIDDEN = {
     "flag": keeping(takes_turns, False),
     "dict": keeping(looks_up, lambda: {"sum": 0.0}),
     "object": keeping(asks_an_object, Memory),
+    "named tuple": keeping(replaces_a_pair, Pair(0.5, 0.0)),
     "last input": keeping(compares_with_the_last),
     "mask": keeping(drops_the_same, None),
     "layer of the timestep": lambda: Net(
@@ -203,6 +216,33 @@ def test_state_in_variables_and_globals_is_found():
     ):
         with pytest.raises(HiddenState, match=where):
             checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
+
+
+class Cells:
+    """An object with a step, which is no module."""
+
+    total = 0.0
+
+    def step(self, x, state):
+        self.total = 0.5 * self.total + x
+        return self.total, state + x
+
+    __call__ = step
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (Cells(), "Cells"),
+        (Cells().step, "Cells"),
+        (partial(Cells.step, Cells()), "0"),
+        (partial(lambda x, state, cells: cells(x, state), cells=Cells()), "cells"),
+    ],
+)
+def test_state_of_objects_and_of_what_a_partial_binds_is_found(step, name):
+    x = currents()
+    with pytest.raises(HiddenState, match=rf"^{name} \(Cells\) keeps state .* 'total'"):
+        checkpoint_timesteps(step, x, torch.zeros_like(x[0]), chunk_size=3)
 
 
 def counter_of_calls():

@@ -30,7 +30,8 @@ def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     data = torch.randn(steps, 4)
-    kept = {"rollback_every": 3, "recovery_every": None, "best_k": 0}
+    retention = {"rollback_keep": 2}
+    kept = {"rollback_every": 3, "recovery_every": None, "best_k": 0, "retention": retention}
     run = saving(model, optimizer, [] if wrong else scheduler, runs=folder, journal=True, **kept)
     for row in run.batches(data):
         loss = model(row).square().sum()
@@ -68,6 +69,7 @@ def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path)
     ]
     assert [line["step"] for line in lines if line["kind"] == "resume"] == [6]
     assert [line["step"] for line in lines if line["kind"] == "save"] == [3, 6, 9, 12]
+    assert [line["of_step"] for line in lines if line["kind"] == "prune"] == [3, 6]
     assert [line["value"] for line in lines if line["kind"] == "eval"] == [0.5]
     rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
     assert rates == pytest.approx(

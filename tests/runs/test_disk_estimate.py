@@ -23,6 +23,9 @@ def test_7b_keeps_756_gb_and_not_924_because_best_k_is_parameters_only():
     assert found.total == 756 * BYTES_PER_GB
     assert found.in_flight == 84 * BYTES_PER_GB
     assert found.most == 840 * BYTES_PER_GB
+    names = "checkpoint", "best", "kept", "total", "in_flight", "advice", "most"
+    facts = {name: getattr(found, name) for name in names}
+    assert found.to_json() == {"parameters": SEVEN, "dtype": "float32", **facts}
 
 
 def test_bfloat16_has_a_master_copy_unless_it_is_pure():

@@ -54,6 +54,37 @@ def test_an_error_at_any_change_is_reported_as_what_it_is(tmp_path, operations, 
         assert str((folder / "latest").readlink()) == "rollback/step-00000003.dcp"
 
 
+def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_it(
+    tmp_path, monkeypatch
+):
+    """A power cut leaves only what was synced."""
+    events = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor):
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        events.append((status.st_ino, status.st_size))
+
+    def record_rename(old, new):
+        rename(old, new)
+        events.append(str(new))
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    with Store(tmp_path) as store:
+        folder = tmp_path / store.save("rollback", 1, new_state()).folder
+    renamed = events.index(str(folder))
+    before, after = (
+        dict(event for event in part if isinstance(event, tuple))
+        for part in (events[:renamed], events[renamed:])
+    )
+    sizes = {path.stat().st_ino: path.stat().st_size for path in folder.iterdir()}
+    assert sizes.items() <= before.items()
+    assert folder.stat().st_ino in before
+    assert folder.parent.stat().st_ino in after
+
+
 def test_a_copy_that_follows_links_is_healed_and_nothing_is_deleted(tmp_path, caplog):
     with Store(tmp_path / "run") as store:
         store.save("rollback", 1, new_state())

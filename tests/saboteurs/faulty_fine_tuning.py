@@ -3,6 +3,8 @@
 Proof: `python -m pytest tests/gates/test_adapters.py`.
 """
 
+from dataclasses import replace
+
 import torch
 from faulty_recompute import no_generator_kept, patched, rerun
 from saboteurs import planted
@@ -12,9 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from curry_train.core.blocks import find_blocks
 from curry_train.gates.memory_plan import predicted_peaks
-from curry_train.plan.estimate import Sketch
-from curry_train.primitives.chunked_loss import apply_chunked_loss
-from curry_train.primitives.grad_accum import StepInBackward, train_window
+from curry_train.primitives.grad_accum import StepInBackward
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import CHOOSING_FUNCTIONS, keep_routing
 from curry_train.workloads.models import mlp
@@ -137,8 +137,10 @@ def counted_as_32_bits(case):
     def wide(module):
         return CodedMomentum(list(module.parameters()), torch.float32)
 
-    with Sketch(case.workload, optimizer=wide) as sketch:
-        return predicted_peaks(sketch, case.batch_size)
+    return predicted_peaks(replace(case, workload=replace(case.workload, optimizer=wide)))
+
+
+CODED = replace(mlp(depth=2, width=64), optimizer=coded)
 
 
 def detached_input(run, x):
@@ -146,27 +148,17 @@ def detached_input(run, x):
     return rerun(run, x.detach())
 
 
-def base_trained(module, sample):
+def base_trained(model, *, blocks):
     """Give the frozen base gradients too."""
-    names = recompute_blocks(module)
-    for name in names:
-        module.get_submodule(name).base.requires_grad_(True)
-    return names
+    for name in recompute_blocks(model, blocks=blocks):
+        model.get_submodule(name).base.requires_grad_(True)
 
 
-def auxiliary_loss_cut_off(module, sample):
-    names = recompute_blocks(module)
-    for name in names:
-        module.get_submodule(name).register_forward_hook(
+def auxiliary_loss_cut_off(model, *, blocks):
+    for name in recompute_blocks(model, blocks=blocks):
+        model.get_submodule(name).register_forward_hook(
             lambda _, args, output: (output[0], output[1].detach())
         )
-    return names
-
-
-def chunks_without_the_auxiliary_loss(module, **options):
-    """The loss in chunks takes the logits alone, as fused losses of some patches do."""
-    module.register_forward_hook(lambda _, args, output: (output[0], 0.0))
-    return apply_chunked_loss(module, **options)
 
 
 def choices_not_kept(module):
@@ -223,20 +215,6 @@ def load_counted_again(module):
     return names
 
 
-def clip_taken(model, window, loss, optimizer, *, clip_norm=None, **options):
-    """Step in backward, and clip what is left of the gradients after it."""
-    result = train_window(model, window, loss, optimizer, **options)
-    nn.utils.clip_grad_norm_(model.parameters(), clip_norm or 1.0)
-    return result
-
-
-def refused_too_late(model, window, loss, optimizer, *, clip_norm=None, **options):
-    result = train_window(model, window, loss, optimizer, **options)
-    if clip_norm is not None:
-        raise ValueError("a clip needs all gradients")
-    return result
-
-
 def steps_after_backward(parameters, make):
     return make([one for one in parameters if one.requires_grad])
 
@@ -262,44 +240,36 @@ FAULTS = [
     planted(
         "recompute.same-steps",
         "adapter-on-detached-input",
-        apply=patched(detached_input),
+        recompute_blocks=patched(detached_input),
         model=ADAPTED,
         hint="gets no gradient|another value",
     ),
     planted(
         "recompute.same-steps",
         "base-saved-as-gradient",
-        apply=base_trained,
+        recompute_blocks=base_trained,
         model=ADAPTED,
         hint="gradient",
     ),
     planted(
         "recompute.same-steps",
         "router-drawn-twice",
-        apply=no_generator_kept,
+        recompute_blocks=no_generator_kept,
         model=ADAPTED,
         hint="another value|preserve_rng_state",
     ),
     planted(
         "recompute.same-steps",
         "auxiliary-loss-dropped",
-        apply=auxiliary_loss_cut_off,
+        recompute_blocks=auxiliary_loss_cut_off,
         model=ROUTED,
         hint="gradient|another value",
     ),
     planted(
-        "memory-plan.chunked-loss",
-        "auxiliary-loss-dropped",
-        apply=chunks_without_the_auxiliary_loss,
-        model=ROUTED,
-        hint="a term",
-    ),
-    planted(
         "memory-plan.estimate",
         "8-bit-state-counted-as-32",
-        predict=counted_as_32_bits,
-        optimizer=coded,
-        model=mlp(depth=2, width=64),
+        predict_peaks=counted_as_32_bits,
+        model=CODED,
         hint="an owner is missing",
     ),
     planted(
@@ -337,9 +307,5 @@ FAULTS = [
         "every-microbatch",
         optimizer=StepsInEachBackward,
         hint="of the whole window",
-    ),
-    planted("grad-accum.no-late-clip", "taken", train=clip_taken, hint="refuse a clip"),
-    planted(
-        "grad-accum.no-late-clip", "refused-too-late", train=refused_too_late, hint="refuse a clip"
     ),
 ]

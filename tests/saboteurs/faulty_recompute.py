@@ -1,114 +1,42 @@
-"""Faults of recompute: wrong from a later step, on a second microbatch, for some blocks.
+"""Faults of recompute and offload: too little, too much, or another value.
 
-Proof: `python -m pytest tests/gates/test_recompute.py`.
+Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_offload.py`.
 """
 
-import functools
+import copy
 from dataclasses import replace
 
+import foreign_recompute as foreign
 import torch
+import torch._functorch.config as functorch_config
+import torch.distributed as dist
+from foreign_recompute import around_blocks
 from saboteurs import planted
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.core.blocks import find_blocks, num_recomputed
-from curry_train.gates import planted_blocks
+from curry_train.core.blocks import find_blocks
+from curry_train.core.measure_compiled import with_own_code
 from curry_train.gates import recompute as gates
 from curry_train.plan.profiler import MemoryProfiler
-from curry_train.primitives import checkpointed, host_memory, offload
-from curry_train.primitives import recompute as technique
-from curry_train.primitives.offload import offload_blocks
-from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives.compile_budget import memory_budget
+from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.workload import Workload
 
 
 def patched(around):
     """Build a technique that replaces each block's forward with `around(forward, *args)`."""
-
-    def apply(module, sample):
-        names = list(find_blocks(module, sample.blocks))
-        for name in names:
-            block = module.get_submodule(name)
-            block.forward = lambda *args, run=block.forward, **kwargs: around(run, *args, **kwargs)
-        return names
-
-    return apply
+    return lambda model, *, blocks: around_blocks(model, blocks, around)
 
 
 def rerun(run, *args, **kwargs):
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-def drifting(run, *args, **kwargs):
-    passes = []
-
-    def changed(*args, **kwargs):
-        passes.append(None)
-        return run(*args, **kwargs) * (1.0 + 0.01 * (len(passes) - 1))
-
-    return checkpoint(changed, *args, use_reentrant=False, **kwargs)
-
-
-def no_op(module, sample):
-    return list(find_blocks(module, sample.blocks))
-
-
-def torchs_own(module, sample):
-    names = list(find_blocks(module, sample.blocks))
-    for name in names:
-        block = module.get_submodule(name)
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return names
-
-
-def first_block_only(module, sample):
-    return recompute_blocks(module, blocks=next(iter(find_blocks(module))))
-
-
-def no_generator_kept(module, sample):
-    return recompute_blocks(module, preserve_rng_state=False)
-
-
-def wrapped_twice(module, sample):
-    names = recompute_blocks(module)
-    patched(rerun)(module, sample)
-    return names
-
-
-def too_many_names(module, sample):
-    return [*first_block_only(module, sample), *list(find_blocks(module))[1:]]
-
-
-detached = patched(lambda run, x, *args: run(x.detach().requires_grad_(), *args))
-
-
-statistics_twice = patched(rerun)
-
-
-always = patched(rerun)
-
-
-value_drift = patched(drifting)
-
-
-reentrant = patched(lambda run, *args: checkpoint(run, *args, use_reentrant=True))
-
-
-class DoubleCounting(MemoryProfiler):
-    def profile(self, *args, **kwargs):
-        report = super().profile(*args, **kwargs)
-        for layer in report.layers:
-            object.__setattr__(layer, "bytes", 2 * layer.bytes)
-        return report
-
-
-class WithoutBoundaries(MemoryProfiler):
-    def profile(self, *args, **kwargs):
-        report = super().profile(*args, **kwargs)
-        for layer in report.layers:
-            object.__setattr__(layer, "boundary_bytes", -layer.bytes)
-        return report
+def no_generator_kept(model, *, blocks=None):
+    return recompute_blocks(model, blocks=blocks, preserve_rng_state=False)
 
 
 FROZEN_START = Workload(
@@ -149,7 +77,7 @@ def scaled(run, x, *args, **kwargs):
 
 def later(first_wrong, wrong=scaled):
     """Return a new technique, as each check has to begin with the first call."""
-    return lambda model, sample: patched(Later(first_wrong, wrong))(model, sample)
+    return lambda model, *, blocks: around_blocks(model, blocks, Later(first_wrong, wrong))
 
 
 def without_autocast(run, *args, **kwargs):
@@ -159,12 +87,11 @@ def without_autocast(run, *args, **kwargs):
 
 def where_gradients_are(run, *args, **kwargs):
     """Recompute wrongly while a gradient is there already: in the second microbatch of a step."""
-    parameters = list(run.__self__.parameters())
-    accumulates = any(parameter.grad is not None for parameter in parameters)
+    accumulates = any(one.grad is not None for one in run.__self__.parameters())
     return Later(1 if accumulates else 2, scaled)(run, *args, **kwargs)
 
 
-def with_the_last_input(model, sample):
+def with_the_last_input(model, *, blocks):
     """Recompute each block from the input of its last forward, whichever backward runs."""
     last = {}
 
@@ -178,23 +105,17 @@ def with_the_last_input(model, sample):
 
         return checkpoint(again, x, *args, use_reentrant=False, **kwargs)
 
-    return patched(around)(model, sample)
+    around_blocks(model, blocks, around)
 
 
-def keeps_inputs(model, sample):
+def keeps_inputs(model, *, blocks):
     kept = []
 
     def around(run, x, *args, **kwargs):
         kept.append(x)
         return rerun(run, x, *args, **kwargs)
 
-    return patched(around)(model, sample)
-
-
-def last_block_left_out(model, sample):
-    names = list(find_blocks(model, sample.blocks))
-    recompute_blocks(model, blocks=names[:-1])
-    return names
+    around_blocks(model, blocks, around)
 
 
 def reseeded(run, *args, **kwargs):
@@ -203,301 +124,193 @@ def reseeded(run, *args, **kwargs):
     return rerun(run, *args, **kwargs)
 
 
-LATE = STRATEGIES | {"full": replace(STRATEGIES["full"], apply=later(20))}
+def in_training_mode(model, *, blocks):
+    for name in blocks:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda block, args: block.train() and None
+        )
+    foreign.by_checkpoint(model, blocks=blocks)
 
 
-def rounds_keep_last(model, *, keep_last, **options):
-    return offload_blocks(model, keep_last=int(keep_last), **options)
+def in_place_of(name, change):
+    """Replace what the gates of segments and of a selection do to the blocks."""
+
+    def apply(model, *_, blocks=None):
+        names = list(find_blocks(model, blocks))
+        change(model, blocks=names)
+        return names
+
+    return [(gates, name, apply)]
 
 
-def leaves_blocks_offloaded(model, *, batch, loss, **options):
-    names = offload_blocks(model, batch=None, loss=None, **options)
-    if batch is not None and len(batch) < 10:
-        raise ValueError("use a larger batch, and a loss")
-    return names
+def long_run_of(change):
+    full = replace(STRATEGIES["full"], apply=gates.on_blocks(change))
+    strategies = STRATEGIES | {"full": full}
+    return [(gates, "LONG_RUN_STRATEGIES", ("full",)), (gates, "STRATEGIES", strategies)]
 
 
-def keeps_one_more(model, *, keep_last, **options):
-    return offload_blocks(model, keep_last=keep_last, **options)[:1]
+class DoubleCounting(MemoryProfiler):
+    def profile(self, *args, **kwargs):
+        report = super().profile(*args, **kwargs)
+        for layer in report.layers:
+            object.__setattr__(layer, "bytes", 2 * layer.bytes)
+        return report
 
 
-def one_segment_more(model, number, **options):
-    return recompute_segments(model, min(number + 1, 5), **options)
+class WithoutBoundaries(MemoryProfiler):
+    def profile(self, *args, **kwargs):
+        report = super().profile(*args, **kwargs)
+        for layer in report.layers:
+            object.__setattr__(layer, "boundary_bytes", -layer.bytes)
+        return report
 
 
-def wraps_by_torch(model, **options):
-    for block in model.layers:
-
-        def forward(*args, own=block.forward, **kwargs):
-            return checkpoint(lambda *given: own(*given, **kwargs), *args, use_reentrant=False)
-
-        block.forward = forward
+# Under DDP and FSDP2; the ranks import them by name.
 
 
-def always_on(module, enabled=True, **options):
-    return Recompute(module, **options)
+def synced_again(model, *, blocks):
+    """Recompute, and sum the gradient that enters each block over the ranks."""
+
+    def sync(block, gradients):
+        dist.all_reduce(gradients[0].clone())
+
+    for name in recompute_blocks(model, blocks=blocks):
+        model.get_submodule(name).register_full_backward_pre_hook(sync)
 
 
-def without_options(module, **options):
-    return Recompute(module, **{name: options[name] for name in ("use_reentrant",) if options})
+def with_own_weights(model, *, blocks):
+    """Recompute the blocks with weights that no wrapper knows of."""
+    for name in recompute_blocks(model, blocks=blocks):
+        block = model.get_submodule(name)
+        block.forward = copy.deepcopy(block).forward
 
 
-def begins_nothing(state):
-    state.outside.append(([], []))
+# The compiler's memory budget.
 
 
-def enters_unchecked(state):
-    num_recomputed[0] += 1
-    state.outside.append(([], []))
+def by_the_setting(model, budget, *, blocks):
+    """Let torch compile the blocks with its setting, which draws again."""
+
+    def backend(graph, inputs):
+        with functorch_config.patch(activation_memory_budget=budget):
+            return lookup_backend("aot_eager")(graph, inputs)
+
+    for name in blocks:
+        block = model.get_submodule(name)
+        code = with_own_code(block.forward, name="saboteur")
+        block.forward = torch.compile(code, backend=backend)
 
 
-def also_inside(module, pattern=None):
-    found = find_blocks(module, pattern)
-    inside = {
-        f"{name}.{path}": block for name in found for path, block in found[name].named_children()
-    }
-    return found | inside
+def raises_bytes(model, budget, *, blocks):
+    memory_budget(model, 1.5 - budget, blocks=blocks, backend="aot_eager")
 
 
-def of_the_kernel_alone(system):
-    return min(host_memory._kernel_bytes(system / "proc/meminfo"), default=None)
+def detached_with_a_budget(model, budget, *, blocks):
+    memory_budget(model, budget, blocks=blocks, backend="aot_eager")
+    if budget < 1:
+        block = model.get_submodule(blocks[0])
+        block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
 
 
-class WithoutLimit(host_memory.HostPool):
-    """A pool that reserves more than the host has."""
+def wrong_code(model, budget, *, blocks):
+    memory_budget(model, budget, blocks=blocks, backend="aot_eager")
+    model.get_submodule(blocks[0]).register_forward_pre_hook(
+        lambda _, args: (1.01 * args[0], *args[1:])
+    )
 
-    def reserve(self, sizes):
-        for capacity in map(self.capacity, sizes):
-            self._idle.setdefault(capacity, []).append(self._allocate(capacity))
+
+def parity(claim, name, change, **options):
+    return planted(f"recompute.{claim}", name, recompute_blocks=change, **options)
+
+
+def offload_fault(claim, name, change, hint, **options):
+    return planted(f"recompute.{claim}", name, offload_blocks=change, hint=hint, **options)
+
+
+def budget_fault(name, change, hint, **options):
+    return planted("recompute.budget", name, bound_blocks=change, hint=hint, **options)
 
 
 FAULTS = [
-    planted(
-        "recompute.host-report", "no-op", offload=lambda model, **_: [], hint="no block of this"
-    ),
-    planted(
-        "recompute.host-report",
-        "each-view",
-        patches=[(offload.Moved, "is_same", lambda self, tensor, base: False)],
-        hint="views",
-    ),
-    planted(
-        "recompute.fetched-ahead",
-        "where-needed",
-        patches=[(offload.OffloadedForward, "fetch_ahead", lambda self, index: None)],
-        hint="have come back",
-    ),
-    planted(
-        "recompute.written-on-host",
-        "unchecked",
-        patches=[(offload, "check_unchanged", lambda tensor, version: None)],
-        hint="moved, and is written",
-    ),
-    planted(
-        "recompute.host-memory",
-        "of-the-kernel-alone",
-        available=lambda system: min(
-            host_memory._kernel_bytes(system / "proc/meminfo"), default=None
-        ),
-        hint="a group: ",
-    ),
-    planted(
-        "recompute.host-memory",
-        "unlimited",
-        patches=[(gates, "HostPool", WithoutLimit)],
-        hint="more than the host has",
-    ),
-    planted("recompute.chains", "no-op", segments=lambda model, number, **_: [], hint="named"),
-    planted(
-        "recompute.chains", "one-segment-more", segments=one_segment_more, hint="run again|named"
-    ),
-    planted(
-        "recompute.broken-chains",
-        "unchecked",
-        patches=[(technique.Segment, "_check", lambda *_: None)],
-        hint="a block left out",
-    ),
-    planted(
-        "recompute.broken-chains",
-        "hides-errors",
-        patches=[(technique, "_lacks_memory", lambda error: False)],
-        hint="OutOfMemoryError",
-    ),
-    planted("recompute.wraps", "no-op", wrap=lambda model: [], hint="blocks run"),
-    planted(
-        "recompute.wraps",
-        "always-on",
-        patches=[(planted_blocks, "Recompute", always_on)],
-        hint="a block that is off",
-    ),
-    planted("recompute.state", "torchs-own", wrap=wraps_by_torch, hint="blocks with a number"),
-    planted(
-        "recompute.refused",
-        "without-options",
-        patches=[(planted_blocks, "Recompute", without_options)],
-        hint="determinism_check|an unknown check",
-    ),
-    planted(
-        "recompute.refused",
-        "changed-in-place",
-        patches=[(checkpointed.BlockState, "__enter__", enters_unchecked)],
-        hint="changed before backward",
-    ),
-    planted(
-        "recompute.found",
-        "inside-of-blocks",
-        patches=[(planted_blocks, "find_blocks", also_inside)],
-        hint="finds",
-    ),
-    planted(
-        "recompute.caches",
-        "given",
-        patches=[(checkpointed, "leave_out_caches", lambda block, args, kwargs: (args, kwargs))],
-        hint="is given to the block",
-    ),
-    planted(
-        "recompute.caches",
-        "read-and-left-out",
-        patches=[(checkpointed, "_require_unread", lambda block, cache: None)],
-        hint="no ValueError",
-    ),
-    planted("recompute.offload-refused", "rounded", offload=rounds_keep_last, hint="0.5"),
-    planted(
-        "recompute.offload-refused",
-        "half-done",
-        offload=leaves_blocks_offloaded,
-        hint="in spite of",
-    ),
-    planted("recompute.offload-refused", "one-block", offload=keeps_one_more, hint="in place of"),
-    planted(
-        "recompute.long-run",
-        "from-the-eleventh-step",
-        patches=[
-            (gates, "LONG_RUN_STRATEGIES", ("full",)),
-            (gates, "STRATEGIES", LATE),
-        ],
-        hint="step 11 of 12",
-    ),
-    planted(
-        "recompute.memory",
-        "no-op",
-        apply=no_op,
-        hint="too little is recomputed",
-        model="transformer",
-    ),
-    planted(
-        "recompute.memory",
-        "first-block-only",
-        apply=first_block_only,
-        hint="too little is recomputed",
-        model="transformer",
-    ),
-    planted("recompute.same-steps", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
-    planted(
-        "recompute.same-steps",
-        "no-generator-kept",
-        apply=no_generator_kept,
-        model="dropout",
-        hint="computes another value|preserve_rng_state",
-    ),
-    planted(
-        "recompute.same-steps", "detached", apply=detached, hint="gets no gradient|another value"
-    ),
-    planted(
-        "recompute.same-steps",
-        "value-drift",
-        apply=value_drift,
-        model="resnet",
-        hint="buffer|computes another value",
-    ),
-    planted(
-        "recompute.same-steps",
-        "statistics-twice",
-        apply=statistics_twice,
-        model="resnet",
-        hint="updates buffer",
-    ),
-    planted(
-        "recompute.same-steps",
+    parity("memory", "no-op", foreign.nothing, hint="too little", model="transformer"),
+    parity("memory", "first-block", foreign.first_block, hint="too little", model="transformer"),
+    parity("same-steps", "no-op", foreign.nothing, hint="nothing ran twice or was freed"),
+    parity("same-steps", "other-dropout", foreign.other_dropout, model="dropout", hint="another"),
+    parity("same-steps", "detached", foreign.detached, hint="gets no gradient|another value"),
+    parity("same-steps", "statistics-twice", foreign.by_checkpoint, model="resnet", hint="buffer"),
+    parity(
+        "same-steps",
         "reentrant",
-        apply=reentrant,
+        foreign.by_reentrant_checkpoint,
         model=FROZEN_START,
         hint="gets no gradient",
     ),
+    parity("same-steps", "reseeded", patched(reseeded), model="dropout", hint="another"),
+    parity("later-steps", "third-step", later(4), hint="step 3 of 3"),
+    parity("later-steps", "second-microbatch", patched(where_gradients_are), hint="step 3 of 3"),
+    parity("later-steps", "two-forwards", with_the_last_input, hint="step 2 of 3"),
+    parity("autocast", "forgotten", later(1, without_autocast), hint="step 3 of 3|metadata"),
+    parity("every-block", "first-alone", foreign.first_block, hint="did not run again"),
+    parity("no-leak", "keeps-inputs", keeps_inputs, hint="stay alive"),
+    parity("flops", "no-op", foreign.nothing, hint="exactly once"),
+    parity("flops", "twice", foreign.twice, hint="exactly once"),
+    parity("off", "graph", foreign.also_in_evaluation, hint="no gradients"),
+    parity("off", "training-mode", in_training_mode, hint="eval mode", model="dropout"),
     planted(
-        "recompute.same-steps", "reseeded", apply=patched(reseeded), model="dropout", hint="another"
-    ),
-    planted("recompute.later-steps", "from-the-third-step", apply=later(4), hint="step 3 of 3"),
-    planted("recompute.later-steps", "from-the-second-call", apply=later(2), hint="step 2 of 3"),
-    planted(
-        "recompute.later-steps",
-        "second-microbatch",
-        apply=patched(where_gradients_are),
-        hint="step 3 of 3",
-    ),
-    planted("recompute.later-steps", "two-forwards", apply=with_the_last_input, hint="step 2 of 3"),
-    planted(
-        "recompute.autocast",
-        "forgotten",
-        apply=later(1, without_autocast),
-        hint="step 3 of 3|metadata",
-    ),
-    planted(
-        "recompute.every-block",
-        "last-block-left-out",
-        apply=last_block_left_out,
-        hint="did not run again",
+        "recompute.segments",
+        "no-op",
+        patches=in_place_of("recompute_segments", foreign.nothing),
+        hint="nothing ran twice",
     ),
     planted(
-        "recompute.every-block", "first-block-alone", apply=too_many_names, hint="did not run again"
-    ),
-    planted("recompute.no-leak", "keeps-inputs", apply=keeps_inputs, hint="stay alive"),
-    planted("recompute.flops", "no-op", apply=no_op, hint="not recomputed exactly once"),
-    planted(
-        "recompute.flops", "wrapped-twice", apply=wrapped_twice, hint="not recomputed exactly once"
+        "recompute.segments",
+        "later",
+        patches=in_place_of("recompute_segments", later(3)),
+        hint="another value",
     ),
     planted(
-        "recompute.flops",
-        "too-many-names",
-        apply=too_many_names,
-        hint="not recomputed exactly once",
+        "recompute.selective",
+        "no-op",
+        patches=in_place_of("recompute_blocks", foreign.nothing),
+        hint="nothing ran twice",
     ),
-    planted("recompute.off", "always", apply=always, hint="only while module.training"),
-    planted("recompute.off", "value-drift", apply=value_drift, hint="only while module.training"),
-    planted("recompute.profiler", "double-counting", profiled=DoubleCounting, hint="counted twice"),
+    planted(
+        "recompute.selective",
+        "two-forwards",
+        patches=in_place_of("recompute_blocks", with_the_last_input),
+        hint="another value",
+    ),
+    planted("recompute.long-run", "late", patches=long_run_of(later(20)), hint="step 11 of 12"),
+    planted("recompute.long-run", "no-op", patches=long_run_of(foreign.nothing), hint="ran twice"),
+    parity("two-ranks", "synced-again", synced_again, hint="collectives", model="mlp"),
+    parity("two-ranks", "own-weights", with_own_weights, hint="did not receive grad", model="mlp"),
+    planted("recompute.profiler", "double", profiler=DoubleCounting, hint="counted twice"),
     planted(
         "recompute.profiler",
         "without-boundaries",
-        profiled=WithoutBoundaries,
+        profiler=WithoutBoundaries,
         hint="wrong layer",
         model="transformer",
     ),
-    planted("recompute.segments", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
-    planted("recompute.segments", "later", apply=later(3), hint="another value"),
-    planted("recompute.selective", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
-    planted("recompute.selective", "two-forwards", apply=with_the_last_input, hint="another value"),
-    planted("recompute.forms", "torchs-own", apply=torchs_own, hint="layers|raised"),
-    planted("recompute.forms", "no-generator", apply=no_generator_kept, hint="generator"),
-    planted("recompute.offload-forms", "no-op", apply=no_op, hint="nothing ran twice or was freed"),
-    planted("recompute.offload-forms", "torchs-own", apply=torchs_own, hint="the second time"),
-    planted(
-        "recompute.offload-parity", "no-op", apply=no_op, hint="nothing ran twice or was freed"
+    offload_fault("offload-parity", "no-op", foreign.nothing, "nothing ran twice or was freed"),
+    offload_fault("offload-parity", "in-half", foreign.in_half, "another value"),
+    offload_fault(
+        "offload-parity", "shifted", foreign.shifted, "another value", model="transformer"
     ),
-    planted("recompute.offload-parity", "detached", apply=detached, hint="gradient|another value"),
-    planted("recompute.offload-parity", "later", apply=later(3), hint="another value"),
-    planted("recompute.offload-parity", "keeps-inputs", apply=keeps_inputs, hint="stay alive"),
-    planted(
-        "recompute.offload-bytes",
-        "no-op",
-        apply=no_op,
-        hint="stay on the device",
+    offload_fault("offload-parity", "keeps-inputs", keeps_inputs, "stay alive"),
+    offload_fault("offload-bytes", "no-op", foreign.nothing, "stay on the device"),
+    offload_fault(
+        "offload-bytes",
+        "first-block",
+        foreign.first_block_on_cpu,
+        "stay on the device",
         model="transformer",
     ),
-    planted(
-        "recompute.offload-bytes",
-        "recomputes",
-        apply=always,
-        hint="stay on the device",
-        model="transformer",
-    ),
+    offload_fault("offload-bytes", "kept", foreign.copied_and_kept, "stay on the device"),
+    offload_fault("offload-bytes", "recomputes", foreign.policy_of_torch, "this is recompute"),
+    budget_fault("no-op", lambda model, budget, *, blocks: None, "compile them"),
+    budget_fault("other-draws", by_the_setting, "draws other random numbers", model="dropout"),
+    budget_fault("detached", detached_with_a_budget, "recomputed values differ"),
+    budget_fault("wrong-code", wrong_code, "at every budget"),
+    budget_fault("more-bytes", raises_bytes, "raises the saved bytes"),
 ]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planted_machine import PlantedMachine
 from symptoms import rows_of, rows_with_a_test, symptom
 
 from curry_train.bench.report import REFUSED_OUTCOME, measure_levers
@@ -17,7 +18,6 @@ from curry_train.bench.steps import Lever, TrainingStep, find_lever
 from curry_train.benchmark import compare_steps
 from curry_train.core.timing import NO_DIFFERENCE_VERDICT, SLOWER_VERDICT, paired_ratio
 from curry_train.gates import grad_accum
-from curry_train.gates.fixtures import PlantedMachine
 from curry_train.workloads.models import mlp, transformer
 from curry_train.workloads.workload import Case
 
@@ -80,7 +80,7 @@ def test_a_slower_machine_changes_seconds_but_not_the_ratio():
 @symptom("steps of your own loop take no time at all on CUDA")
 def test_the_timer_waits_for_a_device_that_returns_early():
     def compared(repeats, **options):
-        machine = PlantedMachine(unit=1.0, steps=10**6, cold_steps=0, stall_every=10**6)
+        machine = PlantedMachine(steps=10**6, stall_every=10**6)
         steps = {"once": lambda: machine.launch(1.0), "twice": lambda: machine.launch(2.0)}
         waits = {"wait": machine.wait} if options.get("waits") else {"wait": lambda: None}
         return compare_steps(steps, rounds=repeats, warmup=1, clock=machine.clock, **waits)

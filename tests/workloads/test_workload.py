@@ -112,7 +112,7 @@ def test_batches_of_any_nesting():
         torch.tensor([2.0]),
         None,
     ]
-    with pytest.raises(ValueError, match="at least one tensor with a batch dimension, got str"):
+    with pytest.raises(ValueError, match="a str has no tensor with a batch dimension"):
         batch_size("text")
 
 
@@ -238,7 +238,7 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
         ),
         (
             "def build(): return nn.Linear(4, 1), 'text'",
-            "at least one tensor with a batch dimension, got str",
+            "a str has no tensor with a batch dimension",
         ),
         (
             "def build(): return nn.Linear(4, 1).requires_grad_(False), torch.randn(2, 4)",

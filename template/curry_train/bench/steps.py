@@ -299,10 +299,10 @@ class TrainingStep:
                 f"use --batch-size {number} or more"
             )
         sizes = [size // number + (place < size % number) for place in range(number)]
+        # A batch that can't be divided is one microbatch.
+        microbatches = self.case.split(batch, sizes) if number > 1 else [batch]
         count = self.case.workload.count
-        return next(
-            GradientAccumulation(number).windows(self.case.split(batch, sizes), count=count)
-        )
+        return next(GradientAccumulation(number).windows(microbatches, count=count))
 
     def _there(self) -> list[Tensor]:
         """List the tensors that exist before the step."""

@@ -21,7 +21,7 @@ from ..core.wording import provenance, write_json
 from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow, LayerFlow, StepFlow, ValueSpread
 from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE, flow_json, flow_table
 from ..primitives.strategies import STRATEGIES, Sample
-from ..workloads.models import load_workload
+from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .options import (
     UnusableInput,
@@ -194,6 +194,9 @@ DEFAULT_LEARNING_RATE = 1e-3
 # Command `grad-flow`: train briefly and report how gradients and activations flow.
 
 
+LOOP_NOT_RUN = "\nyour loop was not run: these steps train the model with the loss read off it"
+
+
 @click.command("grad-flow", cls=ScreenCommand, example="--model transformer --plot flow.png")
 @training_options("spec")
 @run_options
@@ -298,7 +301,7 @@ def grad_flow_command(
         raise UnusableInput(str(error)) from error
 
     echo_notes(workload, err=json_path == "-")
-    click.echo(flow_table(flow.records), err=json_path == "-")
+    click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec), err=json_path == "-")
     facts = provenance(place)
     dtype = dtype_name(case.dtype)
     if plot_path:

@@ -8,10 +8,15 @@ Proof: `python -m pytest tests/cli/test_command_line.py`.
 import difflib
 import errno
 import importlib
+import multiprocessing
 import os
 import re
+import shutil
+import signal
 import sys
+import tempfile
 import textwrap
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,18 +103,33 @@ def errors_that_fit() -> Iterator[None]:
 class ScreenHelp(click.Command):
     """Render help in few lines: summary, options, exit status and one example.
 
-    `example` is what follows the name of the command in a call that works.
+    `example` is what follows the name of the command in a call that works, and `more` are lines of
+    a section at the end.
     """
 
-    def __init__(self, *args: Any, example: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        example: str | None = None,
+        more: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, **settings)
         self.example = example
+        self.more = more
 
     def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
         """Run the command; output that can't be written ends it in one line."""
         run: Any = super().main
         if not standalone_mode:
             return run(*args, standalone_mode=False, **settings)
+        if not ENDED_BY_INTERRUPT.isdisjoint({self.name, *sys.argv[1:2]}):
+            with ended_by_interrupt():
+                return self._run_to_standard_output(args, settings)
+        return self._run_to_standard_output(args, settings)
+
+    def _run_to_standard_output(self, args: Any, settings: Any) -> None:
+        run: Any = super().main
         before = sys.stdout
         if before is None:
             click.echo("Error: standard output is closed", err=True)
@@ -145,7 +165,8 @@ class ScreenHelp(click.Command):
         summary, status = _paragraphs(self.help or "")
         usage = [ctx.command_path, *_required(self, ctx), *self.collect_usage_pieces(ctx)]
         lines = [f"Usage: {' '.join(usage)}", *summary, "", *self.body_lines(ctx)]
-        formatter.write("\n".join([*lines, *status, *self.example_lines(ctx)]) + "\n")
+        lines += [*status, *self.example_lines(ctx), *self.more]
+        formatter.write("\n".join(lines) + "\n")
 
     def body_lines(self, ctx: click.Context) -> list[str]:
         """Return a line or two for each option, and those of every command after them."""
@@ -290,6 +311,58 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
 
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+
+
+# Ctrl-C.
+
+# Commands that hold nothing worth saving, and that run the user's code in hooks and in processes.
+ENDED_BY_INTERRUPT = {"validate"}
+INTERRUPTED_STATUS = 130
+SHOW_CURSOR = "\x1b[?25h"  # which a progress display hides
+
+
+@contextmanager
+def ended_by_interrupt() -> Iterator[None]:
+    """End this process and its workers with status 130 on Ctrl-C, wherever they compute.
+
+    A KeyboardInterrupt may be swallowed: in a hook of autograd, or by a model that catches all
+    errors. So the signal is blocked, in the processes that are started here too, and a thread waits
+    for it. Temporary files go into a folder of their own, which is removed.
+    """
+    if threading.current_thread() is not threading.main_thread() or os.name == "nt":
+        yield
+        return
+    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    folder = tempfile.mkdtemp(prefix="curry-train-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    is_over = threading.Event()
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGINT})
+        if is_over.is_set():
+            return
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\ninterrupted\n".encode())
+        for child in multiprocessing.active_children():
+            child.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(INTERRUPTED_STATUS)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    waiting.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        signal.pthread_kill(cast(int, waiting.ident), signal.SIGINT)
+        waiting.join()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        tempfile.tempdir = before[1]
+        if before[0] is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = before[0]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # Text that commands print: paragraphs and tables.

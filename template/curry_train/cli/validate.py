@@ -1,46 +1,60 @@
-"""The validate command: measure every gate on a model, with its table.
+"""The validate command: run every gate on a model, and print each verdict as it comes.
 
-Proof: `python -m pytest tests/cli/test_cli.py tests/plan/test_timeline.py`.
+Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 """
 
 import contextlib
 import fnmatch
-import itertools
+import inspect
+import multiprocessing
+import os
 import sys
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.measure import heap_kept
-from ..core.wording import provenance, write_json
+from ..core.measure import count_flops, heap_kept
+from ..core.wording import format_seconds, provenance, write_json
 from ..gates.first_look import FailureCause, explained, look
+from ..gates.implementation import (
+    CONTRACTS,
+    Implementation,
+    WrongImplementation,
+    load_implementation,
+)
 from ..gates.verdict import (
+    KINDS_THAT_RUN,
     Gate,
     GateRow,
-    Implementation,
     Verdict,
-    WrongImplementation,
     claims,
     discover,
-    judged_of,
-    load_implementation,
     measure_rows,
     no_such_gate,
+    technique_of,
     techniques_of,
 )
+from ..plan.device import product_rate
+from ..plan.optimizers import ValuesInSteps
+from ..plan.shapes import PretendedCase, pretended
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, load_workload
+from ..workloads.models import BUILTIN_WORKLOADS, is_taken, load_workload
+from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
+    DTYPES,
     UnusableInput,
     case_of,
     choose_device,
@@ -51,7 +65,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, progress_on_screen
+from .screen import ScreenCommand, fill_screen, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -79,31 +93,99 @@ class FirstLook:
 
 
 VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
+NAME_WIDTH = 28  # of a technique or gate, before what is printed of it
 
 
-def print_summary(
-    console: Console, rows: Sequence[GateRow], *, looks: Mapping[str, FirstLook]
-) -> None:
-    """Print a line for each technique, and all details of the gates that failed.
+class VerdictLines:
+    """Prints verdicts as they come: a line per technique, or per gate with its figures."""
 
-    A line counts the gates that held, failed and do not apply, with the reason.
-    """
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
-        table.add_row(f"[bold]{escape(workload)}[/]", _dim(looks[workload]))
-        by_technique: dict[str, list[Verdict]] = {}
-        for row in of_workload:
-            by_technique.setdefault(row.verdict.gate.split("/")[0], []).append(row.verdict)
-        for technique, verdicts in by_technique.items():
-            table.add_row(f"  {technique}", _counted(verdicts, looks[workload]))
-    console.print(table)
-    _print_end(console, rows, more="; --figures shows what each measured")
+    def __init__(self, console: Console, looks: Mapping[str, FirstLook], *, by_gate: bool) -> None:
+        self._console = console
+        self._looks = looks
+        self._by_gate = by_gate
+        self._workload = ""
+        self._group: list[Verdict] = []
+        self.rows: list[GateRow] = []
+
+    def add(self, row: GateRow) -> None:
+        self.rows.append(row)
+        if row.workload != self._workload:
+            self.end_group()
+            self._workload = row.workload
+            self._print_columns(row.workload, "\n".join(self._looks[row.workload].lines()), "dim")
+        elif self._group and self._key(row.verdict) != self._key(self._group[0]):
+            self.end_group()
+        self._group.append(row.verdict)
+
+    def _key(self, verdict: Verdict) -> tuple[str, str]:
+        """Return what the verdicts of one line share.
+
+        By gate these are the gates of a technique that do not apply for the same reason.
+        """
+        technique = technique_of(verdict.gate)
+        if not self._by_gate:
+            return technique, ""
+        return technique, verdict.hint if verdict.passed is None else verdict.gate
+
+    def findings(self, workload: str) -> tuple[FailureCause, ...]:
+        return self._looks[workload].findings
+
+    def end_group(self) -> None:
+        """Print the line of the verdicts that are complete."""
+        if not self._group:
+            return
+        first = self._group[0]
+        technique = technique_of(first.gate)
+        seen = self._looks[self._workload]
+        if not self._by_gate:
+            self._print_columns(f"  {technique}", _counted(self._group, seen))
+        elif len(self._group) > 1:
+            text = f"n/a: {escape(seen.short(first.hint))}"
+            self._print_columns(f"  {technique}: {len(self._group)} gates", text)
+        else:
+            mark = VERDICT_MARKS[first.passed]
+            text = f"{mark}: {escape(seen.short(first.hint))}"
+            if first.passed is not None:
+                ran = " + ".join(first.ran) or "nothing"
+                text = f"{mark} [dim]on {ran}[/]: {escape(first.measured)}"
+            self._print_columns(f"  {first.gate}", text)
+        self._group = []
+
+    def _print_columns(self, name: str, text: str, style: str = "") -> None:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(width=NAME_WIDTH if len(name) <= NAME_WIDTH else len(name), no_wrap=True)
+        table.add_column(overflow="fold", style=style)
+        table.add_row(escape(name), text)
+        self._console.print(table)
+
+    def print_end(self, notes: Sequence[str]) -> None:
+        """Print the details of the gates that failed, the counts, and what of the user's ran."""
+        self.end_group()
+        for row in self.rows:
+            if row.verdict.passed is False:
+                _print_detail(self._console, row)
+        counts = Counter(row.verdict.passed for row in self.rows)
+        counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
+        more = "" if self._by_gate else "; --figures shows what each measured"
+        self._console.print(f"\n{counted}{more}")
+        for line in (coverage(self.rows), *notes):
+            if line:
+                self._console.print(line)
 
 
-def _dim(seen: FirstLook) -> str:
-    return f"[dim]{escape(chr(10).join(seen.lines()))}[/]"
+def coverage(rows: Sequence[GateRow]) -> str:
+    """Count the gates that ran the user's model, loss, implementation and machine."""
+    verdicts = [row.verdict for row in rows if row.verdict.passed is not None]
+    counts = Counter(kind for verdict in verdicts for kind in verdict.ran)
+    names = {"implementation": "your implementation", "machine": "this machine"}
+    counted = [
+        f"{counts[kind]} {names.get(kind, f'its {kind}')}"
+        for kind in KINDS_THAT_RUN[1:]
+        if counts[kind]
+    ]
+    models = len({row.workload for row in rows})
+    on_model = f"{counts['model']} gates ran your {'model' if models == 1 else f'{models} models'}"
+    return ", ".join([on_model, *counted]) if verdicts else ""
 
 
 def _counted(verdicts: Sequence[Verdict], seen: FirstLook) -> str:
@@ -119,75 +201,11 @@ def _counted(verdicts: Sequence[Verdict], seen: FirstLook) -> str:
     return f"{counted}: {escape(next(iter(reasons)))}" if reasons else counted
 
 
-def print_figures(
-    console: Console, rows: Sequence[GateRow], *, looks: Mapping[str, FirstLook]
-) -> None:
-    """Print a line for each gate with its figures, and all details of the gates that failed."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    last_workload = None
-    for group in _together(rows):
-        row = group[0]
-        if row.workload != last_workload:
-            table.add_row(f"[bold]{escape(row.workload)}[/]", "", _dim(looks[row.workload]))
-        name = row.verdict.gate
-        if len(group) > 1:
-            name = f"{row.verdict.gate.split('/')[0]}: {len(group)} gates"
-        table.add_row(
-            f"  {name}",
-            VERDICT_MARKS[row.verdict.passed],
-            escape(_short(row.verdict, looks[row.workload])),
-        )
-        last_workload = row.workload
-    console.print(table)
-    _print_end(console, rows, more="")
-
-
-def _together(rows: Sequence[GateRow]) -> Iterator[list[GateRow]]:
-    """Group the rows of a technique that do not apply for the same reason; others stay single."""
-
-    def reason(row: GateRow) -> tuple[Any, ...]:
-        technique, name = row.verdict.gate.split("/", 1)
-        return row.workload, technique, row.verdict.hint if row.verdict.passed is None else name
-
-    for _, group in itertools.groupby(rows, key=reason):
-        yield list(group)
-
-
-def _short(verdict: Verdict, seen: FirstLook) -> str:
-    return seen.short(verdict.hint) if verdict.passed is None else verdict.measured
-
-
-def print_mode(console: Console, rows: Sequence[GateRow], left_out: Sequence[Gate]) -> None:
-    """Print how many claims were checked, and those that only `--thorough` checks."""
-    run = {row.verdict.gate for row in rows if row.verdict.passed is not None}
-    checked = sum(claim.gate in run for claim in claims())
-    if not checked:
-        return
-    line = f"{checked} claim{'s' if checked > 1 else ''} checked"
-    if left_out:
-        gates = ", ".join(gate.name for gate in left_out)
-        line += f"; add --thorough for {gates}, which takes longer"
-    console.print(line)
-
-
 def list_claims(gates: Sequence[Gate]) -> str:
     """Return a line for each claim of these gates: its name, its gate, and the claim."""
     names = {gate.name for gate in gates}
     rows = [claim for claim in claims() if claim.gate in names]
     return "\n".join(f"{claim.name}  {claim.gate}  {claim.text}" for claim in rows)
-
-
-def _print_end(console: Console, rows: Sequence[GateRow], *, more: str) -> None:
-    for row in rows:
-        if row.verdict.passed is False:
-            _print_detail(console, row)
-    failed = sum(row.verdict.passed is False for row in rows)
-    skipped = sum(row.verdict.passed is None for row in rows)
-    held = len(rows) - failed - skipped
-    console.print(f"\n{held} held, {failed} failed, {skipped} not applicable{more}")
 
 
 def _print_detail(console: Console, row: GateRow) -> None:
@@ -202,14 +220,14 @@ def _print_detail(console: Console, row: GateRow) -> None:
 
 
 def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) -> tuple[Gate, ...]:
-    """Return the gates that match any pattern; without patterns, all, or all that judge `given`.
+    """Return the gates that match any pattern; without patterns, all, or all that take `given`.
 
     A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
     """
     gates = discover(patterns)
     if not patterns:
-        names = {one.judged for one in given}
-        return tuple(gate for gate in gates if not names or names & gate.judges.keys())
+        names = {one.name for one in given}
+        return tuple(gate for gate in gates if not names or not names.isdisjoint(gate.takes))
 
     chosen: set[str] = set()
     for pattern in patterns:
@@ -234,12 +252,9 @@ def load_implementations(
     texts: Sequence[str], patterns: Sequence[str]
 ) -> tuple[Implementation, ...]:
     """Load what `--impl` names; without patterns it may belong to any technique."""
-    if not texts:
-        return ()
     techniques = techniques_of(patterns)
-    judged = {technique: judged_of(technique) for technique in techniques}
     try:
-        return tuple(load_implementation(text, judged, techniques=techniques) for text in texts)
+        return tuple(load_implementation(text, techniques=techniques) for text in texts)
     except WrongImplementation as error:
         raise UnusableInput(" ".join(str(error).split())) from error
 
@@ -248,7 +263,23 @@ def _matches(gate: Gate, pattern: str) -> bool:
     return fnmatch.fnmatch(gate.name, pattern) or gate.name.startswith(f"{pattern}/")
 
 
-@click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
+def contract_lines() -> list[str]:
+    """Return the section of the help on what `--impl` takes."""
+    lines = ["", "What --impl takes, by its name, and how the gates call it:"]
+    for contract in CONTRACTS.values():
+        lines.append(f"  {contract.name}{inspect.signature(contract.call)}")
+        lines += textwrap.wrap(
+            contract.promise, 80, initial_indent="      ", subsequent_indent="      "
+        )
+    return lines
+
+
+@click.command(
+    "validate",
+    cls=ScreenCommand,
+    example="--model mlp --gate grad-accum",
+    more=contract_lines(),
+)
 @training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
@@ -262,10 +293,13 @@ def _matches(gate: Gate, pattern: str) -> bool:
     "implementations",
     multiple=True,
     metavar="SPEC",
-    help="Judge package.module:function instead of ours, or NAME=SPEC with a technique or what it "
-    "stands for. Repeatable.",
+    help="Check package.module:function instead of ours, or NAME=SPEC with a name below. "
+    "Repeatable.",
 )
 @run_options
+@click.option(
+    "--shrink", type=click.IntRange(1), help="Check the same model with this many layers."
+)
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
 @click.option("--thorough", is_flag=True, help="Run the gates that take longer as well.")
 @click.option(
@@ -280,6 +314,7 @@ def validate_command(
     dtype: str | None,
     batch_size: int | None,
     seed: int,
+    shrink: int | None,
     json_path: str | None,
     figures: bool,
     thorough: bool,
@@ -296,34 +331,117 @@ def validate_command(
     if list_only:
         click.echo(list_claims(gates) if figures else "\n".join(gate.name for gate in gates))
         return
-    wanted = (dtype, batch_size, seed, blocks)
     gates, left_out = quick_gates(gates, () if thorough else patterns, thorough=thorough)
+    prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
+    specs = [prefix + spec for spec in models or BUILTIN_WORKLOADS]
+
+    console = Console(stderr=json_path == "-", highlight=False)
+    facts = provenance(place)
+    is_long = _announce_time(console, specs, gates, place, dtype, batch_size, shrinks=bool(shrink))
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
-        for workload in _named_once([load_workload(spec) for spec in models or BUILTIN_WORKLOADS]):
+        for workload in _named_once([load_workload(spec) for spec in specs]):
+            wanted = (dtype, batch_size, seed, blocks)
             case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
             case, looks[workload.name] = _look(case)
             cases.append(case)
     except ValueError as error:
         raise UnusableInput(str(error)) from error
 
-    console = Console(stderr=json_path == "-", highlight=False)
-    facts = provenance(place)
     settings = _print_settings(console, cases, facts, seed)
     for one in given:
-        console.print(f"judged: {one.spec} in place of our {one.judged}", style="dim")
-        settings.setdefault("implementations", {})[one.judged] = one.spec
-    start = time.perf_counter()
-    with heap_kept():
-        rows = list(_measure(cases, gates, given, looks))
-    settings["seconds"] = round(time.perf_counter() - start, 1)
-    (print_figures if figures or patterns else print_summary)(console, rows, looks=looks)
-    print_mode(console, rows, left_out)
+        console.print(f"{one.spec} in place of our {one.name}", style="dim")
+        settings.setdefault("implementations", {})[one.name] = one.spec
+    lines = VerdictLines(console, looks, by_gate=bool(figures or patterns or is_long))
+    settings["seconds"] = _measure(cases, gates, given, lines)
+    notes = [f"add --thorough for {gate.name}, which takes longer" for gate in left_out]
+    if any(is_taken(spec) for spec in models):
+        notes.append("your loop was not run: the gates call the model and loss read off it")
+    lines.print_end(notes)
     if json_path:
         settings["left_out"] = [gate.name for gate in left_out]
-        write_json(json_path, facts | settings | _as_json(rows, looks))
-    _end(rows, patterns)
+        write_json(json_path, facts | settings | _as_json(lines.rows, looks))
+    _end(lines.rows, patterns)
+
+
+# A run that takes longer is announced, and a line is printed for each gate as it ends.
+LONG_SECONDS = 120.0
+# The estimate ends after this time: better none than a late one.
+MOST_ESTIMATE_SECONDS = 20.0
+
+
+def _announce_time(
+    console: Console,
+    specs: Sequence[str],
+    gates: Sequence[Gate],
+    device: torch.device,
+    dtype: str | None,
+    batch_size: int | None,
+    *,
+    shrinks: bool,
+) -> bool:
+    """Print how long the gates take, if that is long; return whether it is.
+
+    The time follows from shapes, before any weight is made. Models that were read off a trainer or
+    script exist already, and those whose steps depend on values are not estimated.
+    """
+    num_steps = sum(gate.steps for gate in gates)
+    own = [spec for spec in specs if spec not in BUILTIN_WORKLOADS and not is_taken(spec)]
+    precision = DTYPES[dtype or "float32"]
+    flops = [step_flops(spec, precision, batch_size or DEFAULT_BATCH_SIZE) for spec in own]
+    if not any(flops):
+        return False
+    total = num_steps * sum(filter(None, flops)) / product_rate(device, precision)
+    if total < LONG_SECONDS:
+        return False
+    duration = f"{total / 3600:.1f} hours" if total > 7200 else f"{total / 60:.0f} minutes"
+    counted = "1 gate" if len(gates) == 1 else f"{len(gates)} gates"
+    faster = "" if shrinks else "--shrink 2 checks the same model with 2 layers, "
+    text = (
+        f"this takes about {duration}: {counted} with some {num_steps} steps of "
+        f"{format_seconds(total / num_steps)}; {faster}--gate chooses gates; a line follows for "
+        "each gate as it ends"
+    )
+    console.print(fill_screen(text))
+    return True
+
+
+def step_flops(spec: str, dtype: torch.dtype, batch_size: int) -> int | None:
+    """Count the FLOPs of a step on shapes alone, or return None where that fails.
+
+    In a fork, because what the user's modules keep from it has no values.
+    """
+    if not hasattr(os, "fork"):
+        return None
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_flops, args=(sender, spec, dtype, batch_size))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(MOST_ESTIMATE_SECONDS):
+            return None
+        flops: int = receiver.recv()
+        return flops
+    except EOFError:  # it failed, which the gates report
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send_flops(sender: Any, spec: str, dtype: torch.dtype, batch_size: int) -> None:
+    with (
+        Path(os.devnull).open("w") as nothing,
+        contextlib.redirect_stdout(nothing),
+        contextlib.redirect_stderr(nothing),
+    ):
+        os.dup2(nothing.fileno(), 2)
+        with pretended(kernels="cpu", values=ValuesInSteps()):
+            case = PretendedCase(load_workload(spec), dtype=dtype, batch_size=batch_size)
+            flops = count_flops(case.build(), case.batch(), case.workload.mean_loss)
+        sender.send(flops.forward + flops.backward)
 
 
 def _print_settings(
@@ -389,18 +507,20 @@ def _measure(
     cases: Sequence[Case],
     gates: Sequence[Gate],
     given: Sequence[Implementation],
-    looks: Mapping[str, FirstLook],
-) -> Iterator[GateRow]:
-    with progress_on_screen() as progress:
-        task = progress.add_task("", total=len(cases) * len(gates))
-        names = [f"{case.workload.name}: {gate.name}" for case in cases for gate in gates]
+    lines: VerdictLines,
+) -> float:
+    """Run the gates and print each line as soon as its verdicts are there; return the seconds."""
+    start = time.perf_counter()
+    with heap_kept(), progress_on_screen() as progress:
+        task = progress.add_task("", total=len(cases) * sum(gate.steps for gate in gates))
+        names = [(case.workload.name, gate) for case in cases for gate in gates]
         rows = measure_rows(cases, gates, implementations=given)
-        for name in names:
-            progress.update(task, description=name)
+        for workload, gate in names:
+            progress.update(task, description=f"{workload}: {gate.name}")
             row = next(rows)
-            findings = looks[row.workload].findings
-            yield replace(row, verdict=explained(row.verdict, findings))
-            progress.advance(task)
+            lines.add(replace(row, verdict=explained(row.verdict, lines.findings(row.workload))))
+            progress.advance(task, gate.steps)
+    return round(time.perf_counter() - start, 1)
 
 
 def _look(case: Case) -> tuple[Case, FirstLook]:

@@ -12,7 +12,7 @@ Proof: `python -m pytest tests/gates/test_first_look.py`.
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ..primitives.running_blocks import (
     unusual_blocks,
 )
 from ..workloads.workload import Case, map_tensors
-from .verdict import Verdict, not_applicable
+from .verdict import Verdict
 
 # Gates that compare calls of one module, or a whole batch with its parts.
 COMPARE_CALLS = ("grad-accum/*",)
@@ -45,7 +45,7 @@ MEASURE_FIRST = (
     "sac/parity-regions",
 )
 # Gates that a technique on the blocks decides.
-CHANGE_BLOCKS = ("recompute/*", "sac/*", "memory-plan/*", "bench/lever*", "grad-flow/*")
+CHANGE_BLOCKS = ("recompute/*", "sac/*", "memory-plan/*", "grad-flow/*")
 
 # Gates that expect one forward, which also runs without gradients, and one backward after it.
 DERIVE_INSIDE = (
@@ -97,14 +97,21 @@ class FailureCause:
     # Globs over names of gates.
     gates: tuple[str, ...]
 
+    # A word in what such a gate measured or raised; others failed for another reason.
+    symptom: str = ""
+
+    def explains(self, verdict: Verdict) -> bool:
+        is_meant = any(fnmatch.fnmatch(verdict.gate, pattern) for pattern in self.gates)
+        return is_meant and self.symptom in f"{verdict.measured} {verdict.hint}".lower()
+
 
 def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
     """Return a failed verdict as not applicable, if a finding is its cause."""
     if verdict.passed is not False:
         return verdict
     for finding in findings:
-        if any(fnmatch.fnmatch(verdict.gate, pattern) for pattern in finding.gates):
-            return not_applicable(verdict.gate, required=verdict.required, why=finding.text)
+        if finding.explains(verdict):
+            return replace(verdict, passed=None, measured="not applicable", hint=finding.text)
     return verdict
 
 
@@ -268,6 +275,7 @@ def _on_step(case: Case, batch: Any, names: Sequence[str]) -> Iterator[FailureCa
             f"{listed(sparse)}: the gradient is sparse, which AdamW does not take and no gate "
             "compares; train with sparse=False, or judge the rest of the model",
             ("*",),
+            symptom="sparse",
         )
     unreached = [name for name in names if _is_unreached(module.get_submodule(name))]
     if unreached:

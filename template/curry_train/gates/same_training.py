@@ -6,12 +6,9 @@ The training has several optimizer steps, with another microbatch in each call, 
 that is right once and stale later is found. One step runs both forwards before their backward, and
 one runs under autocast.
 
-Why so long: the training, its evidence and the search for the block that differs are one idea.
-
 Proof: `python -m pytest tests/gates/test_recompute.py`.
 """
 
-import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -39,8 +34,8 @@ from ..core.parity import (
 )
 from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
-from ..workloads.workload import Case, IndivisibleBatch, Workload, batch_size
-from .verdict import Implementation, Verdict, as_ours, not_applicable
+from ..workloads.workload import Case, IndivisibleBatch, batch_size
+from .verdict import Verdict, not_applicable, shared_result
 
 NUM_STEPS = 3
 # Microbatches of each step but the first, which has one.
@@ -48,8 +43,6 @@ NUM_MICROBATCHES = 2
 # Of AdamW, whose first steps move each weight by about this much.
 LEARNING_RATES = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LEARNING_RATE = 1e-3
-# Of the blocks of every form, whose tensors are then large enough to be worth a copy.
-FORMS_BATCH_SIZE = 4
 # The step that runs all its forwards before one backward, and the ones under autocast.
 JOINT_STEP = 1
 AUTOCAST_STEPS = (2, 10)
@@ -78,7 +71,6 @@ def same_training(
     alone: Apply | None = None,
     by_torch: ByTorch | None = None,
     every_block: bool = False,
-    can_leave_out: bool = True,
     num_steps: int = NUM_STEPS,
 ) -> Verdict:
     """Check that a technique keeps losses, gradients, buffers and generators of a training.
@@ -88,9 +80,7 @@ def same_training(
     blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
     a single block. `by_torch`: torch's own way to the same end; where that has no effect
     either, the technique is not judged. `every_block`: each block that it names has to run again.
-    `can_leave_out`: `--blocks` can leave out a block that breaks parity, which the hint then says.
     """
-    otherwise = "; or leave it out with --blocks" if can_leave_out else ""
     course, reference, plain = _plain(case, num_steps)
     tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
     required = "bit-equal"
@@ -101,7 +91,7 @@ def same_training(
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
         cause = "computes other tensors the second time"
-        hint = _where(case, alone or apply, cause, num_steps=num_steps) + otherwise
+        hint = _where(case, alone or apply, cause, num_steps=num_steps)
         return Verdict(gate, False, measured, required, hint)
 
     step, found = _first_difference(reference, candidate, tolerance)
@@ -112,7 +102,7 @@ def same_training(
     measured = f"{found.describe()}; {len(names)} modules, {course.describe()}"
     if not found.holds:
         measured = f"step {step + 1} of {course.num_steps}: {measured}"
-        hint = _where(case, alone or apply, _cause(found), num_steps=step + 1) + otherwise
+        hint = _where(case, alone or apply, _cause(found), num_steps=step + 1)
         return Verdict(gate, False, measured, required, hint)
     if not ours.differs_from(plain):
         if by_torch is not None and (why := by_torch(case, plain, course, names)):
@@ -138,24 +128,28 @@ def _left_behind(ours: "Activity", plain: "Activity", idle: Sequence[str]) -> tu
     return "", ""
 
 
-def in_place(*arguments: Any, errors: Sequence[type[Exception]] = ()) -> Callable[..., Apply]:
-    """Return an adapter from `function(module, *arguments, blocks=names)` to a strategy.
+def on_blocks(change: Callable[..., Any]) -> Apply:
+    """Return a strategy that calls `change(model, blocks=names)` with the names of the blocks.
 
-    Every named block counts as changed, whatever the function returns: one that does nothing is
-    then a fault, and not a strategy that found nothing to do.
+    Every named block counts as changed, whatever `change` returns: one that does nothing then
+    fails, and is not taken for a strategy that found nothing to do.
     """
 
-    def adapt(given: Implementation, present: Any) -> Apply:
-        call = as_ours(given.value, *errors)
+    def apply(module: nn.Module, sample: Sample) -> list[str]:
+        names = list(find_blocks(module, sample.blocks))
+        change(module, blocks=names)
+        return names
 
-        def apply(module: nn.Module, sample: Sample) -> list[str]:
-            names = list(find_blocks(module, sample.blocks))
-            call(module, *arguments, blocks=names)
-            return names
+    return apply
 
-        return apply
 
-    return adapt
+def bit_difference(found: Any, expected: Any) -> str:
+    """Return the first difference of two nested values, in a line; empty if equal to the bit."""
+    try:
+        assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    except (AssertionError, TypeError, ValueError) as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 @contextmanager
@@ -243,16 +237,14 @@ class TrainingCourse:
         return "; ".join([f"{self.num_steps} steps", *self.left_out])
 
 
-# The last plain training: all gates of a case compare with the same one.
-_last_plain: list[Any] = []
-
-
 def _plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord], Activity]:
+    """Return the plain training, with which all gates of a case compare."""
+    key = ("plain training", num_steps)
+    return shared_result(case, key, partial(_train_plain, case, num_steps))
+
+
+def _train_plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
-    if _last_plain and _last_plain[0] == (case, num_steps):
-        course, reference, activity = _last_plain[1:]
-        return course, reference, activity
-    _last_plain.clear()
     course = TrainingCourse(autocast=case.dtype is torch.float32, num_steps=num_steps)
     course, (reference, activity, _) = _possible(case, course)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
@@ -267,7 +259,6 @@ def _plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord]
         else:
             course = replace(course, trains=False)
         reference, activity, _ = _train(case, _nothing, course)
-    _last_plain[:] = [(case, num_steps), course, reference, activity]
     return course, reference, activity
 
 
@@ -401,46 +392,6 @@ def why_torch_reruns_nothing(
     )
 
 
-def why_torch_moves_nothing(
-    case: Case,
-    plain: Activity,
-    course: TrainingCourse,
-    changed: Sequence[str],
-    *,
-    least_bytes: int = 0,
-) -> str:
-    """Return why moving what autograd saves in these blocks frees nothing; empty if it does.
-
-    Storages of less than `least_bytes` stay where they are.
-    """
-
-    def kept(tensor: Tensor) -> Tensor | None:
-        return tensor if tensor.untyped_storage().nbytes() < least_bytes else None
-
-    module = case.build()
-    for name in changed:
-        block = module.get_submodule(name)
-
-        def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
-            # There is no backward that would need what is dropped.
-            with saved_tensors_hooks(kept, lambda tensor: tensor):
-                return own(*args, **kwargs)
-
-        block.forward = forward
-
-    batch = case.batch()
-    with seeded(case.seed), LiveStorages() as storages:
-        value = case.workload.mean_loss(module, batch)
-        held = storages.bytes_alive
-    del value
-    if held < plain.held_bytes:
-        return ""
-    return (
-        "moving all that autograd saves in these blocks frees nothing: what is large enough is "
-        "saved outside of them too"
-    )
-
-
 def _idle_blocks(
     case: Case, ours: Activity, plain: Activity, names: Sequence[str], course: TrainingCourse
 ) -> list[str]:
@@ -528,265 +479,4 @@ def _where(case: Case, apply: Apply, cause: str, *, num_steps: int) -> str:
     blocks = ", ".join(guilty[:4])
     if len(guilty) > 4:
         blocks += f" and {len(guilty) - 4} more"
-    return f"{blocks or 'the recomputed part'} {cause}"
-
-
-# A model whose blocks are called, and store what they compute, in every form that a block may.
-
-FORMS_WIDTH = 64
-FORMS_TOKENS = 16
-
-
-@dataclass
-class GivenByName:
-    """A dataclass with a tensor, as blocks of libraries take."""
-
-    scale: Tensor
-
-
-class EveryForm(nn.Module):
-    """A block with arguments in containers, random numbers, and state of its own.
-
-    It takes a list that it empties and fills, a tensor by name and a dataclass. It draws random
-    numbers, writes a buffer in place and another anew, and counts its calls.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(FORMS_WIDTH, 2 * FORMS_WIDTH)
-        self.second = nn.Linear(2 * FORMS_WIDTH, FORMS_WIDTH)
-        self.activation = nn.GELU()
-        self.norm = nn.BatchNorm1d(FORMS_TOKENS)
-        self.mean: Tensor
-        self.register_buffer("mean", torch.zeros(FORMS_WIDTH))
-        self.largest: Tensor
-        self.register_buffer("largest", torch.zeros(()))
-        self.num_calls = 0
-        self.seen: list[int] = []
-
-    def forward(
-        self, x: Tensor, carried: list[Tensor], *, mask: Tensor, given: GivenByName
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        self.num_calls += 1
-        self.seen.append(len(self.seen))
-        x = self.norm(x + carried.pop() * given.scale)
-        hidden = self.second(self.activation(self.first(x)))
-        x = x + F.dropout(hidden, 0.1, self.training) * mask
-        with torch.no_grad():
-            self.mean.lerp_(x.mean((0, 1)).to(self.mean), 0.1)
-            self.largest = torch.maximum(self.largest, x.abs().max().to(self.largest))
-        carried.append(torch.tanh(x))
-        # A recomputed run that counted or appended again would compute another output.
-        counted = 0.01 * (self.num_calls + len(self.seen))
-        return x + counted * self.mean.to(x) / (1 + self.largest.to(x)), {"size": x.square().mean()}
-
-
-class FormsModel(nn.Module):
-    """Three blocks of every form."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(EveryForm() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        carried = [x.square()]
-        mask = (x.mean(-1, keepdim=True) > -1).to(x)
-        total = x.new_zeros(())
-        layers: Any = self.layers
-        for layer in layers:
-            layer.num_calls = 0
-            layer.seen.clear()
-            x, sizes = layer(x, carried, mask=mask, given=GivenByName(mask * 0.5))
-            total = total + sizes["size"]
-        return x.square().sum() + total * len(x)
-
-
-def every_form() -> Workload:
-    """Make a workload of the blocks of every form."""
-    return Workload(
-        name="every_form",
-        build=FormsModel,
-        batch=lambda size: torch.randn(size, FORMS_TOKENS, FORMS_WIDTH),
-        loss=lambda module, batch: module(batch),
-    )
-
-
-def same_in_every_form(gate: str, case: Case, apply: Apply, **options: Any) -> Verdict:
-    """Compare a training of blocks with every form of arguments, random numbers and state.
-
-    It applies to models that have blocks themselves.
-    """
-    find_blocks(case.build(), case.blocks)
-    forms = replace(case, workload=every_form(), blocks=None, batch_size=FORMS_BATCH_SIZE)
-    return same_training(gate, forms, apply, can_leave_out=False, **options)
-
-
-# Blocks whose tensors are counted by hand.
-
-PLANTED_WIDTH = 256
-PLANTED_DEPTH = 3
-PLANTED_BATCH_SIZE = 64
-PLANTED_MIB = 4 * PLANTED_BATCH_SIZE * PLANTED_WIDTH / 2**20  # of one tensor
-
-
-def planted_blocks(block: Callable[[], nn.Module]) -> Workload:
-    """Make a workload of a few blocks of one kind."""
-    return Workload(
-        name="planted blocks",
-        build=lambda: nn.Sequential(*[block() for _ in range(PLANTED_DEPTH)]),
-        batch=lambda size: torch.randn(size, PLANTED_WIDTH),
-        loss=lambda module, batch: module(batch).square().sum(),
-    )
-
-
-class OwnNorm(nn.Module):
-    """A norm that is known by its name, as those of libraries are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(PLANTED_WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weight
-
-
-class OwnActivation(nn.Module):
-    """An activation of two operations; with `noise` it draws random numbers."""
-
-    def __init__(self, noise: float = 0.0) -> None:
-        super().__init__()
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.noise:
-            x = x + self.noise * torch.randn_like(x)
-        return x * torch.sigmoid(x)
-
-
-class ReportedBlock(nn.Module):
-    """Products after a norm, an activation, an expression and a sine.
-
-    Regions keep the outputs of the first three products, what the activation multiplies, and the
-    inputs of the last two products.
-    """
-
-    def __init__(self, noise: float = 0.0) -> None:
-        super().__init__()
-        self.norm = OwnNorm()
-        self.layers = nn.ModuleList(nn.Linear(PLANTED_WIDTH, PLANTED_WIDTH) for _ in range(4))
-        self.act = OwnActivation(noise)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third, fourth = self.layers
-        x = torch.tanh(torch.sin(second(self.act(first(self.norm(x))))))
-        return fourth(torch.sin(third(x)))
-
-
-class OverwritingBlock(nn.Module):
-    """A block that overwrites the output of its product, which its norm needs in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(PLANTED_WIDTH, PLANTED_WIDTH, bias=False)
-        self.norm = nn.LayerNorm(PLANTED_WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        normed: Tensor = self.norm(x)
-        return normed + x.mul_(0.5)
-
-
-# For the gates of offload: the tensors that autograd saves in blocks, and their bytes.
-
-LEAST_BYTES = 4096  # smaller storages stay on the device
-
-
-class SavedTensors:
-    """The tensors that autograd saves while some modules run, as `save_on_cpu` would copy them."""
-
-    def __init__(self, model: nn.Module, names: list[str]) -> None:
-        self.model = model
-        self.modules = [model.get_submodule(name) for name in names]
-        self.tensors: list[Tensor] = []
-        self.open: list[saved_tensors_hooks] = []
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        handles = [module.register_forward_pre_hook(self._enter) for module in self.modules]
-        handles += [module.register_forward_hook(self._leave) for module in self.modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            while self.open:  # a module raised
-                self._leave()
-
-    def num_bytes(self, *, sure: bool = False) -> int:
-        """Count the bytes of the storages that are large enough and not of parameters or buffers.
-
-        With `sure` only storages that must move are counted: those with a saved tensor that
-        requires a gradient or fills at least half of the storage, unless it is a cast of a
-        parameter. The others may stay on the device.
-        """
-        owned = {_address(tensor) for tensor in [*self.model.parameters(), *self.model.buffers()]}
-        groups: dict[int, list[Tensor]] = {}
-        for tensor in self.tensors:
-            if tensor.untyped_storage().nbytes() >= LEAST_BYTES and _address(tensor) not in owned:
-                groups.setdefault(_address(tensor), []).append(tensor)
-        sizes = {address: group[0].untyped_storage().nbytes() for address, group in groups.items()}
-        return sum(
-            size
-            for address, size in sizes.items()
-            if not sure or any(map(_is_sure, groups[address]))
-        )
-
-    def _enter(self, *_: Any) -> None:
-        self.open.append(saved_tensors_hooks(self._keep, lambda tensor: tensor))
-        self.open[-1].__enter__()
-
-    def _leave(self, *_: Any) -> None:
-        self.open.pop().__exit__()
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
-            self.tensors.append(tensor)  # held alive, so that no address is reused
-        return tensor.detach()
-
-
-class CopiedBytes(TorchDispatchMode):
-    """Count the bytes that copies write: to the host on CUDA, all of them on CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.nbytes = 0
-        self.device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in COPY_OPERATIONS and isinstance(out, Tensor):
-            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
-            if self.device.type == source.device.type and out.device.type == "cpu":
-                self.nbytes += out.nbytes
-        return out
-
-
-COPY_OPERATIONS = (
-    torch.ops.aten.copy_.default,
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _is_sure(tensor: Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    sources = [] if base.grad_fn is None else [node for node, _ in base.grad_fn.next_functions]
-    if len(sources) == 1:
-        parameter = getattr(sources[0], "variable", base)
-        if getattr(parameter, "dtype", base.dtype) != base.dtype:  # a cast of a parameter
-            return False
-    return tensor.requires_grad or 2 * tensor.nbytes >= tensor.untyped_storage().nbytes()
+    return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"

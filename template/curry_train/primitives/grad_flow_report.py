@@ -303,7 +303,13 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
         return "no step was probed: the first record is made after the optimizer's first step"
     last = records[-1]
     findings = flow_findings(records)
-    lines = [_opening(records), *_finding_lines(findings), "", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
+    lines = [
+        _opening(records),
+        *_finding_lines(findings, records),
+        "",
+        FLOW_TABLE_HEAD,
+        FLOW_TABLE_SUBHEAD,
+    ]
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     names = list(last.layers)
     if len(names) > most:
@@ -334,9 +340,14 @@ def _opening(records: Sequence[StepFlow]) -> str:
     return "\n".join([textwrap.fill(text, TEXT_WIDTH), *notes])
 
 
-def _finding_lines(findings: Sequence[Finding]) -> list[str]:
+def _finding_lines(findings: Sequence[Finding], records: Sequence[StepFlow]) -> list[str]:
     if not findings:
-        return ["nothing is wrong: all finite, no layer dead, updates 1e-4 to 1e-2 of the weights"]
+        text = (
+            f"nothing is wrong in the outputs, gradients and updates of {len(records[-1].layers)} "
+            f"layers in {len(records)} steps: all finite, no layer dead, updates 1e-4 to 1e-2 of "
+            "the weights"
+        )
+        return textwrap.wrap(text, TEXT_WIDTH)
     lines = []
     for finding in findings:
         where = f"{finding.layers[0]}: " if finding.layers else ""

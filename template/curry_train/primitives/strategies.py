@@ -274,16 +274,6 @@ def _offload(model: nn.Module, sample: Sample) -> list[str]:
     )
 
 
-def offload_one(model: nn.Module, sample: Sample) -> list[str]:
-    """Offload all blocks, the last one too; return no names if they hold nothing to move."""
-    try:
-        return primitives.offload.offload_blocks(
-            model, blocks=sample.blocks, keep_last=0, batch=sample.batch, loss=sample.loss
-        )
-    except primitives.offload.NothingToMove:
-        return []
-
-
 def _offload_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
     primitives.offload.offload_blocks(model, blocks=names, keep_last=0)
 

@@ -3,6 +3,8 @@
 The built-in ones serve gates and examples: an MLP, a Llama-like transformer with grouped-query
 attention, rotary positions, SwiGLU and RMS norms, a bottleneck ResNet and a spiking network.
 
+Why so long: what a text may name, and the errors of the user's code there, belong together.
+
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
@@ -30,6 +32,7 @@ from .. import primitives
 from ..core.rerun import seeded
 from ..core.wording import did_you_mean
 from ..primitives.cross_entropy import IGNORED_TARGET
+from .shrink import split_shrink
 from .workload import (
     OutputLoss,
     Workload,
@@ -379,10 +382,11 @@ def load_workload(spec: str) -> Workload:
     directory are found. It takes no arguments and returns an `nn.Module`, a `(module, batch)` pair
     or a `Workload`.
     """
-    if spec in BUILTIN_WORKLOADS:
-        return replace(BUILTIN_WORKLOADS[spec](), spec=spec)
-    if is_taken(spec):
-        return _taken_workload(spec, Path.cwd())
+    text, (spec, shrink) = spec, split_shrink(spec)
+    if spec in BUILTIN_WORKLOADS or is_taken(spec):
+        is_own = is_taken(spec)
+        found = _taken_workload(spec, Path.cwd()) if is_own else BUILTIN_WORKLOADS[spec]()
+        return replace(found if shrink is None else shrink.workload(found), spec=text)
     if ":" not in spec:
         if "." in spec or "/" in spec:
             raise WorkloadError(
@@ -393,8 +397,10 @@ def load_workload(spec: str) -> Workload:
             f"no workload is called {spec!r}; "
             f"{did_you_mean(spec, BUILTIN_WORKLOADS, otherwise=others)}"
         )
-    is_config = spec.startswith(CONFIG_PREFIX)
-    factory = _factory_of_config(spec) if is_config else import_callable(spec)
+    read = _factory_of_config if spec.startswith(CONFIG_PREFIX) else import_callable
+    factory = read(spec)
+    if shrink is not None:
+        factory, spec = shrink.factory(factory), text
 
     # The factory may draw an example batch, which must be the same in every process.
     with seeded(0):
@@ -410,7 +416,7 @@ def load_workload(spec: str) -> Workload:
             workload = default_workload(spec.rsplit(":", 1)[1], build, made, spec=spec)
         except ValueError as error:
             raise WorkloadError(f"{spec}: {error}") from None
-    return _tried(workload)
+    return _tried(workload if shrink is None else replace(workload, notes=(shrink.note,)))
 
 
 def _tried(workload: Workload) -> Workload:

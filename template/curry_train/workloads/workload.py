@@ -44,8 +44,8 @@ def map_tensors(
 ) -> Any:
     """Apply `function` to every tensor of a nested batch; containers keep their types.
 
-    `move` is applied to other objects with a method `to`, such as packed sequences and graphs.
-    Everything else is returned unchanged.
+    `move` is applied to other objects with a method `to`, such as packed sequences and graphs. An
+    object with tensors as attributes is copied. Everything else is returned unchanged.
     """
     if isinstance(batch, Tensor):
         return function(batch)
@@ -63,7 +63,20 @@ def map_tensors(
             if part.init:
                 changed[part.name] = map_tensors(getattr(batch, part.name), function, move=move)
         return replace(batch, **changed)
+    if _has_tensors(batch):
+        mapped = copy.copy(batch)
+        for name, value in vars(batch).items():
+            object.__setattr__(mapped, name, map_tensors(value, function, move=move))
+        return mapped
     return batch
+
+
+def _has_tensors(batch: Any) -> bool:
+    """Return whether an object of a user's class has tensors among its attributes."""
+    attributes = getattr(batch, "__dict__", {})
+    return not isinstance(batch, type) and any(
+        isinstance(value, Tensor) for value in attributes.values()
+    )
 
 
 # Samples of two batches that are compared to find tensors that all samples share.
@@ -90,8 +103,9 @@ def batch_size(batch: Any) -> int:
     )
     if not sizes and not others:
         raise ValueError(
-            "a batch must hold at least one tensor with a batch dimension, "
-            f"got {type(batch).__name__}"
+            f"a {type(batch).__name__} has no tensor with a batch dimension: return tensors in "
+            "containers, a dataclass or attributes, or a Workload with count= for the terms of a "
+            "batch and a method to(device) on its class"
         )
     return sizes[0] if sizes else 1
 

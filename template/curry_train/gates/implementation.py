@@ -1,0 +1,193 @@
+"""The user's own implementation of a technique, which the gates check in place of ours.
+
+    curry-train validate --gate sac --impl my_package.sac:apply_sac
+    curry-train validate --impl recompute_blocks=my_package.memory:checkpoint_layers
+
+`CONTRACTS` has the eight functions that people write themselves, with the arguments that the gates
+pass. Nothing else is asked of an implementation: no return values and no particular errors.
+
+Proof: `python -m pytest tests/gates/test_implementation.py`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.wording import nearest
+from ..workloads.models import import_callable
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A function that a user may bring, and how the gates call it."""
+
+    name: str
+    technique: str
+
+    # A function with the parameters that the gates pass; only its signature is used.
+    call: Callable[..., Any]
+
+    # What it has to do, in a sentence.
+    promise: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{inspect.signature(self.call)}: {self.promise}"
+
+
+CONTRACTS: Mapping[str, Contract] = {
+    contract.name: contract
+    for contract in (
+        Contract(
+            "recompute_blocks",
+            "recompute",
+            lambda model, *, blocks: None,
+            "Make the modules with these names recompute their activations, in place.",
+        ),
+        Contract(
+            "offload_blocks",
+            "recompute",
+            lambda model, *, blocks: None,
+            "Move what the modules with these names save for backward to the host, in place.",
+        ),
+        Contract(
+            "apply_sac",
+            "sac",
+            lambda model, *, blocks: None,
+            "Save some outputs of the modules with these names and recompute the rest, in place.",
+        ),
+        Contract(
+            "train_window",
+            "grad-accum",
+            lambda model, window, loss, optimizer: None,
+            "Take one optimizer step on window.microbatches; loss(model, microbatch) is a sum, to "
+            "be divided by window.num_terms. With keywords clip_norm, scheduler or scaler, the "
+            "gates of clipping, schedules and gradient scaling apply too.",
+        ),
+        Contract(
+            "checkpoint_timesteps",
+            "snn-timesteps",
+            lambda step, inputs, state: None,
+            "Run output, state = step(input, state) over time, and return the outputs and the last "
+            "state. Gets the keywords that the model passes to its unroll; with a keyword levels, "
+            "nested chunks are checked too.",
+        ),
+        Contract(
+            "apply_chunked_loss",
+            "memory-plan",
+            lambda model, *, head: None,
+            "Make the loss over the output of the module with this name run in chunks, in place.",
+        ),
+        Contract(
+            "plan",
+            "memory-plan",
+            lambda workload, budget_bytes, *, global_batch, microbatch: None,
+            "Return an object whose apply(model) makes a step of this batch fit the budget.",
+        ),
+        Contract(
+            "SpikeWatchdog",
+            "loss-spike",
+            lambda config: None,
+            "Return an object whose observe(step, loss) is true once a spike is found.",
+        ),
+    )
+}
+
+
+class Implementation:
+    """A callable to check in place of ours, and how often it was called."""
+
+    def __init__(self, name: str, spec: str, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self.name = name  # of its contract
+        self.spec = spec  # package.module:function
+        self.function = function
+        self.num_calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        return self.function(*args, **kwargs)
+
+
+class WrongImplementation(ValueError):
+    """Raised for an implementation that can't be loaded or called; the message is one line."""
+
+
+def load_implementation(text: str, *, techniques: Sequence[str] = ()) -> Implementation:
+    """Load `[NAME=]package.module:function`, where NAME is a contract or a technique.
+
+    A technique stands for its first contract. Without a name the function's own name counts, and
+    else the first contract of the only technique in `techniques`.
+    """
+    name, equals, spec = text.rpartition("=")
+    source, _, attribute = spec.rpartition(":")
+    if not source or not attribute:
+        raise WrongImplementation(
+            f"--impl {text}: give package.module:function or file.py:function, with NAME= before "
+            f"it where the function has another name than {', '.join(CONTRACTS)}"
+        )
+    contract = _find_contract(text, name if equals else attribute, techniques, bool(equals))
+    try:
+        function = import_callable(spec)
+    except ValueError as error:
+        raise WrongImplementation(f"--impl {text}: {error}") from error
+    _check_call(spec, function, contract)
+    return Implementation(contract.name, spec, function)
+
+
+def _find_contract(text: str, name: str, techniques: Sequence[str], is_named: bool) -> Contract:
+    first_of: dict[str, Contract] = {}
+    for contract in CONTRACTS.values():
+        first_of.setdefault(contract.technique, contract)
+    if name in CONTRACTS:
+        return CONTRACTS[name]
+    if is_named and name in first_of:
+        return first_of[name]
+    if not is_named and len(techniques) == 1 and techniques[0] in first_of:
+        return first_of[techniques[0]]
+    meant = nearest(name, [*CONTRACTS, *first_of])
+    advice = f"did you mean {meant!r}?" if meant else f"there are {', '.join(CONTRACTS)}"
+    if is_named:
+        raise WrongImplementation(f"--impl {text}: no gate takes {name!r}; {advice}")
+    raise WrongImplementation(
+        f"--impl {text}: write NAME={text}, where NAME tells what it implements: {advice}"
+    )
+
+
+def _check_call(spec: str, function: Callable[..., Any], contract: Contract) -> None:
+    """Refuse a callable that does not take the arguments that the gates pass."""
+    wanted = inspect.signature(contract.call)
+    try:
+        theirs = inspect.signature(function)
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return
+    keywords = {
+        name: None
+        for name, parameter in wanted.parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    positional = [None] * (len(wanted.parameters) - len(keywords))
+    try:
+        theirs.bind(*positional, **keywords)
+    except TypeError as error:
+        raise WrongImplementation(
+            f"--impl {spec} takes {theirs}, and the gates call {contract.name}{wanted}: {error}"
+        ) from error
+
+
+def takes(function: Callable[..., Any], keyword: str) -> bool:
+    """Return whether a function can be called with this keyword."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(
+        parameter.name == keyword or parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in parameters
+    )
+
+
+def spec_of(function: Callable[..., Any]) -> str:
+    """Return the text by which another process loads a function, ours or the user's."""
+    if isinstance(function, Implementation):
+        function.num_calls += 1  # it runs in the other process
+        return function.spec
+    return f"{function.__module__}:{function.__qualname__}"

@@ -1,0 +1,277 @@
+"""Gates of offload and of the compiler's memory budget: the same training from fewer bytes.
+
+    curry-train validate --gate 'recompute/offload-*' --impl my_package.memory:offload_blocks
+
+Proof: `python -m pytest tests/gates/test_offload.py`.
+"""
+
+import contextlib
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..core.blocks import find_blocks
+from ..core.measure import LiveStorages
+from ..core.measure_compiled import (
+    CompileFailed,
+    holds_compiled_code,
+    saved_bytes,
+    warnings_of_the_compiler_ignored,
+)
+from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
+from ..core.rerun import seeded
+from ..core.wording import format_bytes
+from ..primitives.offload import (
+    DUPLICATE_REASON,
+    PARAMETER_REASON,
+    SMALL_REASON,
+    offload_blocks,
+    offload_report,
+)
+from ..primitives.strategies import Sample
+from ..workloads.workload import Case
+from .same_training import Activity, calls_counted, same_training
+from .verdict import Gate, Verdict, not_applicable
+
+Change = Callable[..., Any]
+
+# Ours leaves smaller storages on the device.
+LEAST_BYTES = 4096
+
+
+def offload_all(model: nn.Module, *, blocks: Sequence[str]) -> None:
+    """Offload these blocks, the last one too."""
+    offload_blocks(model, blocks=blocks, keep_last=0)
+
+
+def _names_to_offload(model: nn.Module, blocks: Any) -> list[str]:
+    """Return all blocks but the last, whose tensors backward needs at once; or the only one."""
+    names = list(find_blocks(model, blocks))
+    return names[:-1] or names
+
+
+def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Verdict:
+    """Compare a short training with offload to the plain one."""
+
+    def apply(module: nn.Module, sample: Sample) -> list[str]:
+        names = _names_to_offload(module, sample.blocks)
+        offload_blocks(module, blocks=names)
+        return names
+
+    with _host_apart(case, offload_blocks):
+        return same_training("recompute/offload-parity", case, apply, by_torch=_why_nothing_moves)
+
+
+def _why_nothing_moves(case: Case, plain: Activity, _: Any, names: Sequence[str]) -> str:
+    return "" if _held_at_best(case, names) < plain.held_bytes else NOTHING_TO_FREE
+
+
+NOTHING_TO_FREE = (
+    "moving all that autograd saves in these blocks frees nothing: it is small, or saved outside "
+    "of them too"
+)
+
+
+def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> Verdict:
+    """Compare the bytes that leave the device with those that the plain blocks save."""
+    gate = "recompute/offload-bytes"
+    module = case.build()
+    names = _names_to_offload(module, case.blocks)
+    held, num_calls = _held_bytes(case, case.build())
+    possible = held - _held_at_best(case, names)
+    offload_blocks(module, blocks=names)
+    with _host_apart(case, offload_blocks):
+        left, num_found = _held_bytes(case, module)
+
+    least = possible - (_bytes_left_out(module) if offload_blocks is offload_all else 0)
+    if least <= 0:
+        return not_applicable(gate, required="fewer bytes on the device", why=NOTHING_TO_FREE)
+    hint = ""
+    if num_found > num_calls:
+        hint = "the blocks run again in backward: this is recompute, and not offload"
+    elif held - left < least:
+        hint = (
+            "activations of the blocks stay on the device: check that the hooks are active during "
+            "the blocks' forward, and that nothing else holds the tensors"
+        )
+    measured = f"{format_bytes(held - left)} freed, {num_found} calls of layers"
+    required = f"at least {format_bytes(least)}, at most {num_calls} calls"
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _bytes_left_out(module: nn.Module) -> int:
+    """Return the bytes that our report names as left on the device, of tensors large enough."""
+    kept_anyway = (PARAMETER_REASON, DUPLICATE_REASON, SMALL_REASON)
+    skipped = offload_report(module).skipped
+    return sum(nbytes for reason, (_, nbytes) in skipped.items() if reason not in kept_anyway)
+
+
+def _held_bytes(case: Case, module: nn.Module) -> tuple[int, int]:
+    """Return the device's bytes that are held after forward, and the calls of layers in a step."""
+    batch = case.batch()
+    with (
+        seeded(case.seed),
+        calls_counted(module) as calls,
+        LiveStorages(device=case.device) as storages,
+    ):
+        value = case.workload.mean_loss(module, batch)
+        held = storages.bytes_alive
+        value.backward()
+    return held, calls[0]
+
+
+def _held_at_best(case: Case, names: Sequence[str]) -> int:
+    """Return the bytes held after forward if all that autograd saves in the blocks were gone."""
+
+    def keep(tensor: Tensor) -> Tensor | None:
+        return tensor if tensor.untyped_storage().nbytes() < LEAST_BYTES else None
+
+    module = case.build()
+    for name in names:
+        block = module.get_submodule(name)
+
+        def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
+            # There is no backward that would need what is dropped.
+            with saved_tensors_hooks(keep, lambda tensor: tensor):
+                return own(*args, **kwargs)
+
+        block.forward = forward
+    batch = case.batch()
+    with seeded(case.seed), LiveStorages(device=case.device) as storages:
+        _value = case.workload.mean_loss(module, batch)
+        return storages.bytes_alive
+
+
+# A host beside the device, also where the device is a CPU.
+
+
+@contextlib.contextmanager
+def _host_apart(case: Case, offload: Change) -> Iterator[None]:
+    """Give copies to the host memory that does not count as the device's, on a CPU too.
+
+    There `tensor.cpu()` is the tensor itself. Hooks of saved tensors run without gradients. Ours
+    has such memory by itself.
+    """
+    with contextlib.ExitStack() as stack:
+        if case.device.type == "cpu" and offload is not offload_all:
+            for owner, name in ((Tensor, "cpu"), (Tensor, "to"), (torch, "empty")):
+                call = _into_host_memory(getattr(owner, name), copies=owner is Tensor)
+                stack.enter_context(mock.patch.object(owner, name, call))
+        yield
+
+
+def _into_host_memory(function: Callable[..., Tensor], *, copies: bool) -> Callable[..., Tensor]:
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        out = function(*args, **kwargs)
+        if torch.is_grad_enabled() or out.layout is not torch.strided or not out.numel():
+            return out
+        # No operation of torch makes this buffer, so `LiveStorages` does not count it.
+        host = torch.frombuffer(mmap.mmap(-1, out.nbytes), dtype=out.dtype).view(out.shape)
+        return host.copy_(out) if copies else host
+
+    return call
+
+
+# The compiler's memory budget: the same step from fewer saved bytes.
+
+BUDGETS = (1.0, 0.5)  # the default of compiled code, and the budget of the strategy
+MOST_CLASSES = 2
+
+
+def bound_blocks(model: nn.Module, budget: float, *, blocks: Sequence[str]) -> None:
+    # Imported here because it imports the compiler, which takes seconds.
+    from ..primitives.compile_budget import memory_budget
+
+    memory_budget(model, budget, blocks=blocks, backend="aot_eager")
+
+
+@warnings_of_the_compiler_ignored()
+def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdict:
+    """Compare a step and its saved bytes at a budget with the same code at 1.0, and with eager."""
+    gate = "recompute/budget"
+    outer = OUTER_BOUND[case.dtype]
+    eager, again = (_step(case, case.build()) for _ in range(2))
+    check_comparable(eager)
+    inner = 0.0 if compare(eager, again).bit_equal else outer
+    equality = f"within {inner:.0e}" if inner else "bit-equal"
+    required = f"{equality} to budget 1.0, within {outer:.0e} of eager, fewer saved bytes"
+
+    # The last block of each class: gradients flow into it, as into most blocks.
+    last = {type(block): name for name, block in find_blocks(case.build(), case.blocks).items()}
+    names = list(last.values())[-MOST_CLASSES:]
+    steps = list[StepRecord]()
+    saved = list[int]()
+    for budget in BUDGETS:
+        module = case.build()
+        try:
+            bound_blocks(module, budget, blocks=names)
+            steps.append(_step(case, module))
+            saved.append(saved_bytes(module, case.batch(), case.workload.mean_loss))
+        except RuntimeError as error:
+            why = str(error) if isinstance(error, CompileFailed) else _limit_of_torch(case, names)
+            if not why:
+                raise
+            return not_applicable(gate, required=required, why=why)
+        if not holds_compiled_code(module):
+            hint = "uncompiled blocks have no budget: compile them"
+            return Verdict(gate, False, "nothing compiled", required, hint)
+
+    to_whole = compare(*steps, tolerance=inner)
+    to_eager = [compare(eager, step, tolerance=outer) for step in steps]
+    worst = max(to_eager, key=lambda parity: (not parity.holds, parity.worst))
+    hint = ""
+    if not to_whole.holds:
+        hint = (
+            "the recomputed values differ: the recompute draws other random numbers, which "
+            "memory_budget prevents"
+        )
+    elif not worst.holds:
+        hint = (
+            "compiled code differs from eager at every budget: check what torch.compile does to "
+            "the model"
+        )
+    elif saved[1] > saved[0]:
+        hint = "the budget raises the saved bytes here: choose other blocks, or recompute_blocks"
+    elif saved[1] == saved[0]:
+        why = (
+            f"{saved[0]:,} bytes with and without a budget: the blocks save nothing that could be "
+            "recomputed, or nothing of them is compiled"
+        )
+        return not_applicable(gate, required=required, why=why)
+    measured = (
+        f"{to_whole.describe(most=1)}; eager: {worst.describe(most=1)}; "
+        f"{saved[1]:,} of {saved[0]:,} bytes; {', '.join(names)}"
+    )
+    return Verdict(gate, not hint, measured, required, hint)
+
+
+def _limit_of_torch(case: Case, names: Sequence[str]) -> str:
+    """Return why torch can't run these blocks compiled without a budget either; empty if it can."""
+    module = case.build()
+    for name in names:
+        module.get_submodule(name).compile(backend="aot_eager")
+    try:
+        _step(case, module)
+    except RuntimeError as error:
+        return (
+            f"torch.compile itself can't run {', '.join(names)}, without a budget either: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        )
+    return ""
+
+
+def _step(case: Case, module: nn.Module) -> StepRecord:
+    with seeded(case.seed):
+        return record_step(module, case.batch(), case.workload.mean_loss)
+
+
+OFFLOAD_GATES = (
+    Gate("recompute/budget", compare_budgets),
+    Gate("recompute/offload-parity", compare_offload),
+    Gate("recompute/offload-bytes", compare_freed_bytes),
+)

@@ -1,0 +1,64 @@
+"""Train the user's model with the user's optimizer, and print their state to the bit.
+
+Proof: `python -m pytest tests/gates/test_checkpoint_policy.py tests/gates/test_loss_spike.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from ..workloads.workload import Case
+from .same_training import REFUSALS
+from .two_ranks import printed_bits
+from .verdict import NotApplicable
+
+
+def new_training(case: Case, *, seed: int) -> tuple[nn.Module, Optimizer]:
+    """Build the model with the values of a seed, and the user's optimizer or AdamW."""
+    model = replace(case, seed=seed).build()
+    if case.workload.optimizer is not None:
+        return model, case.workload.optimizer(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, torch.optim.AdamW(trained, lr=1e-3)
+
+
+def new_batch(case: Case) -> Any:
+    """Draw a batch from the generators of this moment."""
+    return case.place(case.workload.batch(case.batch_size))
+
+
+def take_user_step(case: Case, model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
+    """Train one step on a batch, and return its loss."""
+    loss = case.workload.mean_loss(model, batch)
+    loss.backward()
+    try:
+        optimizer.step()
+    except REFUSALS as error:
+        why = f"the optimizer takes no step here ({type(error).__name__}: {error})"
+        raise NotApplicable(why, required="a step of the optimizer") from error
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def printed_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[str, str]:
+    """Return every value of a training as text, and every tensor as a hash, by its name."""
+    sources: Mapping[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        **more,
+    }
+    return {
+        f"{kind}{keystr(path)}": printed_bits(value)
+        for kind, source in sources.items()
+        for path, value in tree_flatten_with_path(source)[0]
+    }
+
+
+def different_names(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
+    """Return the names of the values that differ, or that only one side has."""
+    return [name for name in {**expected, **found} if found.get(name) != expected.get(name)]

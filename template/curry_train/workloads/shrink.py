@@ -1,0 +1,186 @@
+"""Make the same model with fewer layers, to check a large one in less time.
+
+    factory = Shrink(2).factory(build)  # what build returns, with two layers
+
+A model that has a configuration is built again with fewer layers in it, and its large weights are
+never made. Of others the first and last blocks of each run of equal blocks stay.
+
+Proof: `python -m pytest tests/workloads/test_shrink.py`.
+"""
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from .workload import Workload, WorkloadError
+
+# Begins the text of a workload whose model has fewer layers: `shrink=2:SPEC`.
+SHRINK_PREFIX = "shrink="
+# Parts of the names under which configurations have their number of layers.
+NAMES_OF_DEPTHS = ("layer", "depth", "block")
+
+
+class Shrink:
+    """Makes what a factory makes, with so many layers; the large model is made at most once."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.note = ""
+        self._small: nn.Module | None = None
+
+    def factory(self, factory: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a factory of a module, a module with a batch, or a workload."""
+        made: list[Any] = []
+
+        def small() -> Any:
+            if not made:
+                made.append(self._made(factory))
+            if isinstance(made[0], Workload):
+                return self.workload(made[0])
+            module = copy.deepcopy(self._small)
+            return (module, *made[0][1:]) if isinstance(made[0], tuple) else module
+
+        return small
+
+    def workload(self, workload: Workload) -> Workload:
+        """Return the workload with modules of so many layers."""
+
+        def build() -> nn.Module:
+            if self._small is None:
+                self._made(workload.build)
+            return copy.deepcopy(self._small)  # type: ignore[return-value]
+
+        build()
+        return replace(workload, build=build, notes=(*workload.notes, self.note))
+
+    def _made(self, make: Callable[[], Any]) -> Any:
+        """Call the user's function, keep a small copy of its module, and return the rest."""
+        with contextlib.suppress(Exception), _parameters_without_values():
+            made = make()
+            if (module := _module_of(made)) is not None:
+                self._build_by_configuration(module)
+        if self._small is None:
+            made = make()
+            if isinstance(made, Workload):
+                return made
+            if (module := _module_of(made)) is None:
+                return made  # the caller names what is wrong with it
+            self._cut(module)
+        return made
+
+    def _build_by_configuration(self, module: nn.Module) -> None:
+        """Build the model with fewer layers in its configuration, if that is its only argument."""
+        config = copy.deepcopy(getattr(module, "config", None))
+        depth = max((len(run) for _, run in _runs(module)), default=0)
+        if config is None or depth <= self.num_layers:
+            return
+        changed = []
+        for name, value in list(vars(config).items()):
+            is_depth = any(part in name.lower() for part in NAMES_OF_DEPTHS)
+            if is_depth and value == depth and not isinstance(value, bool):
+                setattr(config, name, self.num_layers)
+                changed.append(name)
+            elif isinstance(value, list) and len(value) == depth:
+                setattr(config, name, value[: self.num_layers])
+        if not changed:
+            return
+        with _parameters_with_values():
+            small = type(module)(config)
+        if max((len(run) for _, run in _runs(small)), default=0) < depth:
+            self._small = small
+            self.note = (
+                f"{self.num_layers} of {depth} layers: built again with {', '.join(changed)} of "
+                "its configuration changed; what the other layers need is not checked"
+            )
+
+    def _cut(self, module: nn.Module) -> None:
+        """Leave the first and last blocks of each run of equal ones."""
+        notes = []
+        for container, run in list(_runs(module)):
+            if len(run) > self.num_layers:
+                kept = [*run[: -(-self.num_layers // 2)], *run[len(run) - self.num_layers // 2 :]]
+                for name in run:
+                    if name not in kept:
+                        delattr(container, name)
+                _number_again(container)
+                notes.append(f"{len(kept)} of {len(run)} {type(container[0]).__name__}")
+        if not notes:
+            raise WorkloadError(
+                f"--shrink {self.num_layers}: {type(module).__name__} has no ModuleList or "
+                f"Sequential with more than {self.num_layers} equal blocks, and no config with "
+                "its number of layers: leave --shrink out, or give a smaller model"
+            )
+        self._small = module
+        self.note = (
+            f"{', '.join(notes)}: the first and last of equal blocks; what the others need is not "
+            "checked"
+        )
+
+
+def split_shrink(spec: str) -> tuple[str, Shrink | None]:
+    """Split the text of a workload into that of the whole model and how it is shrunk."""
+    if not spec.startswith(SHRINK_PREFIX):
+        return spec, None
+    number, _, whole = spec.removeprefix(SHRINK_PREFIX).partition(":")
+    return whole, Shrink(int(number))
+
+
+def _module_of(made: Any) -> nn.Module | None:
+    module = made[0] if isinstance(made, tuple) and made else made
+    return module if isinstance(module, nn.Module) else None
+
+
+def _runs(module: nn.Module) -> Iterator[tuple[Any, Sequence[str]]]:
+    """Yield containers with the names of consecutive children of equal class and shapes.
+
+    Blocks inside of such a run, as experts are, are not looked at.
+    """
+    is_container = isinstance(module, nn.ModuleList | nn.Sequential)
+    # Unlike `named_children`, these have a module that stands twice twice.
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    for _, group in itertools.groupby(children, key=lambda child: _form(child[1])):
+        names = [name for name, _ in group]
+        if is_container and len(names) > 1:
+            yield module, names
+        else:
+            for name in names:
+                yield from _runs(getattr(module, name))
+
+
+def _form(module: nn.Module) -> Any:
+    shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
+    return type(module), shapes
+
+
+def _number_again(container: Any) -> None:
+    children = list(container._modules.values())
+    for name in list(container._modules):
+        delattr(container, name)
+    for number, child in enumerate(children):
+        container.add_module(str(number), child)
+
+
+_register = nn.Module.register_parameter
+
+
+def _parameters_without_values() -> Any:
+    """Let modules that are built inside have parameters of a shape alone."""
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            with torch.no_grad():
+                parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        _register(module, name, parameter)
+
+    return mock.patch.object(nn.Module, "register_parameter", register)
+
+
+def _parameters_with_values() -> Any:
+    return mock.patch.object(nn.Module, "register_parameter", _register)

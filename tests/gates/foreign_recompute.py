@@ -1,0 +1,140 @@
+"""Recompute and offload on torch's own calls, as users write them, and wrong ones.
+
+Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_offload.py`.
+"""
+
+import functools
+
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def around_blocks(model, blocks, around):
+    """Replace each block's forward by `around(forward, *args)`."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        block.forward = functools.partial(around, block.forward)
+
+
+# Recompute.
+
+
+def by_checkpoint(model, *, blocks):
+    around_blocks(model, blocks, functools.partial(checkpoint, use_reentrant=False))
+
+
+def by_reentrant_checkpoint(model, *, blocks):
+    around_blocks(model, blocks, functools.partial(checkpoint, use_reentrant=True))
+
+
+def by_wrapper(model, *, blocks):
+    chosen = {model.get_submodule(name) for name in blocks}
+    apply_activation_checkpointing(model, check_fn=chosen.__contains__)
+
+
+def by_transformers(model, *, blocks):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def by_reentrant_transformers(model, *, blocks):
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
+    tokens = torch.randint(64, (4, 16))
+    return GPT2LMHeadModel(GPT2Config(**sizes)), {"input_ids": tokens, "labels": tokens}
+
+
+def nothing(model, *, blocks):
+    pass
+
+
+def first_block(model, *, blocks):
+    by_checkpoint(model, blocks=blocks[:1])
+
+
+def other_dropout(model, *, blocks):
+    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    around_blocks(model, blocks, again)
+
+
+def detached(model, *, blocks):
+    def run(forward, x, *args):
+        return checkpoint(forward, x.detach().requires_grad_(), *args, use_reentrant=True)
+
+    around_blocks(model, blocks, run)
+
+
+def also_in_evaluation(model, *, blocks):
+    """Keep a graph where there is no backward."""
+
+    def run(forward, *args):
+        with torch.enable_grad():
+            return checkpoint(forward, *args, use_reentrant=False)
+
+    around_blocks(model, blocks, run)
+
+
+def twice(model, *, blocks):
+    by_checkpoint(model, blocks=blocks)
+    by_checkpoint(model, blocks=blocks)
+
+
+# Offload.
+
+
+def on_cpu(model, *, blocks):
+    saving_blocks(model, blocks, functools.partial(save_on_cpu, pin_memory=False))
+
+
+def on_pinned_cpu(model, *, blocks):
+    saving_blocks(model, blocks, functools.partial(save_on_cpu, pin_memory=True))
+
+
+def saving_blocks(model, blocks, context):
+    def run(forward, *args):
+        with context():
+            return forward(*args)
+
+    around_blocks(model, blocks, run)
+
+
+def hooked(pack, unpack):
+    def offload(model, *, blocks):
+        saving_blocks(model, blocks, functools.partial(saved_tensors_hooks, pack, unpack))
+
+    return offload
+
+
+def first_block_on_cpu(model, *, blocks):
+    on_cpu(model, blocks=blocks[:1])
+
+
+def policy_of_torch(model, *, blocks):
+    """Ask torch's policy for offload: in eager mode it recomputes instead."""
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD
+    )
+    again = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    around_blocks(model, blocks, again)
+
+
+copied_and_kept = hooked(lambda tensor: (tensor, tensor.cpu()), lambda kept: kept[0])
+in_half = hooked(
+    lambda tensor: (tensor.dtype, tensor.to("cpu", torch.bfloat16)),
+    lambda kept: kept[1].to(kept[0]),
+)
+shifted = hooked(
+    lambda tensor: tensor.cpu(), lambda tensor: tensor.roll(1) if tensor.numel() > 9999 else tensor
+)

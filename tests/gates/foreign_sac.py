@@ -1,0 +1,133 @@
+"""Selective checkpointing as users write it on torch's own API, and wrong twins of it."""
+
+from collections import Counter
+from functools import partial
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+ATTENTION = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def checkpointed(model, blocks, context_fn, **options):
+    for name in blocks:
+        block = model.get_submodule(name)
+
+        def forward(*args, block=block, own=block.forward, **kwargs):
+            if not (block.training and torch.is_grad_enabled()):
+                return own(*args, **kwargs)
+            return checkpoint(
+                own, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs
+            )
+
+        block.forward = forward
+
+
+def answer(keep):
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saving(operations):
+    """Return the contexts of a policy that saves these operations."""
+
+    def policy(context, operation, *args, **kwargs):
+        return answer(operation in operations)
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+def save_products(model, *, blocks):
+    """Save matrix products and attention."""
+    checkpointed(model, blocks, saving(PRODUCTS + ATTENTION))
+
+
+def every_second_product(model, *, blocks):
+    """Save attention and every second matrix product, counted for each run of a block."""
+
+    def contexts():
+        num_products = Counter()
+
+        def policy(context, operation, *args, **kwargs):
+            if operation not in PRODUCTS:
+                return answer(operation in ATTENTION)
+            num_products[context.is_recompute] += 1
+            return answer(num_products[context.is_recompute] % 2 == 1)
+
+        return create_selective_checkpoint_contexts(policy)
+
+    checkpointed(model, blocks, contexts, preserve_rng_state=True)
+
+
+# Wrong twins.
+
+
+def does_nothing(model, *, blocks):
+    pass
+
+
+def names_what_never_runs(model, *, blocks):
+    names = [aten.linear.default, aten.scaled_dot_product_attention.default]
+    checkpointed(model, blocks, saving(names))
+
+
+def saves_all(model, *, blocks):
+    def policy(context, operation, *args, **kwargs):
+        # The norm overwrites the output of a mean, and torch refuses to keep it.
+        return answer(not operation._schema.is_mutable and operation is not aten.mean.dim)
+
+    checkpointed(model, blocks, partial(create_selective_checkpoint_contexts, policy))
+
+
+class EverySecond(TorchDispatchMode):
+    """Saves every second product, or takes the saved ones; both runs share one count."""
+
+    def __init__(self, count, saved, *, takes):
+        super().__init__()
+        self.count = count
+        self.saved = saved
+        self.takes = takes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        self.count["products"] += 1
+        is_chosen = self.count["products"] % 2 == 1
+        if is_chosen and self.takes:
+            return self.saved.pop(0)
+        out = func(*args, **(kwargs or {}))
+        if is_chosen:
+            self.saved.append(out.detach())
+        return out
+
+
+def counts_on_in_the_second_run(model, *, blocks):
+    """Do what a count that no run resets did in torch before 2.13, which asked the policy twice."""
+
+    def contexts():
+        shared = Counter(), []
+        return EverySecond(*shared, takes=False), EverySecond(*shared, takes=True)
+
+    checkpointed(model, blocks, contexts)
+
+
+def draws_again(model, *, blocks):
+    checkpointed(model, blocks, saving(PRODUCTS + ATTENTION), preserve_rng_state=False)
+
+
+def always_on(model, *, blocks):
+    for name in blocks:
+        block = model.get_submodule(name)
+        contexts = saving(PRODUCTS + ATTENTION)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)

@@ -1,0 +1,88 @@
+"""Loops over time in chunks, as users write them on torch's own checkpoint, and wrong twins.
+
+The models pass a tensor, a tuple as state, and ask for the mean of the outputs.
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+def rerun(run, *args, **options):
+    return checkpoint(run, *args, use_reentrant=False, **options)
+
+
+def unrolled(step, inputs, state, *, sizes, time_dim=0, outputs="mean", around=rerun):
+    """Run chunks of the first size, each in chunks of the next."""
+    assert outputs == "mean"
+
+    def run(sizes, total, inputs, *state):
+        if sizes:
+            for chunk in inputs.split(sizes[0], time_dim):
+                total, *state = around(run, sizes[1:], total, chunk, *state)
+            return total, *state
+        for x in inputs.unbind(time_dim):
+            output, state = step(x, state)
+            total = total + output
+        return total, *state
+
+    total = torch.zeros_like(inputs.select(time_dim, 0))
+    total, *state = run(sizes, total, inputs, *state)
+    return total / inputs.shape[time_dim], tuple(state)
+
+
+def in_chunks(step, inputs, state, **options):
+    return unrolled(step, inputs, state, sizes=[4], **options)
+
+
+def in_nested_chunks(step, inputs, state, *, levels=1, **options):
+    return unrolled(step, inputs, state, sizes=[4] if levels == 1 else [8, 2], **options)
+
+
+# Wrong twins.
+
+
+def in_one_go(step, inputs, state, *, levels=1, **options):
+    return unrolled(step, inputs, state, sizes=[], **options)
+
+
+def detaches_the_state(step, inputs, state, *, levels=1, **options):
+    def around(run, sizes, total, chunk, *state):
+        return rerun(run, sizes, total, chunk, *(one.detach() for one in state))
+
+    return unrolled(step, inputs, state, sizes=[8, 2][-levels:], around=around, **options)
+
+
+def drops_the_rest(step, inputs, state, *, time_dim=0, **options):
+    whole = inputs.shape[time_dim] // 5 * 5
+    inputs = inputs.narrow(time_dim, 0, whole)
+    return unrolled(step, inputs, state, time_dim=time_dim, sizes=[5], **options)
+
+
+def draws_again(step, inputs, state, **options):
+    def around(run, *args):
+        return rerun(run, *args, preserve_rng_state=False)
+
+    return unrolled(step, inputs, state, sizes=[4], around=around, **options)
+
+
+def detaches_the_last_state(step, inputs, state, **options):
+    output, state = in_chunks(step, inputs, state, **options)
+    return output, tuple(one.detach() for one in state)
+
+
+def stacks_first(step, inputs, state, *, time_dim=0, **options):
+    """Hold the output of each timestep until its mean is taken."""
+    outputs = []
+
+    def noting(x, state):
+        output, state = step(x, state)
+        outputs.append(output)
+        return output, state
+
+    _, state = in_one_go(noting, inputs, state, time_dim=time_dim, **options)
+    return torch.stack(outputs).mean(0), state
+
+
+def in_single_steps(step, inputs, state, *, levels=1, **options):
+    """Recompute each step twice, whatever the levels."""
+    return unrolled(step, inputs, state, sizes=[1, 1, 1][: levels + 1], **options)

@@ -1,0 +1,77 @@
+"""Policies, regions and recomputed timesteps under DDP and FSDP2.
+
+python -m pytest tests/primitives/test_techniques_on_ranks.py
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from trained_on_ranks import compare_on_ranks
+
+from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.primitives.regions import apply_regions
+from curry_train.primitives.sac import apply_sac
+from curry_train.primitives.snn_timesteps import recompute_timesteps
+
+
+def blocks_on_ranks():
+    return compare_on_ranks("transformer", apply_sac, apply_regions)
+
+
+def timesteps_on_ranks():
+    return compare_on_ranks("snn", recompute_timesteps)
+
+
+@pytest.mark.parametrize("of_rank", ["blocks_on_ranks", "timesteps_on_ranks"])
+def test_two_ranks_have_the_same_gradients_and_as_many_collectives(of_rank):
+    for found in run_on_ranks(f"{__file__}:{of_rank}"):
+        for figures in found.values():
+            assert figures["syncs"][0] > 0
+            assert len(set(figures["syncs"])) == 1
+            assert set(figures["differences"]) == {0.0}
+
+
+class Reducing(nn.Module):
+    """A block with a collective of its own, as under tensor parallelism."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        total = torch.distributed._functional_collectives.all_reduce(
+            torch.sin(self.linear(x)).detach(), "sum", dist.group.WORLD
+        )
+        return x + torch.sin(self.linear(x) * total)
+
+
+class Reductions(TorchDispatchMode):
+    num_calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_calls += func is torch.ops._c10d_functional.all_reduce.default
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_on_ranks():
+    calls = []
+    gradients = []
+    for policy in (None, "save_expensive", ["aten.mm"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Reducing() for _ in range(2)])
+        if policy:
+            apply_sac(model, policy)
+        with Reductions() as reductions:
+            model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
+        calls.append(reductions.num_calls)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    equal = [all(map(torch.equal, gradients[0], other)) for other in gradients[1:]]
+    return [calls, equal]
+
+
+def test_collectives_are_kept_or_repeated_on_all_ranks_alike():
+    for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
+        assert calls == [2, 2, 4]
+        assert equal == [True, True]

@@ -1,0 +1,153 @@
+"""Every generator continues, and so does a pass over the data.
+
+python -m pytest tests/runs/test_random_state.py
+"""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from curry_train.runs.random_state import (
+    DataPosition,
+    RandomState,
+    generators_of,
+    inexact,
+    restore_random_state,
+    restore_threads,
+    seed_new_rank,
+    take_random_state,
+)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def draws(own):
+    numbers = torch.rand(1).item(), random.random(), numpy.random.rand()
+    return [*numbers, torch.rand(1, generator=own).item()]
+
+
+def test_a_generator_that_only_one_side_has_is_noted():
+    own = generator()
+    taken = take_random_state({"own": own})
+    expected = draws(own)
+    assert restore_random_state(taken, {"own": own}) == []
+    assert draws(own) == expected
+    assert "generator-own was saved, but" in restore_random_state(taken)[0]
+    assert "new was not saved" in restore_random_state(take_random_state(), {"new": own})[0]
+    elsewhere = RandomState({"torch": taken.tensors["torch"], "cuda-97": torch.zeros(16)})
+    notes = restore_random_state(elsewhere)
+    assert [note.split()[0:3] for note in notes] == [
+        ["the", "generator", "cuda-97"],
+        ["numpy's", "generator", "was"],
+    ]
+
+
+def test_a_new_rank_draws_its_own_numbers_and_the_same_ones_each_time():
+    own = generator()
+    first = take_random_state()
+    torch.rand(1)
+    columns = []
+    for state, rank in ((first, 1), (first, 2), (take_random_state(), 1)):
+        seed_new_rank(state, rank, {"own": own})
+        columns.append(draws(own))
+        seed_new_rank(state, rank, {"own": own})
+        assert draws(own) == columns[-1]
+    assert all(len({*drawn}) == 3 for drawn in zip(*columns, strict=True))
+
+
+@pytest.fixture
+def two_cores(monkeypatch):
+    """Let torch compute with one thread of two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("saved", "may_restore", "threads"), [(2, True, 2), (3, True, 1), (0, True, 1), (2, False, 1)]
+)
+def test_threads_are_those_of_the_save_where_the_machine_has_them(
+    saved, may_restore, threads, two_cores
+):
+    note = restore_threads(saved, may_restore=may_restore)
+    assert torch.get_num_threads() == threads
+    assert f"saved with {saved} threads, but 1 are set" in note or threads == saved
+
+
+SAMPLES = range(10)
+LOADERS = {
+    "own generator": lambda own: DataLoader(SAMPLES, 2, shuffle=True, generator=own),
+    "torch's generator": lambda own: DataLoader(SAMPLES, 2, shuffle=True),
+    "sampler": lambda own: DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, generator=own)),
+    "batch sampler": lambda own: DataLoader(
+        SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES, generator=own), 2, False)
+    ),
+    "list": lambda own: [torch.tensor([number]) for number in range(5)],
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_pass_goes_on_with_the_batches_that_are_left(name):
+    loader = LOADERS[name](generator(3))
+    place = DataPosition()
+    place.begin_epoch(4)
+    data = place.iterator(loader, generators_of(loader))
+    for _ in range(2):
+        next(data)
+        place.batch += 1
+    saved = copy.deepcopy(place.state_dict())
+    now = take_random_state(generators_of(loader))
+    left = [batch.tolist() for batch in data]
+
+    loader = LOADERS[name](generator(8))
+    again = DataPosition()
+    again.load_state_dict(saved)
+    assert (again.epoch, again.batch) == (4, 2)
+    data = again.iterator(loader, generators_of(loader))
+    restore_random_state(now, generators_of(loader))
+    assert [batch.tolist() for batch in data] == left
+    with pytest.raises(ValueError, match=r"2 batches of epoch 4 .* now has only 1"):
+        again.iterator([0], {})
+    again.begin_epoch(5)
+    assert again.state_dict() == {"epoch": 5, "batch": 0, "began": None}
+    again.batch = 3
+    assert len([*again.iterator([1, 2, 3], {})]) == 3
+
+
+def test_the_generators_of_a_loader_are_found_once_each():
+    own = [generator() for _ in range(4)]
+    inner = SimpleNamespace(generator=own[3])
+    loader = SimpleNamespace(
+        generator=own[0],
+        sampler=SimpleNamespace(generator=own[1]),
+        batch_sampler=SimpleNamespace(generator=own[2], sampler=inner),
+    )
+    names = ["loader", "sampler", "batch-sampler", "inner-sampler"]
+    assert generators_of(loader) == dict(zip(names, own, strict=True))
+    assert [*generators_of(SimpleNamespace(generator=own[0], sampler=loader))] == ["loader"]
+    assert generators_of([1, 2]) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, None),
+        ({"num_workers": 1, "in_order": True}, None),
+        ({"persistent_workers": True}, None),
+        ({"in_order": False}, None),
+        ({"num_workers": 1, "persistent_workers": True}, "persistent_workers"),
+        ({"num_workers": 1, "in_order": False}, "in_order=False"),
+    ],
+)
+def test_loaders_whose_batches_can_not_be_taken_again_are_named(options, named):
+    why = inexact(SimpleNamespace(**options))
+    assert why is None if named is None else why.startswith(named)

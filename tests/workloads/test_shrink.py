@@ -1,0 +1,112 @@
+"""Tests of the same model with fewer layers.
+
+Run: `python -m pytest tests/workloads/test_shrink.py`.
+"""
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from curry_train.workloads import Workload
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.shrink import Shrink
+from curry_train.workloads.workload import WorkloadError
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.inner:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Config:
+    def __init__(self, num_layers):
+        self.num_layers = num_layers
+        self.kinds = ["even", "odd"] * (num_layers // 2)
+
+
+class Configured(nn.Module):
+    num_built = 0
+
+    def __init__(self, config):
+        super().__init__()
+        type(self).num_built += config.num_layers
+        self.config = config
+        self.layers = nn.ModuleList(Block(4) for _ in config.kinds)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_model_with_a_configuration_is_built_with_fewer_layers():
+    ids = torch.arange(32).reshape(2, 16)
+
+    def factory():
+        config = GPT2Config(n_layer=8, n_embd=16, n_head=2, vocab_size=64)
+        return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+    module, batch = Shrink(2).factory(factory)()
+    assert len(module.transformer.h) == module.config.n_layer == 2
+    assert all(parameter.device.type == "cpu" for parameter in module.parameters())
+    assert batch["input_ids"] is ids
+    module(**batch).loss.backward()
+
+
+def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():
+    shrink = Shrink(2)
+    small = shrink.factory(lambda: Configured(Config(num_layers=6)))
+    first, again = small(), small()
+    assert first.config.kinds == ["even", "odd"]
+    assert Configured.num_built == 6 + 2
+    assert "2 of 6 layers: built again with num_layers" in shrink.note
+    for one, other in zip(first.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert one is not other
+
+
+def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
+    stages = nn.Sequential(*[Block(4) for _ in range(5)], nn.Linear(4, 8), *[Block(8)] * 2)
+    marked = stages[4]
+    shrink = Shrink(2)
+    module = shrink.factory(lambda: stages)()
+    assert [type(layer).__name__ for layer in module] == [
+        "Block",
+        "Block",
+        "Linear",
+        "Block",
+        "Block",
+    ]
+    assert len(module[0].inner) == 3  # of a block that stays nothing is cut
+    torch.testing.assert_close(module[1].inner[0].weight, marked.inner[0].weight)
+    assert "2 of 5 Block" in shrink.note
+
+
+def test_a_workload_is_shrunk_by_its_own_build():
+    workload = Workload(
+        "net",
+        build=lambda: nn.Sequential(*[Block(4) for _ in range(4)]),
+        batch=lambda size: torch.ones(size, 4),
+        loss=lambda module, batch: module(batch).sum(),
+    )
+    small = Shrink(1).factory(lambda: workload)()
+    assert len(small.build()) == 1
+    assert "1 of 4 Block" in small.notes[0]
+
+
+def test_a_builtin_model_is_loaded_smaller_by_its_text():
+    small = load_workload("shrink=2:transformer")
+    assert small.spec == "shrink=2:transformer"
+    assert sum(type(one).__name__ == "Block" for one in small.build().modules()) == 2
+
+
+def test_a_model_that_repeats_nothing_is_an_error():
+    with pytest.raises(WorkloadError, match="no ModuleList or Sequential with more than 2 equal"):
+        Shrink(2).factory(lambda: nn.Linear(4, 4))()
