@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/cli/test_cli.py`.
 """
 
+import inspect
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from curry_train.cli.main import main
 from curry_train.cli.validate import validate_command
 from curry_train.gates import discover
+from curry_train.gates.implementation import CONTRACTS
 from curry_train.gates.verdict import Gate, GateRow, Verdict, measure_rows
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
@@ -28,7 +30,7 @@ def run(monkeypatch):
 def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
     ended = run(*QUICK)
     assert ended.exit_code == 0, ended.output
-    assert "grad-accum/uneven          held on model + loss: worst" in ended.output
+    assert "  grad-accum/uneven           held on model + loss: worst" in ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output
     assert "2 gates ran your model, 2 its loss" in ended.output
     assert max(map(len, ended.output.splitlines())) <= 80
@@ -77,9 +79,8 @@ def test_a_gate_that_does_not_apply_has_a_reason_and_does_not_fail(run, monkeypa
     assert ended.exit_code == 0
     assert "1 n/a: no such layer" in ended.output
     assert "1 held, 0 failed, 1 not applicable" in ended.output
-    assert (
-        "some/gate                  n/a: no such layer" in run("--model", "mlp", "--figures").output
-    )
+    figures = run("--model", "mlp", "--figures").output
+    assert "  some/gate                   n/a: no such layer" in figures
 
 
 def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch):
@@ -144,7 +145,7 @@ def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, m
     end = "2 held, 1 failed, 3 not applicable; --figures shows what each measured"
     assert lines[-2:] == [end, "0 gates ran your model"]
     narrowed = run("--model", "mlp", "--gate", "a").output
-    assert "a/one                      held on nothing: 3 of 4" in narrowed
+    assert "  a/one                       held on nothing: 3 of 4" in narrowed
     assert "--figures" not in narrowed
 
 
@@ -256,6 +257,16 @@ def test_an_unwritable_json_path_is_refused_before_the_gates_run(run, tmp_path):
 
 def test_gates_are_listed_without_being_run(run):
     assert run("--list").output.split() == [gate.name for gate in discover()]
+
+
+def test_the_list_with_figures_tells_how_each_implementation_is_called(run):
+    listed = run("--list", "--figures").output
+    assert max(map(len, listed.partition("What --impl takes")[2].splitlines())) <= 80
+    for contract in CONTRACTS.values():
+        assert f"\n  {contract.name}{inspect.signature(contract.call)}\n" in listed
+    only_accum = run("--list", "--figures", "--gate", "grad-accum").output
+    assert "  train_window(" in only_accum
+    assert "apply_sac" not in only_accum
 
 
 def test_every_technique_has_gates_and_every_built_in_workload_is_named_in_the_help(run):

@@ -34,6 +34,8 @@ READY = (
     "yaml",
 )
 READY += ("torch.distributed.checkpoint", "torch.distributed.fsdp")
+# A command that runs in this process has a temporary folder of its own, which it deletes at its end.
+FOLDER_AT_IMPORT = tempfile.gettempdir()
 ASKS = """
 import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
@@ -53,7 +55,8 @@ sys.exit(status)
 @functools.cache
 def warm_python() -> str:
     """Return the path of the command, which exists until this process ends."""
-    folder = tempfile.TemporaryDirectory(prefix="warm")  # a socket's path must be short
+    # A socket's path must be short.
+    folder = tempfile.TemporaryDirectory(prefix="warm", dir=FOLDER_AT_IMPORT)
     place, command = Path(folder.name) / "socket", Path(folder.name) / "python"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [sys.executable, "-P", __file__, str(place)]

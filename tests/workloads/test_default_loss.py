@@ -238,14 +238,14 @@ def last_alone(model, window, loss, optimizer, **options):
 def test_microbatches_differ_though_the_factory_has_few_samples(rows):
     case = Case(learned(lambda: Towers(Pair), X[:rows]))
     assert equal_windows(case).passed
-    assert equal_windows(case, train=last_alone).passed is False
+    assert equal_windows(case, train_window=last_alone).passed is False
 
 
 def no_step(check, build, batch):
     def train(model, window, loss, optimizer, **options):
         return SimpleNamespace(loss=0.0)
 
-    return check(Case(learned(build, batch)), train=train)
+    return check(Case(learned(build, batch)), train_window=train)
 
 
 def test_tokens_of_a_prompt_in_front_have_no_labels():

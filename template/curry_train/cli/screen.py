@@ -103,20 +103,12 @@ def errors_that_fit() -> Iterator[None]:
 class ScreenHelp(click.Command):
     """Render help in few lines: summary, options, exit status and one example.
 
-    `example` is what follows the name of the command in a call that works, and `more` are lines of
-    a section at the end.
+    `example` is what follows the name of the command in a call that works.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        example: str | None = None,
-        more: Sequence[str] = (),
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *args: Any, example: str | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.example = example
-        self.more = more
 
     def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
         """Run the command; output that can't be written ends it in one line."""
@@ -165,8 +157,7 @@ class ScreenHelp(click.Command):
         summary, status = _paragraphs(self.help or "")
         usage = [ctx.command_path, *_required(self, ctx), *self.collect_usage_pieces(ctx)]
         lines = [f"Usage: {' '.join(usage)}", *summary, "", *self.body_lines(ctx)]
-        lines += [*status, *self.example_lines(ctx), *self.more]
-        formatter.write("\n".join(lines) + "\n")
+        formatter.write("\n".join([*lines, *status, *self.example_lines(ctx)]) + "\n")
 
     def body_lines(self, ctx: click.Context) -> list[str]:
         """Return a line or two for each option, and those of every command after them."""

@@ -263,23 +263,20 @@ def _matches(gate: Gate, pattern: str) -> bool:
     return fnmatch.fnmatch(gate.name, pattern) or gate.name.startswith(f"{pattern}/")
 
 
-def contract_lines() -> list[str]:
-    """Return the section of the help on what `--impl` takes."""
-    lines = ["", "What --impl takes, by its name, and how the gates call it:"]
+def list_contracts(gates: Sequence[Gate]) -> str:
+    """Return what `--impl` takes for these gates, by its name, and how it is called."""
+    names = {name for gate in gates for name in gate.takes}
+    lines = ["What --impl takes, by its name, and how the gates call it:"]
     for contract in CONTRACTS.values():
-        lines.append(f"  {contract.name}{inspect.signature(contract.call)}")
-        lines += textwrap.wrap(
-            contract.promise, 80, initial_indent="      ", subsequent_indent="      "
-        )
-    return lines
+        if contract.name in names:
+            lines.append(f"  {contract.name}{inspect.signature(contract.call)}")
+            lines += textwrap.wrap(
+                contract.promise, 80, initial_indent="      ", subsequent_indent="      "
+            )
+    return "\n".join(lines if names else [])
 
 
-@click.command(
-    "validate",
-    cls=ScreenCommand,
-    example="--model mlp --gate grad-accum",
-    more=contract_lines(),
-)
+@click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
 @training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
@@ -293,8 +290,8 @@ def contract_lines() -> list[str]:
     "implementations",
     multiple=True,
     metavar="SPEC",
-    help="Check package.module:function instead of ours, or NAME=SPEC with a name below. "
-    "Repeatable.",
+    help="Check package.module:function instead of ours, or NAME=SPEC; --list --figures tells "
+    "how each is called. Repeatable.",
 )
 @run_options
 @click.option(
@@ -303,7 +300,10 @@ def contract_lines() -> list[str]:
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
 @click.option("--thorough", is_flag=True, help="Run the gates that take longer as well.")
 @click.option(
-    "--list", "list_only", is_flag=True, help="List the gates, with --figures their claims; exit."
+    "--list",
+    "list_only",
+    is_flag=True,
+    help="List the gates, with --figures their claims and what --impl takes; exit.",
 )
 def validate_command(
     models: tuple[str, ...],
@@ -329,7 +329,8 @@ def validate_command(
     gates = choose_gates(patterns, given)
     place = choose_device(device)
     if list_only:
-        click.echo(list_claims(gates) if figures else "\n".join(gate.name for gate in gates))
+        names = "\n".join(gate.name for gate in gates)
+        click.echo(f"{list_claims(gates)}\n\n{list_contracts(gates)}" if figures else names)
         return
     gates, left_out = quick_gates(gates, () if thorough else patterns, thorough=thorough)
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""

@@ -292,7 +292,8 @@ class RankProcesses:
 
     @property
     def is_running(self) -> bool:
-        return bool(self._processes) and all(one.poll() is None for one in self._processes)
+        is_folder = Path(self._folder.name).is_dir()  # the caller may have deleted its own
+        return bool(self._processes) and is_folder and all(p.poll() is None for p in self._processes)
 
     def close(self) -> None:
         while self._processes:
