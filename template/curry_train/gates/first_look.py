@@ -11,7 +11,8 @@ Proof: `python -m pytest tests/gates/test_first_look.py`.
 """
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure_compiled import holds_compiled_code
 from ..core.rerun import Generators, buffers_kept, seeded
 from ..primitives.checkpointed import TORCH_ATTRIBUTES
+from ..primitives.grad_flow_probe import in_backward
 from ..primitives.running_blocks import (
     ForwardRecord,
     HooksRefused,
@@ -40,7 +42,7 @@ COMPARE_CALLS = ("grad-accum/*",)
 MEASURE_FIRST = (
     "recompute/parity-sequential",
     "recompute/parity-selective",
-    "recompute/budget-*",
+    "recompute/budget",
     "recompute/offload-*",
     "sac/parity-regions",
 )
@@ -55,7 +57,7 @@ DERIVE_INSIDE = (
     "recompute/off",
     "recompute/offload-*",
     "recompute/profiler",
-    "recompute/budget-*",
+    "recompute/budget",
     "sac/*",
 )
 # Gates that read storages and lengths, which nested tensors have not.
@@ -64,7 +66,7 @@ MEASURE_TENSORS = (
     "grad-flow/*",
     "memory-plan/*",
     "recompute/memory",
-    "recompute/budget-*",
+    "recompute/budget",
     "recompute/offload-*",
     "recompute/parity-sequential",
     "recompute/profiler",
@@ -72,6 +74,8 @@ MEASURE_TENSORS = (
 )
 # Gates that predict what backward recomputes in each block.
 EXPECT_BACKWARD = ("recompute/flops", "recompute/profiler", "sac/products")
+# Gates that count calls in blocks, of which some may run in backward already.
+COUNT_CALLS = (*EXPECT_BACKWARD, "grad-flow/*", "recompute/off", "sac/regions")
 # Gates that count the bytes of one step, or take several steps of one module.
 HOLD_ONE_STEP = (
     "bench/peak",
@@ -81,6 +85,16 @@ HOLD_ONE_STEP = (
     "recompute/profiler",
     "sac/regions",
 )
+# Gates that compare one step of a module with a later one, or with a step of another module.
+COMPARE_STEPS = (
+    *COMPARE_CALLS,
+    *MEASURE_FIRST,
+    *HOLD_ONE_STEP,
+    "bench/timed",
+    "grad-flow/two-ranks",
+)
+# Gates that restore what a checkpoint holds.
+RESUME = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
 # Gates that save the model's state.
 NEED_SAVING = ("checkpoint-policy/*", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
@@ -133,7 +147,7 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             f"{listed(scripted)}: scripted, so neither hooks nor techniques reach what runs "
             "inside; judge the model before torch.jit.script"
         )
-        yield FailureCause(cause, ("*",))
+        yield FailureCause(cause, (*CHANGE_BLOCKS, "bench/*", "snn-timesteps/*"))
         return
     with seeded(case.seed):
         unused = case.workload.build()
@@ -144,20 +158,28 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             ("memory-plan/*",),
         )
     batch = case.batch()
+    if type(module).__name__ == "OptimizedModule":
+        yield FailureCause(
+            "the model is compiled as a whole, which runs its layers without their hooks: judge it "
+            "before torch.compile",
+            ("grad-flow/*",),
+        )
     yield from _on_batch(batch)
     yield from _on_saving(module)
     try:
         names = list(find_blocks(module, case.blocks))
     except NoBlocks:
         names = []
+    checkpointed: set[str] = set()
     try:
         record = record_forward(module, batch, case.workload.mean_loss)
         yield from _on_blocks(record, names)
+        checkpointed = {*unusual_blocks(record, names).get("checkpointed", ("", ()))[1]}
         names = [name for name in names if name in record.calls]
     except HooksRefused as refusal:
         yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
     yield from _on_calls(case, module, batch)
-    yield from _on_step(case, batch, names)
+    yield from _on_step(case, batch, names, checkpointed)
 
 
 def _on_batch(batch: Any) -> Iterator[FailureCause]:
@@ -193,13 +215,17 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
 
 
 def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
-    """Compare two calls of one module on one batch."""
+    """Compare calls of one module on one batch."""
     loss = case.workload.mean_loss
-    values = []
     attributes = _tensor_attributes(module)
-    for _ in range(2):
-        with seeded(case.seed), buffers_kept(module):
-            values.append(loss(module, batch).item())
+    before = _numbers_and_generators(module)
+    values = [_loss_of_call(case, module, batch) for _ in range(2)]
+    changing = [
+        name for name, value in _numbers_and_generators(module).items() if before.get(name) != value
+    ]
+    # A counter may act only in each n-th call.
+    while changing and len(set(values)) == 1 and len(values) < CALLS_OF_A_COUNTER:
+        values.append(_loss_of_call(case, module, batch))
     kept = [
         name
         for name, tensor in _tensor_attributes(module).items()
@@ -211,25 +237,67 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             "has one, and counts in what the next step holds; reset it before each step",
             HOLD_ONE_STEP,
         )
-    if values[0] != values[1]:
+    if values[-1] != values[0]:
+        where = f"{listed(changing)}: " if changing else ""
         yield FailureCause(
-            f"state stays in the model between calls: the loss of one batch changes from "
-            f"{values[0]:.6g} to {values[1]:.6g} with the same parameters, buffers and random "
-            "numbers; keep such state in buffers, or reset it in each call",
-            (*COMPARE_CALLS, *MEASURE_FIRST, "loss-spike/*"),
+            f"{where}state stays in the model between calls: the loss of one batch changes from "
+            f"{values[0]:.6g} to {values[-1]:.6g} with the same parameters, buffers and random "
+            "numbers, and a resumed run begins with other state; keep it in buffers, or reset it "
+            "in each call",
+            (*COMPARE_STEPS, *RESUME),
+        )
+    with seeded(case.seed):
+        loss(module, batch)
+    after = _loss_of_call(case, module, batch)
+    if values[-1] == values[0] != after:
+        yield FailureCause(
+            f"each call changes buffers, and with them the loss of one batch, from {values[0]:.6g} "
+            f"to {after:.6g}, so steps of one module can't be compared; judge it without them",
+            COMPARE_STEPS,
         )
     module.eval()
-    with seeded(case.seed), buffers_kept(module):
-        before = Generators(tree_iter(batch))
-        loss(module, batch)
-        draws = before.moved()
-    module.train()
+    try:
+        with seeded(case.seed), buffers_kept(module):
+            generators = Generators(tree_iter(batch))
+            loss(module, batch)
+            draws = generators.moved()
+    except Exception as error:  # noqa: BLE001 the user's model may raise anything
+        yield FailureCause(
+            f"the model raises {type(error).__name__} in eval mode: {error}; gates that compare "
+            "two calls need that mode, in which nothing is random",
+            ("*",),
+            symptom=str(error).partition("\n")[0].lower(),
+        )
+        return
+    finally:
+        module.train()
     if draws:
         yield FailureCause(
             "the model draws random numbers in eval mode, so two calls can't be compared: draw "
             "them only if module.training is set",
             COMPARE_CALLS,
         )
+
+
+# Calls after which a number that changes in each is taken for one that changes nothing else.
+CALLS_OF_A_COUNTER = 20
+
+
+def _loss_of_call(case: Case, module: nn.Module, batch: Any) -> float:
+    with seeded(case.seed), buffers_kept(module):
+        return case.workload.mean_loss(module, batch).item()
+
+
+def _numbers_and_generators(module: nn.Module) -> dict[str, Any]:
+    """Return numbers and states of generators in plain attributes of the modules, by name."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if isinstance(value, int | float):
+                found[f"{name}.{attribute}".removeprefix(".")] = value
+            elif isinstance(value, torch.Generator):
+                found[f"{name}.{attribute}".removeprefix(".")] = bytes(value.get_state().tolist())
+    return found
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
@@ -260,11 +328,41 @@ def _on_saving(module: nn.Module) -> Iterator[FailureCause]:
         yield FailureCause(str(error), NEED_SAVING)
 
 
-def _on_step(case: Case, batch: Any, names: Sequence[str]) -> Iterator[FailureCause]:
+def _on_step(
+    case: Case, batch: Any, names: Sequence[str], checkpointed: Set[str]
+) -> Iterator[FailureCause]:
     """Find gradients that are not dense, and blocks that get none."""
     module = case.build()
+    again: list[str] = []
+    hooks = [
+        module.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name: again.append(name) if in_backward() else None
+        )
+        for name in names
+    ]
+    before = {id(tensor) for tensor in _living_tensors()}
     with seeded(case.seed):
         case.workload.mean_loss(module, batch).backward()
+    for hook in hooks:
+        hook.remove()
+    known = {id(value) for value in (*module.state_dict(keep_vars=True).values(),)}
+    known |= {id(parameter.grad) for parameter in module.parameters()}
+    known |= {id(tensor) for tensor in _tensor_attributes(module).values()}
+    left = [tuple(tensor.shape) for tensor in _living_tensors() if id(tensor) not in before | known]
+    if left:
+        yield FailureCause(
+            f"{len(left)} tensors of a step, the first of shape {left[0]}, stay alive after it, in "
+            "a closure or a list outside of the modules, and count in what the next step holds; "
+            "let go of them after each step",
+            HOLD_ONE_STEP,
+        )
+    # Blocks that are checkpointed one by one save nothing, which is another finding.
+    if set(again) - checkpointed:
+        yield FailureCause(
+            f"{listed(sorted({*again}))}: the model recomputes these by itself in backward, which "
+            "counts with what a technique on them recomputes; turn that off",
+            COUNT_CALLS,
+        )
     sparse = [
         name
         for name, parameter in module.named_parameters()
@@ -285,6 +383,11 @@ def _on_step(case: Case, batch: Any, names: Sequence[str]) -> Iterator[FailureCa
             "quantizer, or leave the blocks out",
             EXPECT_BACKWARD,
         )
+
+
+def _living_tensors() -> list[Tensor]:
+    gc.collect()
+    return [one for one in gc.get_objects() if type(one) is Tensor]
 
 
 def _is_unreached(block: nn.Module) -> bool:

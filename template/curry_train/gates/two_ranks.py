@@ -41,8 +41,6 @@ from .verdict import NotApplicable, Verdict, not_applicable
 
 # Variables that torchrun sets for a rank. A rank loads the workload with this process's values.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# Errors by which DDP and FSDP2 refuse a model.
-ERRORS_OF_WRAPPERS = (AssertionError, NotImplementedError, RuntimeError, TypeError, ValueError)
 # Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that.
 Wrapped = Callable[..., nn.Module]
 # Of each rank, by "DDP" and "FSDP2": its figures, or why torch refuses the model as "refused".
@@ -117,7 +115,7 @@ def under_both(
     `measure` gets a function that makes it. `unused` tells that the batch uses only a part of the
     parameters, and `training` that layers drop out; the ranks have to drop the same ones then.
     """
-    with torch.no_grad(), GradientSyncs() as plain:
+    with GradientSyncs() as plain:  # with gradients: the loss may take derivatives
         case.workload.loss(case.build().eval(), batch)
     if plain.num_in_forward:
         why = "the model itself communicates between ranks, which computes another function"
@@ -133,7 +131,7 @@ def under_both(
                 wrapped = make().train(training)
                 with seeded(case.seed):
                     case.workload.loss(wrapped, batch).backward()
-            except ERRORS_OF_WRAPPERS as error:
+            except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
                 refused = f"{type(error).__name__}: {error}"
                 continue
             found[kind] = measure(make, kind)
@@ -212,6 +210,8 @@ def printed_bits(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     local = value.to_local() if isinstance(value, DTensor) else value
+    if local.layout is not torch.strided:
+        local = local.to_dense()
     data = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(data).hexdigest()
 
@@ -293,7 +293,9 @@ class RankProcesses:
     @property
     def is_running(self) -> bool:
         is_folder = Path(self._folder.name).is_dir()  # the caller may have deleted its own
-        return bool(self._processes) and is_folder and all(p.poll() is None for p in self._processes)
+        return (
+            bool(self._processes) and is_folder and all(p.poll() is None for p in self._processes)
+        )
 
     def close(self) -> None:
         while self._processes:

@@ -52,7 +52,8 @@ def bare_name(model: nn.Module, name: str) -> str:
         wrapped = _wrapped(module) if module is not None else None
         if wrapped is None or step != wrapped[0]:
             bare_path.append(step)
-        module = module._modules.get(step) if module is not None else None
+        # A scripted module has no dict of its parts.
+        module = module._modules[step] if module is not None and step in module._modules else None
     return ".".join(bare_path)
 
 
@@ -60,7 +61,7 @@ def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the attribute in which a wrapper holds a module, and the module."""
     names = ("module",) if isinstance(module, _PARALLEL_WRAPPERS) else _WRAPPED_ATTRIBUTES
     for name in names:
-        if isinstance(inner := module._modules.get(name), nn.Module):
+        if isinstance(inner := getattr(module, name, None), nn.Module):
             return name, inner
     return None
 

@@ -63,12 +63,16 @@ def map_tensors(
             if part.init:
                 changed[part.name] = map_tensors(getattr(batch, part.name), function, move=move)
         return replace(batch, **changed)
-    if _has_tensors(batch):
-        mapped = copy.copy(batch)
-        for name, value in vars(batch).items():
-            object.__setattr__(mapped, name, map_tensors(value, function, move=move))
-        return mapped
-    return batch
+    return _map_attributes(batch, function, move) if _has_tensors(batch) else batch
+
+
+def _map_attributes(
+    batch: Any, function: Callable[[Tensor], Any], move: Callable[[Any], Any]
+) -> Any:
+    mapped = copy.copy(batch)
+    for name, value in vars(batch).items():
+        object.__setattr__(mapped, name, map_tensors(value, function, move=move))
+    return mapped
 
 
 def _has_tensors(batch: Any) -> bool:
@@ -86,21 +90,26 @@ SIZES_TO_COMPARE = (2, 4)
 def batch_size(batch: Any) -> int:
     """Return the number of samples: the leading dimension of the first tensor that has one.
 
-    A packed sequence and a batch of graphs count their samples; another object is one sample.
+    A packed sequence and a batch of graphs count their samples; another object without tensors is
+    one sample.
     """
     sizes: list[int] = []
     others: list[Any] = []
 
+    def add(tensor: Tensor) -> None:
+        if tensor.dim():
+            sizes.append(tensor.size(0))
+
     def count(value: Any) -> Any:
-        if (samples := _samples_of(value)) is None:
-            others.append(value)
-        else:
+        if (samples := _samples_of(value)) is not None:
             sizes.append(len(samples))
+        elif _has_tensors(value):
+            _map_attributes(value, add, count)
+        else:
+            others.append(value)
         return value
 
-    map_tensors(
-        batch, lambda tensor: sizes.append(tensor.size(0)) if tensor.dim() else None, move=count
-    )
+    map_tensors(batch, add, move=count)
     if not sizes and not others:
         raise ValueError(
             f"a {type(batch).__name__} has no tensor with a batch dimension: return tensors in "
@@ -129,6 +138,8 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
 
     def divide(value: Any) -> Any:
         samples = _samples_of(value)
+        if samples is None and _has_tensors(value):
+            return _map_attributes(value, select, divide)
         if samples is None or len(samples) != size:
             raise IndivisibleBatch(
                 f"a {type(value).__name__} can't be divided into samples: return a Workload whose "

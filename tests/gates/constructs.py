@@ -1,0 +1,348 @@
+"""Models and losses of unusual form that train as their authors want, as factories of workloads."""
+
+import functools
+import random
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from curry_train.workloads.workload import Workload
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block):
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(*(block() for _ in range(3)))
+
+    def forward(self, x):
+        return self.run(self.embed(x))
+
+    def run(self, x):
+        return self.layers(x)
+
+
+# Models that run their blocks in another way.
+
+
+class CallsForward(Model):
+    """Calls forward of its blocks, past their hooks."""
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer.forward(x)
+        return x
+
+
+class CheckpointsAll(Model):
+    def run(self, x):
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+class CheckpointsSegments(Model):
+    """Checkpoints all segments but the last, as torch's function does."""
+
+    def run(self, x):
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+class CheckpointsList(Model):
+    def run(self, x):
+        return checkpoint_sequential(list(self.layers), 3, x, use_reentrant=False)
+
+
+class Loops(Model):
+    def run(self, x):
+        for _ in range(3):
+            x = self.layers(x)
+        return x
+
+
+class DropsLayers(Model):
+    """Runs each layer or leaves it out, at random."""
+
+    def run(self, x):
+        for layer in self.layers:
+            if not self.training or random.random() < 0.5 or layer is self.layers[0]:
+                x = layer(x)
+        return x
+
+
+class KeepsLast(Model):
+    """Keeps its last output, for a regularizer or a plot."""
+
+    def run(self, x):
+        self.last = self.layers(x)
+        return self.last
+
+
+class RaisesInEval(Model):
+    def run(self, x):
+        if not self.training:
+            raise RuntimeError("call generate() in eval mode")
+        return self.layers(x)
+
+
+class Communicates(Model):
+    """Sums its output over ranks, as expert parallel models do."""
+
+    def run(self, x):
+        y = self.layers(x)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(y.detach())
+        return y
+
+
+class MasksInTraining(Model):
+    """Has a parameter that eval mode does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask = nn.Parameter(torch.ones(WIDTH))
+
+    def run(self, x):
+        return self.layers(x * self.mask if self.training else x)
+
+
+class Scales(Model):
+    """Has a scalar parameter, which FSDP2 refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def run(self, x):
+        return self.scale * self.layers(x)
+
+
+# Blocks.
+
+
+class KeepsInClosure(Block):
+    """Keeps the last activation in the closure of a function."""
+
+    def __init__(self):
+        super().__init__()
+        kept = []
+
+        def keep(x):
+            kept[:] = [x]
+            return x
+
+        self.keep = keep
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.keep(self.up(x))))
+
+
+class EveryNth(Block):
+    """Acts in each n-th call, which it counts in a Python number."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.n = n
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = super().forward(x)
+        return torch.sin(x) * torch.cos(x) if self.calls % self.n == 0 else x
+
+
+class Counts(Block):
+    """Counts its calls in a buffer or a Python number; a share of them enters the output."""
+
+    def __init__(self, calls, share=0.0):
+        super().__init__()
+        self.share = share
+        if isinstance(calls, torch.Tensor):
+            self.register_buffer("calls", calls.clone())
+        else:
+            self.calls = calls
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (1 + self.share * self.calls)
+
+
+class OwnGenerator(Block):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return super().forward(x + torch.rand(x.shape, generator=self.generator) / 10)
+
+
+class Spectral(Block):
+    """Has a weight that is divided by its norm, which a buffer estimates."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.utils.parametrizations.spectral_norm(self.up)
+
+
+class InFourierSpace(Block):
+    """Has a complex parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x):
+        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH))
+
+
+class Differentiates(nn.Module):
+    """Takes a derivative inside of its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU())
+
+    def forward(self, x):
+        energy = torch.func.grad(lambda value: self.inner(value).square().sum())
+        return x + torch.func.vmap(energy)(x)
+
+
+# Losses and batches.
+
+
+def squares(model, batch):
+    return model(batch).square().sum()
+
+
+def with_derivative(model, batch):
+    """Penalize the derivative by the input, as physics-informed losses do."""
+    batch = batch.detach().requires_grad_()
+    out = model(batch)
+    (slope,) = torch.autograd.grad(out.tanh().sum(), batch, create_graph=True)
+    return slope.square().sum() + out.square().sum()
+
+
+def noisy(model, batch):
+    return squares(model, batch) * torch.rand(())
+
+
+def of_last(model, batch):
+    return squares(model, batch) + model.last.abs().sum()
+
+
+def rows(size):
+    return torch.randn(size, 32, WIDTH)
+
+
+class Rows:
+    """A batch of the user's own class."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def to(self, device):
+        return Rows(self.x.to(device))
+
+
+def own_rows(size):
+    return Rows(rows(size))
+
+
+def of_own_rows(model, batch):
+    return squares(model, batch.x)
+
+
+def with_momentum(model):
+    return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, nesterov=True)
+
+
+class Looks(nn.Module):
+    """Looks rows up, whose gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, WIDTH, sparse=True)
+        self.body = Model()
+
+    def forward(self, words):
+        return self.body(self.table(words))
+
+
+def words(size):
+    return torch.randint(0, 50, (size, 32))
+
+
+def of_block(*args, **options):
+    return functools.partial(Model, functools.partial(*args, **options))
+
+
+def compiled():
+    return torch.compile(Model(), backend="aot_eager")
+
+
+def compiled_blocks():
+    model = Model()
+    for block in model.layers:
+        block.compile(backend="aot_eager")
+    return model
+
+
+CONSTRUCTS = {
+    "calls_forward": [CallsForward],
+    "checkpoints_all": [CheckpointsAll],
+    "checkpoints_segments": [CheckpointsSegments],
+    "checkpoints_list": [CheckpointsList],
+    "loops": [Loops],
+    "drops_layers": [DropsLayers],
+    "keeps_last": [KeepsLast, of_last],
+    "keeps_in_closure": [of_block(KeepsInClosure)],
+    "raises_in_eval": [RaisesInEval],
+    "communicates": [Communicates],
+    "masks_in_training": [MasksInTraining],
+    "scales": [Scales],
+    "every_second": [of_block(EveryNth, 2)],
+    "every_fourth": [of_block(EveryNth, 4)],
+    "every_fifth": [of_block(EveryNth, 5)],
+    "counts_in_buffer": [of_block(Counts, torch.tensor(0))],
+    "counts_in_python": [of_block(Counts, 0)],
+    "counted_in_buffer": [of_block(Counts, torch.tensor(0), share=0.1)],
+    "counted_in_python": [of_block(Counts, 0, share=0.1)],
+    "own_generator": [of_block(OwnGenerator)],
+    "spectral": [of_block(Spectral)],
+    "in_fourier_space": [of_block(InFourierSpace)],
+    "differentiates": [of_block(Differentiates)],
+    "scripted": [lambda: Model(lambda: torch.jit.script(Block()))],
+    "data_parallel": [lambda: nn.DataParallel(Model())],
+    "compiled": [compiled],
+    "compiled_blocks": [compiled_blocks],
+    "derivative_in_loss": [Model, with_derivative],
+    "noisy_loss": [Model, noisy],
+    "own_batch": [Model, of_own_rows, own_rows, {"count": len}],
+    "own_optimizer": [Model, squares, rows, {"optimizer": with_momentum}],
+    "sparse": [Looks, squares, words],
+}
+
+
+def workload(name, build, loss=squares, batch=rows, more=None):
+    return Workload(name, build, batch, loss, spec=f"{__file__}:{name}", **more or {})
+
+
+for _name, _parts in CONSTRUCTS.items():
+    globals()[_name] = functools.partial(workload, _name, *_parts)
