@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.parity import compare, record_step
+from curry_train.core.parity import NothingToCompare, check_comparable, compare, record_step
 from curry_train.core.rerun import seeded
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
@@ -145,3 +145,13 @@ def test_imaginary_parts_count_within_a_tolerance():
     (difference,) = compare(reference, turned, tolerance=0.1).differences
     assert difference.error == pytest.approx(0.5)
     assert compare(reference, step_with(1.01), tolerance=0.1).holds
+
+
+@pytest.mark.parametrize("scale", [0.0, None])
+def test_gradients_of_zeros_and_none_at_all_can_not_be_compared(scale):
+    def loss(module, batch):
+        value = module(batch).sum()
+        return value.detach() if scale is None else value * scale
+
+    with pytest.raises(NothingToCompare, match="below the rounding"):
+        check_comparable(record_step(nn.Linear(8, 8), torch.randn(2, 8), loss))

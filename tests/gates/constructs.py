@@ -304,6 +304,168 @@ def compiled_blocks():
     return model
 
 
+class GrowsList(nn.Module):
+    """Appends to the list that it gets, where torch's SAC raises."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, WIDTH))
+
+    def forward(self, before):
+        before.append(self.layers(torch.cat(before, -1)))
+        return before
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(GrowsList(WIDTH * (depth + 1)) for depth in range(3))
+
+    def forward(self, x):
+        outputs = [x]
+        for block in self.blocks:
+            outputs = block(outputs)
+        return torch.cat(outputs, -1)
+
+
+class Normalized(Block):
+    """Has batch statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+class SharesWeight(Model):
+    """Shares a weight among blocks under autocast, which casts it once for all."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.up.weight = self.layers[0].up.weight
+
+    def run(self, x):
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return self.layers(x).float()
+
+
+class ReusesLayer(Model):
+    """Calls a layer of a block once more, outside of the block."""
+
+    def run(self, x):
+        first = self.layers[0]
+        return self.layers(x) + first.down(first.up(x))
+
+
+class Part(nn.Module):
+    """Has parameters that are frozen or not used, and returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x):
+        return {"hidden": F.relu(self.frozen(F.relu(self.first(x)))), "count": len(x)}
+
+
+class Parts(Model):
+    def __init__(self):
+        super().__init__(Part)
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(x)["hidden"]
+        return x
+
+
+class KeepsMask(Model):
+    """Makes a mask in its first forward, and keeps it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+
+    def run(self, x):
+        if self.mask is None:
+            self.register_buffer("mask", torch.arange(WIDTH) % 5 > 0, persistent=False)
+        return self.layers(x) * self.mask
+
+
+class Cell(nn.Module):
+    """Writes chunks of one storage in turn, of which ours moves the first alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.cell(x.flatten(0, -2))[0].view(x.shape)
+
+
+class Scale(nn.Module):
+    """Has no matrix product, and so no FLOPs to count."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.sigmoid(x * self.scale)
+
+
+class Steep(nn.Module):
+    """A product, whose gradients are thousands of times as large as its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return 100 * self.layer(x) ** 3
+
+
+class Words(nn.Module):
+    """A head that is tied to its embedding or has a bias."""
+
+    def __init__(self, *, is_tied=False):
+        super().__init__()
+        self.table = nn.Embedding(256, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 256, bias=not is_tied)
+        if is_tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.table(tokens)))
+
+
+def texts(size):
+    return torch.randint(256, (size, 32))
+
+
+def next_words(model, tokens, **options):
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), **options) * len(tokens)
+
+
+def weighted(model, tokens):
+    losses = next_words(model, tokens, reduction="none")
+    return (losses * torch.linspace(0.5, 1.5, losses.numel())).sum()
+
+
+def all_logits(model, tokens):
+    return model(tokens).log_softmax(-1).sum()
+
+
+def penalized(model, tokens):
+    loss = next_words(model, tokens)
+    (gradient,) = torch.autograd.grad(loss, model.table.weight, create_graph=True)
+    return loss + gradient.square().sum()
+
+
 CONSTRUCTS = {
     "calls_forward": [CallsForward],
     "checkpoints_all": [CheckpointsAll],
@@ -337,6 +499,21 @@ CONSTRUCTS = {
     "own_batch": [Model, of_own_rows, own_rows, {"count": len}],
     "own_optimizer": [Model, squares, rows, {"optimizer": with_momentum}],
     "sparse": [Looks, squares, words],
+    "grows_a_list": [Dense],
+    "normalized": [of_block(Normalized)],
+    "shares_a_weight": [SharesWeight],
+    "reuses_a_layer": [ReusesLayer],
+    "partly_frozen": [Parts],
+    "keeps_a_mask": [KeepsMask],
+    "cells": [of_block(Cell)],
+    "lone_layers": [of_block(nn.Linear, WIDTH, WIDTH)],
+    "no_products": [lambda: nn.Sequential(*(Scale() for _ in range(3)))],
+    "flat": [lambda: nn.Linear(WIDTH, WIDTH)],
+    "steep": [Steep],
+    "tied_words": [functools.partial(Words, is_tied=True), next_words, texts],
+    "weighted_words": [Words, weighted, texts],
+    "all_logits": [Words, all_logits, texts],
+    "penalized_words": [Words, penalized, texts],
 }
 
 

@@ -1,6 +1,6 @@
 """Recompute and offload on torch's own calls, as users write them, and wrong ones.
 
-Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_offload.py`.
+Proof: `python -m pytest tests/gates/test_foreign.py`.
 """
 
 import functools

@@ -1,119 +1,118 @@
-"""Gates of accumulation hold for every right loop and model, and fail on planted faults.
+"""Gates of accumulation tell what couples samples from rounding, and what a rank refuses.
 
 python -m pytest tests/gates/test_grad_accum.py
 """
 
 from dataclasses import replace
 
-import odd_models
 import pytest
 import torch
-from saboteurs import case_of, faults
 from torch import nn
 
-from curry_train.gates import grad_accum
-from curry_train.gates.implementation import load_implementation
+from curry_train.gates import discover, grad_accum
 from curry_train.gates.two_ranks import verdict_of_ranks
-from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
+from curry_train.primitives.grad_accum import train_window
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case, Workload
 
-GATES = {gate.name.partition("/")[2]: gate for gate in grad_accum.GATES}
-IN_PROCESS = [name for name in GATES if name != "two-ranks"]
+
+def blocks(end=()):
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)], *end)
 
 
-@pytest.mark.parametrize("name", IN_PROCESS)
-@pytest.mark.parametrize("model", BUILTIN_WORKLOADS)
-def test_gates_hold_on_built_in_workloads(model, name):
-    verdict = GATES[name].run(Case(load_workload(model)))
-    assert verdict.passed, verdict
+def constant():
+    """Return a loss that a norm makes constant, so that its gradients are rounding."""
+    return Workload(
+        "constant",
+        blocks,
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: nn.functional.normalize(module(batch)).square().sum(),
+    )
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_gates_hold_with_dropout_and_on_the_device(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    case = Case(transformer(dropout=0.1), device=torch.device(device))
-    for name in IN_PROCESS:
-        verdict = GATES[name].run(case)
-        assert verdict.passed, verdict
+def overflowing():
+    return Workload(
+        "overflowing",
+        blocks,
+        lambda size: torch.randn(size, 8),
+        lambda module, batch: (module(batch) * 1e30).square().sum(),
+    )
 
 
-# Implementations that are not ours, with the gates that don't apply to them.
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
 @pytest.mark.parametrize(
-    ("function", "left_out"),
-    [
-        ("by_hand", ["once", "scaled"]),
-        ("with_clipping", []),
-        ("by_accelerate", ["scaled"]),
-    ],
+    ("make", "cause"), [(constant, "below the rounding"), (overflowing, "not finite")]
 )
-def test_a_users_loop_passes_every_gate_that_applies(function, left_out):
-    given = load_implementation(f"train_window=foreign_grad_accum:{function}")
-    case = Case(load_workload("transformer"))
-    verdicts = {
-        name: gate.run(case, [given])
-        for name, gate in GATES.items()
-        if "train_window" in gate.takes
-    }
-    assert len(verdicts) == 7
-    for name, verdict in verdicts.items():
-        assert verdict.passed is (None if name in left_out else True), verdict
-        assert ("implementation" in verdict.ran) == (name not in left_out)
+def test_no_gate_holds_where_the_plain_gradients_mean_nothing(make, cause):
+    case = Case(make())
+    gates = {gate.name: gate for gate in discover()}
+    names = [
+        *("recompute/parity-full", "recompute/parity-selective", "sac/parity-sac"),
+        *("grad-accum/equal", "grad-accum/uneven", "grad-accum/once", "recompute/offload-parity"),
+        "recompute/budget",
+    ]
+    for name in names:
+        verdict = gates[name].run(case)
+        assert verdict.passed is not True, verdict
+        if verdict.passed is False:
+            assert cause in verdict.hint, verdict
 
 
-@pytest.mark.parametrize("saboteur", faults("faulty_accumulation"), ids=str)
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_gate_catches(saboteur):
-    saboteur.check()
+def divided_twice(model, window, loss, optimizer):
+    train_window(model, window, lambda *given: loss(*given) / 2, optimizer)
 
 
-# Models of unusual form.
+def last_alone(model, window, loss, optimizer):
+    train_window(model, replace(window, microbatches=window.microbatches[-1:]), loss, optimizer)
 
 
-@pytest.mark.parametrize("name", GATES)
-@pytest.mark.parametrize("model", ["counting", "counting_in_python", "parallel", "derived"])
-def test_gates_hold_on_models_of_unusual_form(model, name):
-    verdict = GATES[name].run(odd_models.case_of(model))
+@pytest.mark.parametrize("saboteur", [divided_twice, last_alone])
+def test_a_fault_is_found_in_bfloat16(saboteur):
+    case = Case(load_workload("transformer"), dtype=torch.bfloat16)
+    for check in (grad_accum.equal_windows, grad_accum.uneven_windows, grad_accum.short_window):
+        assert check(case, train_window=saboteur).passed is False
+
+
+# Coupled samples and rounding are told apart by the precision.
+
+
+def coupled(weight):
+    """Return a loss with a term that couples samples, as a router's balance does."""
+
+    def loss(module, batch):
+        out = module(batch)
+        balance = out.softmax(1).mean(0).square().sum()
+        return out.square().sum() + weight * len(batch) * balance
+
+    return Workload("coupled", blocks, lambda size: torch.randn(size, 8), loss)
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-2, 1e-3])
+def test_a_small_coupling_of_samples_is_named(weight):
+    verdict = discover(["grad-accum/equal"])[0].run(Case(coupled(weight)))
+    assert verdict.passed is None, verdict
+    assert "couples samples" in verdict.hint
+
+
+def cancelling():
+    """Return a loss whose samples cancel, so that its gradients are rounded to three digits."""
+
+    def batch(size):
+        x = torch.randn(size // 2, 8)
+        signs = torch.ones(size // 2)
+        return {"x": torch.cat([x, x]), "sign": torch.cat([signs, -signs * (1 - 1e-4)])}
+
+    def loss(module, batch):
+        return (module(batch["x"]).square().sum(1) * batch["sign"]).sum()
+
+    return Workload("cancelling", blocks, batch, loss)
+
+
+def test_rounding_is_no_coupling_however_large():
+    case = Case(cancelling())
+    verdict = grad_accum.equal_windows(case)
     assert verdict.passed, verdict
-
-
-@pytest.mark.parametrize("model", ["counted", "counted_in_python", "random_in_eval"])
-def test_a_model_that_gives_another_loss_each_time_is_named(model):
-    for name in ("equal", "once", "scaled", "own-loop"):
-        verdict = GATES[name].run(odd_models.case_of(model))
-        assert verdict.passed is None
-        assert "for the same batch in eval mode" in verdict.hint
-        assert ("such as 0.calls" in verdict.hint) == (model == "counted")
-
-
-class Steep(nn.Module):
-    """A product of layers, whose gradients are thousands of times as large as its weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return 100 * self.layer(x) ** 3
-
-
-def test_a_model_with_large_gradients_trains_through_several_windows():
-    workload = Workload("steep", Steep, odd_models.make_batch, odd_models.squared_sum)
-    for name in ("short-window", "once"):
-        verdict = GATES[name].run(Case(workload))
-        assert verdict.passed, verdict
-
-
-def test_the_dtype_that_is_asked_for_changes_the_figures():
-    for name in ("equal", "scaled", "random"):
-        exact = GATES[name].run(case_of("small"))
-        rounded = GATES[name].run(replace(case_of("small"), dtype=torch.bfloat16))
-        assert exact.passed, exact
-        assert rounded.passed, rounded
-        assert exact.required != rounded.required
+    assert float(verdict.required.split()[2]) > 1e-5
+    assert grad_accum.equal_windows(case, train_window=last_alone).passed is False
 
 
 def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared():

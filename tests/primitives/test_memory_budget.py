@@ -46,6 +46,7 @@ from curry_train.primitives.compile_budget import (
     remove_memory_budget,
 )
 from curry_train.primitives.recompute import Recompute, recompute_blocks
+from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -466,3 +467,16 @@ def test_an_error_of_the_compiler_is_reported_in_one_line(monkeypatch):
         match=r"^aot_eager can't compile Block_\w+: KeyError: .*; leave the block out",
     ):
         step(bounded(block_class(), 0.5))
+
+
+@pytest.mark.parametrize("batch", [None, rows()])
+def test_the_strategy_bounds_blocks_with_and_without_a_batch(batch):
+    model = build(block_class(dropout))
+    assert STRATEGIES["memory_budget"].apply(model, Sample(batch, loss)) == ["layers.0", "layers.1"]
+    assert all(isinstance(layer, Budgeted) for layer in model.layers)
+
+
+def test_the_strategy_refuses_what_cannot_be_compiled():
+    model = build(hidden())
+    with pytest.raises(ValueError, match=r"Hidden_\w+ produced no compiled graph"):
+        STRATEGIES["memory_budget"].apply(model, Sample(rows(), loss))

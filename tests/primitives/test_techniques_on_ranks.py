@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from trained_on_ranks import compare_on_ranks
 
 from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.snn_timesteps import recompute_timesteps
@@ -75,3 +78,44 @@ def test_collectives_are_kept_or_repeated_on_all_ranks_alike():
     for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
         assert calls == [2, 2, 4]
         assert equal == [True, True]
+
+
+# Parts of a block may be sharded.
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def gradients_with_sharded_parts(*, recompute, reshard):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[TwoParts() for _ in range(3)])
+    if recompute:
+        recompute_blocks(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        for part in block.children():
+            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    found = []
+    for _ in range(2):
+        model(x).square().mean().backward()
+        found += [weight.grad.full_tensor().tolist() for weight in model.parameters()]
+    return found
+
+
+def sharded_parts_on_ranks():
+    steps = [
+        [gradients_with_sharded_parts(recompute=way, reshard=reshard) for way in (False, True)]
+        for reshard in (True, False)
+    ]
+    return [plain == recomputed for plain, recomputed in steps]
+
+
+def test_parts_of_a_recomputed_block_may_be_sharded():
+    assert run_on_ranks(f"{__file__}:sharded_parts_on_ranks") == [[True, True]] * 2

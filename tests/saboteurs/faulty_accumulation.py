@@ -1,6 +1,6 @@
 """Faults of gradient accumulation; those of users' loops stand in `foreign_grad_accum`.
 
-Proof: `python -m pytest tests/gates/test_grad_accum.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 from dataclasses import replace
@@ -132,7 +132,7 @@ def joined_with_old_ones_detached(model, window, loss, optimizer, *, joint_loss)
 
 
 def stepped_afterwards(parameters, make):
-    return make(parameters)
+    return make([one for one in parameters if one.requires_grad])
 
 
 class StepsInEachBackward(StepInBackward):
@@ -218,6 +218,14 @@ FAULTS = [
     *(
         planted("grad-accum.own-loop", name, accumulation=deciding(decide), hint=hint)
         for name, (decide, hint) in DECISIONS.items()
+    ),
+    planted("grad-accum.in-backward", "afterwards", optimizer=stepped_afterwards, hint="free each"),
+    planted("grad-accum.in-backward", "never-frees", optimizer=NeverFrees, hint="free each"),
+    planted(
+        "grad-accum.in-backward",
+        "each-microbatch",
+        optimizer=StepsInEachBackward,
+        hint="of the whole window",
     ),
     planted("grad-accum.joint-loss", "one-by-one", train=joined_one_by_one),
     planted("grad-accum.joint-loss", "detached", train=joined_with_old_ones_detached),

@@ -1,6 +1,6 @@
 """Faults of the benchmark: intervals, steps that are timed, FLOPs and peaks.
 
-Proof: `python -m pytest tests/gates/test_bench.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Faults of checkpoints: saves that harm others, and state that is not restored.
 
-Proof: `python -m pytest tests/gates/test_checkpoint_policy.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Faults of the chunked loss, of estimates and of plans; `foreign_memory_plan` has more.
 
-Proof: `python -m pytest tests/gates/test_memory_plan.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Faults of the probe of gradients: what it counts, changes, and holds.
 
-Proof: `python -m pytest tests/gates/test_grad_flow.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import torch

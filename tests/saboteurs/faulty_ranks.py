@@ -1,6 +1,6 @@
 """Faults of runs on two ranks, which import them by name.
 
-Proof: `python -m pytest tests/gates/test_two_ranks.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 from unittest import mock

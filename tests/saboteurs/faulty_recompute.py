@@ -1,6 +1,6 @@
 """Faults of recompute and offload: too little, too much, or another value.
 
-Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_offload.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import copy
@@ -33,10 +33,6 @@ def patched(around):
 
 def rerun(run, *args, **kwargs):
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def no_generator_kept(model, *, blocks=None):
-    return recompute_blocks(model, blocks=blocks, preserve_rng_state=False)
 
 
 FROZEN_START = Workload(

@@ -1,6 +1,6 @@
 """Faults of selective recompute: policies, counts, and regions that are stale later.
 
-Proof: `python -m pytest tests/gates/test_sac.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Faults of loss-spike: watchdogs, rollbacks, samples and forgotten attempts.
 
-Proof: `python -m pytest tests/gates/test_loss_spike.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Faults of timestep recompute: states, chunks, levels, and models with hidden state.
 
-Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 from dataclasses import replace

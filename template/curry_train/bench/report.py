@@ -2,7 +2,7 @@
 
 `Machine` watches what disturbs a timing: other processes, and a falling clock of the GPU.
 
-Proof: `python -m pytest tests/gates/test_bench.py tests/bench/test_machine.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/bench/test_machine.py`.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """Gates of bench: timed steps are training steps of the model, and their figures are right.
 
-Proof: `python -m pytest tests/gates/test_bench.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import contextlib

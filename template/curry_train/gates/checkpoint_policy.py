@@ -2,7 +2,7 @@
 
 They save the user's model and optimizer in a temporary folder of the user's disk.
 
-Proof: `python -m pytest tests/gates/test_checkpoint_policy.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_checkpoint_policy.py`.
 """
 
 import contextlib

@@ -53,6 +53,7 @@ CHANGE_BLOCKS = ("recompute/*", "sac/*", "memory-plan/*", "grad-flow/*")
 DERIVE_INSIDE = (
     "grad-accum/*",
     "recompute/flops",
+    "recompute/long-run",
     "recompute/memory",
     "recompute/off",
     "recompute/offload-*",
@@ -206,12 +207,13 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
         # Other blocks could be judged, but a step with these can't run.
         yield FailureCause(preventing["writing"][0], CHANGE_BLOCKS)
     if record.runs_backward:
-        yield FailureCause(
+        cause = (
             "forward or loss takes derivatives of the model: a backward inside forward, which "
             "selective policies, offload and calls without gradients don't allow, and which "
-            "changes what a step holds and computes",
-            DERIVE_INSIDE,
+            "changes what a step holds and computes"
         )
+        yield FailureCause(cause, DERIVE_INSIDE)
+        yield FailureCause(cause, ("recompute/parity-*",), symptom="nothing ran twice")
 
 
 def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
@@ -345,8 +347,8 @@ def _on_step(
         case.workload.mean_loss(module, batch).backward()
     for hook in hooks:
         hook.remove()
-    known = {id(value) for value in (*module.state_dict(keep_vars=True).values(),)}
-    known |= {id(parameter.grad) for parameter in module.parameters()}
+    known = {id(parameter.grad) for parameter in module.parameters()}
+    known |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     known |= {id(tensor) for tensor in _tensor_attributes(module).values()}
     left = [tuple(tensor.shape) for tensor in _living_tensors() if id(tensor) not in before | known]
     if left:
@@ -356,8 +358,8 @@ def _on_step(
             "let go of them after each step",
             HOLD_ONE_STEP,
         )
-    # Blocks that are checkpointed one by one save nothing, which is another finding.
-    if set(again) - checkpointed:
+    # If every block is checkpointed, that is another finding.
+    if again and not checkpointed.issuperset(names):
         yield FailureCause(
             f"{listed(sorted({*again}))}: the model recomputes these by itself in backward, which "
             "counts with what a technique on them recomputes; turn that off",

@@ -4,7 +4,7 @@ A large batch is compared in eval mode: dropout and BatchNorm depend on the micr
 differ for the right implementation too. Judged are the gradients and counts of the optimizer's and
 schedule's steps, the weights, and the syncs between ranks.
 
-Proof: `python -m pytest tests/gates/test_grad_accum.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_grad_accum.py`.
 """
 
 import os

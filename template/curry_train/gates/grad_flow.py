@@ -2,7 +2,7 @@
 
 Each gate takes the probe as `probe`, so that its tests can plant a wrong one.
 
-Proof: `python -m pytest tests/gates/test_grad_flow.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Gates of loss-spike: spikes found in the model's own losses, rollbacks, resumes, attempts.
 
-Proof: `python -m pytest tests/gates/test_loss_spike.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import math

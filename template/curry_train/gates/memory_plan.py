@@ -1,6 +1,6 @@
 """Gates of memory-plan: estimates are exact, plans fit, the chunked loss needs few logits.
 
-Proof: `python -m pytest tests/gates/test_memory_plan.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_memory_plan.py`.
 """
 
 import contextlib

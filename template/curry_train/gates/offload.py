@@ -2,7 +2,7 @@
 
     curry-train validate --gate 'recompute/offload-*' --impl my_package.memory:offload_blocks
 
-Proof: `python -m pytest tests/gates/test_offload.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_offload.py`.
 """
 
 import contextlib
@@ -199,7 +199,9 @@ def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdi
     check_comparable(eager)
     inner = 0.0 if compare(eager, again).bit_equal else outer
     equality = f"within {inner:.0e}" if inner else "bit-equal"
-    required = f"{equality} to budget 1.0, within {outer:.0e} of eager, fewer saved bytes"
+    required = (
+        f"{equality} to budget 1.0, within {outer:.0e} of eager or of torch.compile, fewer bytes"
+    )
 
     # The last block of each class: gradients flow into it, as into most blocks.
     last = {type(block): name for name, block in find_blocks(case.build(), case.blocks).items()}
@@ -230,7 +232,7 @@ def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdi
             "the recomputed values differ: the recompute draws other random numbers, which "
             "memory_budget prevents"
         )
-    elif not worst.holds:
+    elif not worst.holds and not _is_of_torch(case, names, steps[0], tolerance=outer):
         hint = (
             "compiled code differs from eager at every budget: check what torch.compile does to "
             "the model"
@@ -250,13 +252,27 @@ def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdi
     return Verdict(gate, not hint, measured, required, hint)
 
 
-def _limit_of_torch(case: Case, names: Sequence[str]) -> str:
-    """Return why torch can't run these blocks compiled without a budget either; empty if it can."""
+def _step_of_torch(case: Case, names: Sequence[str]) -> StepRecord:
+    """Take a step in which torch.compile alone compiles these blocks."""
     module = case.build()
     for name in names:
-        module.get_submodule(name).compile(backend="aot_eager")
+        block = module.get_submodule(name)
+        # Its own code, because torch compiles one function a few times and then runs it as it is.
+        block.forward = torch.compile(
+            with_own_code(block.forward, name="torch_alone"), backend="aot_eager"
+        )
+    return _step(case, module)
+
+
+def _is_of_torch(case: Case, names: Sequence[str], step: StepRecord, *, tolerance: float) -> bool:
+    """Return whether torch.compile alone computes the same, as where autocast rounds in a block."""
+    return compare(_step_of_torch(case, names), step, tolerance=tolerance).holds
+
+
+def _limit_of_torch(case: Case, names: Sequence[str]) -> str:
+    """Return why torch can't run these blocks compiled without a budget either; empty if it can."""
     try:
-        _step(case, module)
+        _step_of_torch(case, names)
     except RuntimeError as error:
         return (
             f"torch.compile itself can't run {', '.join(names)}, without a budget either: "

@@ -1,6 +1,6 @@
 """Train the user's model with the user's optimizer, and print their state to the bit.
 
-Proof: `python -m pytest tests/gates/test_checkpoint_policy.py tests/gates/test_loss_spike.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_checkpoint_policy.py`.
 """
 
 from collections.abc import Mapping

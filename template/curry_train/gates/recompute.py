@@ -4,7 +4,7 @@
 
 The gates of offload and of the compiler's memory budget are in `offload`.
 
-Proof: `python -m pytest tests/gates/test_recompute.py tests/gates/test_two_ranks.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py`.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Gates of selective checkpointing: policies, and regions without a dispatch mode.
 
-Proof: `python -m pytest tests/gates/test_sac.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import contextlib

@@ -6,7 +6,7 @@ The training has several optimizer steps, with another microbatch in each call, 
 that is right once and stale later is found. One step runs both forwards before their backward, and
 one runs under autocast.
 
-Proof: `python -m pytest tests/gates/test_recompute.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py`.
 """
 
 import functools

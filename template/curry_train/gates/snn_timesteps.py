@@ -3,7 +3,7 @@
 They apply to models whose loop over time is a method `unroll(step, inputs, state, ...)` that
 returns the outputs and the last state.
 
-Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_snn_timesteps.py`.
 """
 
 import inspect

@@ -5,7 +5,7 @@
 A window is compared with its large batch by the gradients at each step of the optimizer. The
 tolerance follows from how much a loop by hand differs where it sums over microbatches.
 
-Proof: `python -m pytest tests/gates/test_grad_accum.py tests/gates/test_rounding.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_grad_accum.py`.
 """
 
 import itertools

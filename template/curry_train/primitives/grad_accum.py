@@ -9,7 +9,7 @@
 This holds for uneven token counts, for a short last window, and under DDP and FSDP2: losses are
 sums, each divided once by the number of terms in the window on all ranks.
 
-Proof: `python -m pytest tests/gates/test_grad_accum.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import contextlib

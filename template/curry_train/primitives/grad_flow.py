@@ -9,7 +9,7 @@ Under recompute each layer is counted once: the forward that runs again in backw
 Training is unchanged to the bit. In curry-train, `flow_table(flow.records)` renders the records as
 text, problems first, and `flow_findings(flow.records)` lists the problems.
 
-Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py tests/gates/test_grad_flow.py`.
+Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py tests/gates/test_gates.py`.
 """
 
 import contextlib

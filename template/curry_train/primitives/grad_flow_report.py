@@ -5,8 +5,7 @@
 
 It reads records of any probe that has the fields of `StepFlow`, such as those of an owned copy.
 
-Proof: `python -m pytest tests/cli/test_grad_flow_command.py
-tests/primitives/test_grad_flow_findings.py`.
+Proof: `python -m pytest tests/primitives/test_grad_flow_findings.py`.
 """
 
 import math

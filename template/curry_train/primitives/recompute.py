@@ -6,7 +6,7 @@ model.layers[3] = Recompute(model.layers[3])    # one block
 A recomputing block is the same module under a subclass: its parameter names, state dict, hooks,
 attributes, copies and pickles are those of the original block.
 
-Proof: `python -m pytest tests/gates/test_recompute.py tests/primitives/test_recompute_contract.py`.
+Proof: `python -m pytest tests/gates/test_gates.py tests/primitives/test_recompute_contract.py`.
 """
 
 import functools
@@ -280,7 +280,7 @@ class Segment:
             for number, block in enumerate(self.blocks):
                 try:
                     output = block(*args, **kwargs)
-                except (RuntimeError, TypeError, ValueError) as error:
+                except Exception as error:  # the user's block may raise anything
                     if number == 0 or not self.starting or _lacks_memory(error):
                         raise
                     raise ChainBroken(

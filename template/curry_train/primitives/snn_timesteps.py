@@ -9,7 +9,7 @@
 state of its own raises `HiddenState`. Gradients flow through the state from the last timestep to
 the first; nothing is detached.
 
-Proof: `python -m pytest tests/gates/test_snn_timesteps.py`.
+Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import inspect

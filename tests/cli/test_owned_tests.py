@@ -168,7 +168,7 @@ def test_every_owned_technique_has_a_short_test_and_two_faults():
     assert set(FAULTS) == set(OWNED_TECHNIQUES)
     assert all(len(faults) >= 2 for faults in FAULTS.values())
     lengths = {stem: len(path.read_text().splitlines()) for stem, path in tests.items()}
-    assert max(lengths.values()) <= 150, lengths
+    assert max(lengths.values()) <= 180, lengths
     for path in tests.values():
         imported = set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
         assert imported - sys.stdlib_module_names <= {"torch", "pytest", "curry_train"}, path

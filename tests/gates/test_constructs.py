@@ -1,0 +1,111 @@
+"""Gates on models of unusual form: none fails, and what does not apply has its cause.
+
+python -m pytest tests/gates/test_constructs.py
+"""
+
+import fnmatch
+
+import pytest
+from constructs import CONSTRUCTS
+
+from curry_train.gates import discover
+from curry_train.gates.first_look import explained, look
+from curry_train.gates.verdict import drop_shared_results
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.workload import Case
+
+# Gates that need a part which these models have not: experts, an output layer, a loop over time.
+NEED_A_PART = ["recompute/routing", "memory-plan/chunked-*", "snn-timesteps/*"]
+ON_BLOCKS = ["grad-flow/*", "memory-plan/*", "recompute/*", "sac/*"]
+STATEFUL = ["bench/*", "grad-accum/*", "grad-flow/*", "loss-spike/*", "memory-plan/*", "sac/*"]
+STATEFUL += ["checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "recompute/budget"]
+TWO_RANKS = ["*/two-ranks"]
+
+# Of each model: gates that need not apply, and what first look tells of it. All others hold.
+NEED_NOT_APPLY = {
+    "calls_forward": (ON_BLOCKS, ""),
+    "checkpoints_all": (ON_BLOCKS, "save nothing in forward: the model checkpoints by itself"),
+    "checkpoints_segments": (
+        ["grad-flow/exact", "sac/products", "sac/regions"],
+        "layers.0: the model recomputes these by itself",
+    ),
+    "checkpoints_list": (ON_BLOCKS, "layers.0 and layers.1: the model recomputes these"),
+    "drops_layers": (["bench/peak", "memory-plan/*"], ""),
+    "keeps_last": ([], "last: a tensor of the last call stays in the module"),
+    "keeps_in_closure": (["recompute/memory", "recompute/profiler"], "3 tensors of a step"),
+    "raises_in_eval": (
+        ["*-*/*", "*/off", *TWO_RANKS],
+        "the model raises RuntimeError in eval mode",
+    ),
+    "communicates": (TWO_RANKS, ""),
+    "every_second": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
+    "every_fourth": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
+    "every_fifth": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
+    "counted_in_python": (STATEFUL, "layers.0.calls to layers.2.calls: state stays"),
+    "counted_in_buffer": (
+        ["bench/timed", "grad-accum/*", "grad-flow/two-ranks", "recompute/budget"],
+        "each call changes buffers",
+    ),
+    "own_generator": (STATEFUL, "layers.0.generator to layers.2.generator: state stays"),
+    "spectral": (["bench/timed"], "each call changes buffers"),
+    "in_fourier_space": (["grad-accum/scaled"], ""),
+    "differentiates": ([*ON_BLOCKS], "forward or loss takes derivatives with torch.func"),
+    "scripted": ([*ON_BLOCKS, "bench/*"], "scripted, so neither hooks nor techniques reach"),
+    "data_parallel": (["grad-flow/*"], ""),
+    "compiled": (["grad-flow/*", "bench/peak"], "the model is compiled as a whole"),
+    "compiled_blocks": ([*ON_BLOCKS, "bench/peak"], "are compiled, scripted or wrapped already"),
+    "derivative_in_loss": (["recompute/*", "sac/*"], "forward or loss takes derivatives"),
+    "noisy_loss": (["grad-accum/*", "grad-flow/two-ranks"], "draws random numbers in eval mode"),
+    "own_optimizer": (["loss-spike/found"], ""),
+    "sparse": (["*"], "table.weight: the gradient is sparse"),
+    "partly_frozen": (ON_BLOCKS, ""),
+    "cells": (ON_BLOCKS, ""),
+    "lone_layers": (ON_BLOCKS, ""),
+    "no_products": ([*ON_BLOCKS, "bench/flops"], ""),
+    "flat": (ON_BLOCKS, ""),
+    "steep": (ON_BLOCKS, ""),
+    "tied_words": (ON_BLOCKS, ""),
+    "weighted_words": ([*ON_BLOCKS, "grad-accum/*"], ""),
+    "all_logits": ([*ON_BLOCKS, "grad-accum/*"], ""),
+    "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
+}
+# Models on which ranks are tried each time; on the others with all tests that take long.
+ON_RANKS = {"communicates", "derivative_in_loss", "keeps_last", "masks_in_training", "scales"}
+
+
+def may_not_apply(gate, patterns):
+    return any(fnmatch.fnmatch(gate, pattern) for pattern in [*NEED_A_PART, *patterns])
+
+
+def verdicts_on(name, gates):
+    case = Case(load_workload(f"constructs:{name}"))
+    findings = look(case)
+    patterns, found = NEED_NOT_APPLY.get(name, ([], ""))
+    assert found in " ".join(finding.text for finding in findings)
+    assert found or not findings, findings
+    verdicts = [explained(gate.run(case), findings) for gate in gates]
+    drop_shared_results()
+    wrong = [
+        verdict
+        for verdict in verdicts
+        if not verdict.passed
+        and (verdict.passed is False or not may_not_apply(verdict.gate, patterns))
+    ]
+    assert not wrong
+    return verdicts
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
+def test_gates_hold_or_do_not_apply_for_a_cause(name):
+    gates = [gate for gate in discover() if not (gate.thorough or gate.name.endswith("two-ranks"))]
+    assert any(verdict.passed for verdict in verdicts_on(name, gates))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long][name in ON_RANKS :]) for name in CONSTRUCTS],
+)
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
+def test_gates_on_two_ranks_hold_or_do_not_apply_for_a_cause(name):
+    verdicts_on(name, [gate for gate in discover() if gate.name.endswith("two-ranks")])

@@ -1,0 +1,118 @@
+"""Implementations on torch's own calls and of other libraries pass, and their wrong twins fail.
+
+python -m pytest tests/gates/test_foreign.py
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from faulty_memory_plan import LANGUAGE_MODEL
+from faulty_timesteps import LONG_SNN, NOISY
+from saboteurs import case_of, gates
+
+from curry_train.gates import discover
+from curry_train.gates.implementation import CONTRACTS, load_implementation
+from curry_train.workloads.models import load_workload
+from curry_train.workloads.workload import Case
+
+HERE = Path(__file__).parent
+GPT2 = f"{HERE}/foreign_recompute.py:gpt2"
+WITHOUT_KEYWORDS = ["grad-accum/once", "grad-accum/scaled"]
+LOSSES = "apply_chunked_loss=foreign_memory_plan:"
+LOOPS = "checkpoint_timesteps=foreign_snn_timesteps:"
+NESTED = ["snn-timesteps/parity-nested", "snn-timesteps/flops-nested"]
+WATCHED = ["loss-spike/recovered", "loss-spike/resumed", "loss-spike/bounded"]
+
+# An implementation, a model, and the gates that take it and need not apply.
+RIGHT = [
+    ("recompute_blocks=foreign_recompute:by_checkpoint", "transformer", []),
+    ("recompute_blocks=foreign_recompute:by_reentrant_checkpoint", "transformer", []),
+    ("recompute_blocks=foreign_recompute:by_wrapper", "transformer", []),
+    ("recompute_blocks=foreign_recompute:by_transformers", GPT2, []),
+    ("recompute_blocks=foreign_recompute:by_reentrant_transformers", GPT2, []),
+    ("offload_blocks=foreign_recompute:on_cpu", "transformer", []),
+    ("offload_blocks=foreign_recompute:on_pinned_cpu", "transformer", []),
+    ("apply_sac=foreign_sac:save_products", "small", []),
+    ("apply_sac=foreign_sac:save_products", "dropout", []),
+    ("apply_sac=foreign_sac:every_second_product", "mlp", []),
+    ("apply_sac=foreign_sac:every_second_product", "dropout", []),
+    ("train_window=foreign_grad_accum:by_hand", "transformer", WITHOUT_KEYWORDS),
+    ("train_window=foreign_grad_accum:with_clipping", "transformer", []),
+    ("train_window=foreign_grad_accum:by_accelerate", "transformer", WITHOUT_KEYWORDS[1:]),
+    (f"{LOOPS}in_chunks", "snn", NESTED),
+    (f"{LOOPS}in_chunks", LONG_SNN, NESTED),
+    (f"{LOOPS}in_nested_chunks", NOISY, []),
+    (f"{LOOPS}in_nested_chunks", LONG_SNN, []),
+    (f"{LOSSES}by_torch", LANGUAGE_MODEL, []),
+    (f"{LOSSES}by_checkpoint", LANGUAGE_MODEL, []),
+    ("plan=foreign_memory_plan:plan_every_block", LANGUAGE_MODEL, []),
+    ("SpikeWatchdog=foreign_loss_spike:MedianWatchdog", "mlp", WATCHED),
+    ("SpikeWatchdog=foreign_loss_spike:MedianWatchdog", "resnet", WATCHED),
+]
+
+
+def verdicts_of(text, case):
+    given = load_implementation(text)
+    found = discover([CONTRACTS[given.name].technique])
+    return {gate.name: gate.run(case, [given]) for gate in found if given.name in gate.takes}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize(
+    ("text", "model", "left_out"), RIGHT, ids=[f"{text}-{n}" for n, (text, *_) in enumerate(RIGHT)]
+)
+def test_a_right_implementation_passes_every_gate_that_applies(text, model, left_out):
+    verdicts = verdicts_of(text, case_of(model))
+    assert len(verdicts) > len(left_out) or left_out == WATCHED
+    for name, verdict in verdicts.items():
+        assert verdict.passed is (None if name in left_out else True), verdict
+        assert ("implementation" in verdict.ran) == (name not in left_out)
+
+
+# Other wrong ones are among the planted faults.
+WRONG = [
+    (f"{LOSSES}by_torch_without_options", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
+    (f"{LOSSES}by_torch_with_ignored_targets", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
+    (f"{LOSSES}by_kept_chunks", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
+    (f"{LOSSES}by_mean_of_means", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
+    ("plan=foreign_memory_plan:plan_nothing", LANGUAGE_MODEL, "memory-plan/fits"),
+    ("plan=foreign_memory_plan:plan_without_generators", LANGUAGE_MODEL, "memory-plan/parity-plan"),
+    ("SpikeWatchdog=foreign_loss_spike:Impatient", "mlp", "loss-spike/found"),
+    ("SpikeWatchdog=foreign_loss_spike:MeanOfAll", "mlp", "loss-spike/found"),
+    ("SpikeWatchdog=foreign_loss_spike:DeafToNaN", "mlp", "loss-spike/found"),
+    ("recompute_blocks=foreign_recompute:first_block", "transformer", "recompute/memory"),
+    ("recompute_blocks=foreign_recompute:other_dropout", "dropout", "recompute/parity-full"),
+    (
+        "offload_blocks=foreign_recompute:first_block_on_cpu",
+        "transformer",
+        "recompute/offload-bytes",
+    ),
+    ("offload_blocks=foreign_recompute:policy_of_torch", "small", "recompute/offload-bytes"),
+    ("apply_sac=foreign_sac:saves_all", "small", "sac/products"),
+    ("apply_sac=foreign_sac:draws_again", "dropout", "sac/parity-sac"),
+    ("train_window=foreign_grad_accum:mean_of_means", "small", "grad-accum/uneven"),
+    ("train_window=foreign_grad_accum:zeroes_each_time", "small", "grad-accum/equal"),
+    (f"{LOOPS}detaches_the_state", "snn", "snn-timesteps/parity"),
+    (f"{LOOPS}in_one_go", "snn", "snn-timesteps/memory"),
+]
+
+
+@pytest.mark.parametrize(("text", "model", "failing"), WRONG, ids=[one[0] for one in WRONG])
+def test_a_wrong_implementation_fails(text, model, failing):
+    assert verdicts_of(text, case_of(model))[failing].passed is False
+
+
+@pytest.mark.parametrize("text", [f"{LOSSES}by_torch", f"{LOSSES}by_checkpoint"])
+def test_chunked_losses_in_half_precision_hold(text):
+    verdicts = verdicts_of(text, Case(LANGUAGE_MODEL, dtype=torch.bfloat16))
+    assert all(verdict.passed for verdict in verdicts.values()), verdicts
+
+
+def test_the_names_of_blocks_go_to_an_implementation_on_ranks_too():
+    gate = gates()["recompute/two-ranks"]
+    given = load_implementation("recompute_blocks=foreign_recompute:by_checkpoint")
+    verdict = gate.run(Case(load_workload("mlp"), blocks="[12]"), [given])
+    assert verdict.passed, verdict

@@ -1,0 +1,125 @@
+"""Faults of recompute around a router: choices made anew, and loads that count twice.
+
+Proof: `python -m pytest tests/gates/test_gates.py`.
+"""
+
+import torch
+from saboteurs import planted
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from curry_train.core.blocks import find_blocks
+from curry_train.primitives.routing import CHOOSING_FUNCTIONS, keep_routing
+from curry_train.workloads.workload import Workload
+
+WIDTH = 16
+EXPERTS = 4
+
+
+class Router(nn.Module):
+    """Chooses two experts by score and bias, and counts the load."""
+
+    def __init__(self):
+        super().__init__()
+        self.score = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+        self.register_buffer("load", torch.zeros(EXPERTS))
+
+    def forward(self, x):
+        scores = torch.softmax(self.score(x), -1)
+        chosen = torch.topk(scores.detach() + self.bias, 2, dim=-1).indices
+        self.load += torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        return scores.gather(-1, chosen), chosen
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = Router()
+        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x):
+        weights, chosen = self.router(x)
+        out = torch.einsum("tkwv,tw->tkv", self.experts[chosen], x).tanh()
+        return x + (weights[..., None] * out).sum(1)
+
+
+ROUTED = Workload(
+    "routed",
+    lambda: nn.Sequential(*(Experts() for _ in range(3))),
+    lambda size: torch.randn(size, WIDTH),
+    lambda module, x: module(x).square().sum(),
+)
+
+
+def choices_not_kept(module):
+    return list(find_blocks(module))
+
+
+def first_block_kept(module):
+    return keep_routing(module, blocks="0")
+
+
+class KeepsIndicesAlone(TorchFunctionMode):
+    """Repeat the indices of a choice, with the scores of the second run."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+        self.repeats = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func not in CHOOSING_FUNCTIONS:
+            return found
+        if self.repeats:
+            found[1].data.copy_(self.kept.pop(0))
+        else:
+            self.kept.append(found[1].clone())
+        return found
+
+
+def indices_kept_alone(module):
+    for block in module:
+        recomputed = block.router.forward
+        mode = KeepsIndicesAlone()
+
+        def forward(x, run=recomputed, mode=mode):
+            mode.repeats = bool(mode.kept)
+            with mode:
+                return run(x)
+
+        block.router.forward = forward
+
+
+def load_counted_again(module):
+    names = keep_routing(module)
+    for block in module:
+        runs = []
+
+        def count(*_, load=block.router.load, runs=runs):
+            runs.append(None)
+            if len(runs) == 2:
+                load.data.add_(1.0)
+
+        block.router.score.register_forward_hook(count)
+    return names
+
+
+FAULTS = [
+    planted("recompute.routing", name, keep=keep, model=ROUTED, hint="chooses others")
+    for name, keep in {
+        "no-op": choices_not_kept,
+        "first-block-alone": first_block_kept,
+        "indices-alone": indices_kept_alone,
+    }.items()
+]
+FAULTS += [
+    planted(
+        "recompute.load-once",
+        "counted-again",
+        keep=load_counted_again,
+        model=ROUTED,
+        hint="a counter of the load",
+    )
+]
