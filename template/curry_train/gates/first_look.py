@@ -359,7 +359,7 @@ def _on_step(
             HOLD_ONE_STEP,
         )
     # If every block is checkpointed, that is another finding.
-    if again and not checkpointed.issuperset(names):
+    if again and not checkpointed >= set(names):
         yield FailureCause(
             f"{listed(sorted({*again}))}: the model recomputes these by itself in backward, which "
             "counts with what a technique on them recomputes; turn that off",

@@ -22,6 +22,7 @@ from ..core.measure_compiled import (
     holds_compiled_code,
     saved_bytes,
     warnings_of_the_compiler_ignored,
+    with_own_code,
 )
 from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
 from ..core.rerun import seeded
