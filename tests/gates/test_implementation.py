@@ -143,12 +143,6 @@ def test_a_function_of_another_name_needs_one(run):
     assert "write NAME=math:sqrt, where NAME tells" in " ".join(ended.stderr.split())
 
 
-def test_the_help_has_each_contract(run):
-    page = run("--help").output
-    assert all(f"  {name}(" in page for name in CONTRACTS)
-    assert max(map(len, page.splitlines())) <= 80
-
-
 def scaled_window(model, window, loss, optimizer, *, scaler=None):
     pass
 

@@ -27,9 +27,9 @@ class Router(nn.Module):
 
     def forward(self, x):
         scores = torch.softmax(self.score(x), -1)
-        chosen = torch.topk(scores.detach() + self.bias, 2, dim=-1).indices
+        weights, chosen = torch.topk(scores + self.bias, 2, dim=-1)
         self.load += torch.bincount(chosen.flatten(), minlength=EXPERTS)
-        return scores.gather(-1, chosen), chosen
+        return weights, chosen
 
 
 class Experts(nn.Module):

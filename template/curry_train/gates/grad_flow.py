@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..core.measure import LiveStorages, Loss, tensors_in
 from ..core.parity import GRADIENT_TOLERANCES, StepRecord, compare, record
@@ -167,13 +168,20 @@ class _ByHand(nullcontext[Any]):
         self.outputs: dict[str, list[Tensor]] = defaultdict(list)
         self.gradients: dict[str, Tensor] = {}
         self.weights: list[dict[str, Tensor]] = []
+        # They hold this object in C++, where no garbage collector looks.
+        self._hooks: list[RemovableHandle] = []
         for layer in self.layers:
             layer.module.register_forward_hook(partial(self._keep_output, layer.name))
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._keep_gradient, name))
+                keep = partial(self._keep_gradient, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(keep))
         for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
             register(lambda *_: self._keep_weights(module))
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _keep_output(self, name: str, layer: nn.Module, arguments: Any, output: Any) -> None:
         self.outputs[name] += [
