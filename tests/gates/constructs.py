@@ -1,4 +1,4 @@
-"""Models and losses of unusual form that train as their authors want, as factories of workloads."""
+"""Models and losses of unusual form that train well, as factories of workloads."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Implementations on torch's own calls and of other libraries pass, and their wrong twins fail.
+"""Implementations on calls of torch and others pass, and their wrong twins fail.
 
 python -m pytest tests/gates/test_foreign.py
 """

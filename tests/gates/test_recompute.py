@@ -1,4 +1,4 @@
-"""Gates of recompute name the block that is unfit, and blocks in which nothing would run again.
+"""Gates of recompute name an unfit block, and blocks in which nothing would run again.
 
 python -m pytest tests/gates/test_recompute.py
 """

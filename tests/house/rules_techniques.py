@@ -52,12 +52,9 @@ def _missing(skill: Skill, root: Path) -> Iterator[str]:
     for home in skill.homes:
         if not (root / "template" / home).is_file():
             yield f"metadata.module names {home}, and there is no template/{home}: correct the path"
-    for path in (
-        f"{PACKAGE}/gates/{skill.technique}.py",
-        f"tests/gates/test_{skill.technique}.py",
-    ):
-        if not (root / path).is_file():
-            yield f"there is no {path}: write it"
+    path = f"{PACKAGE}/gates/{skill.technique}.py"
+    if not (root / path).is_file():
+        yield f"there is no {path}: write it"
 
 
 def gates_belong_to_a_skill(root: Path) -> list[str]:

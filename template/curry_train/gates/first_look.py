@@ -95,7 +95,7 @@ COMPARE_STEPS = (
     "grad-flow/two-ranks",
 )
 # Gates that restore what a checkpoint holds.
-RESUME = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
+RESTORE_STATE = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
 # Gates that save the model's state.
 NEED_SAVING = ("checkpoint-policy/*", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
@@ -246,7 +246,7 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             f"{values[0]:.6g} to {values[-1]:.6g} with the same parameters, buffers and random "
             "numbers, and a resumed run begins with other state; keep it in buffers, or reset it "
             "in each call",
-            (*COMPARE_STEPS, *RESUME),
+            (*COMPARE_STEPS, *RESTORE_STATE),
         )
     with seeded(case.seed):
         loss(module, batch)
@@ -257,11 +257,16 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             f"to {after:.6g}, so steps of one module can't be compared; judge it without them",
             COMPARE_STEPS,
         )
+    yield from _on_eval_mode(case, module, batch)
+
+
+def _on_eval_mode(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
+    """Call the module in eval mode, which may raise or draw."""
     module.eval()
     try:
         with seeded(case.seed), buffers_kept(module):
             generators = Generators(tree_iter(batch))
-            loss(module, batch)
+            case.workload.mean_loss(module, batch)
             draws = generators.moved()
     except Exception as error:  # noqa: BLE001 the user's model may raise anything
         yield FailureCause(
