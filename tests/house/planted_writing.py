@@ -130,7 +130,6 @@ TECHNIQUES = {
             remove(f"{GATES}/grad_accum.py"),
             "skills/grad-accum: there is no template/curry_train/gates",
         ),
-        (remove("tests/gates/test_grad_accum.py"), "there is no tests/gates/test_grad_accum.py"),
         (remove("skills"), "holds no skill"),
         (
             replace(SKILL, "primitives/grad_accum.py", "primitives/x.py"),

@@ -95,7 +95,7 @@ COMPARE_STEPS = (
     "grad-flow/two-ranks",
 )
 # Gates that restore what a checkpoint holds.
-RESTORE_STATE = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
+RESUMED_GATES = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
 # Gates that save the model's state.
 NEED_SAVING = ("checkpoint-policy/*", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
@@ -246,7 +246,7 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             f"{values[0]:.6g} to {values[-1]:.6g} with the same parameters, buffers and random "
             "numbers, and a resumed run begins with other state; keep it in buffers, or reset it "
             "in each call",
-            (*COMPARE_STEPS, *RESTORE_STATE),
+            (*COMPARE_STEPS, *RESUMED_GATES),
         )
     with seeded(case.seed):
         loss(module, batch)
