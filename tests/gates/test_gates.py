@@ -19,7 +19,7 @@ from curry_train.workloads.workload import Case
 NOT_ON = {
     "mlp": ["snn-timesteps", "memory-plan", "recompute/parity-sequential"],
     "transformer": ["snn-timesteps"],
-    "resnet": ["snn-timesteps", "memory-plan/chunked", "sac/p"],
+    "resnet": ["snn-timesteps", "memory-plan/chunked", "sac"],
     "snn": ["memory-plan", "recompute", "sac"],
 }
 
