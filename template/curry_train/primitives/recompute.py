@@ -280,7 +280,13 @@ class Segment:
             for number, block in enumerate(self.blocks):
                 try:
                     output = block(*args, **kwargs)
-                except Exception as error:  # the user's block may raise anything
+                except (
+                    AttributeError,
+                    RuntimeError,
+                    TypeError,
+                    ValueError,
+                    torch.jit.Error,
+                ) as error:
                     if number == 0 or not self.starting or _lacks_memory(error):
                         raise
                     raise ChainBroken(
