@@ -64,23 +64,6 @@ def pair_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         dist.destroy_process_group()
 
 
-# Files that take longest begin first: a worker runs whole files, and would end alone with one.
-LONGEST_FILES = (
-    "test_readme.py",
-    "test_zoo.py",
-    "test_memory_budget_inductor.py",
-    "test_plan.py",
-    "test_implementation.py",
-    "test_training.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the tests of the longest files to the front, in the order above."""
-    places = {name: place for place, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Freeze the heap again before each test, since tests import more modules."""
