@@ -60,11 +60,6 @@ class CheckpointsSegments(Model):
         return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
 
 
-class CheckpointsList(Model):
-    def run(self, x):
-        return checkpoint_sequential(list(self.layers), 3, x, use_reentrant=False)
-
-
 class Loops(Model):
     def run(self, x):
         for _ in range(3):
@@ -352,14 +347,6 @@ class SharesWeight(Model):
             return self.layers(x).float()
 
 
-class ReusesLayer(Model):
-    """Calls a layer of a block once more, outside of the block."""
-
-    def run(self, x):
-        first = self.layers[0]
-        return self.layers(x) + first.down(first.up(x))
-
-
 class Part(nn.Module):
     """Has parameters that are frozen or not used, and returns a dict."""
 
@@ -382,30 +369,6 @@ class Parts(Model):
         return x
 
 
-class KeepsMask(Model):
-    """Makes a mask in its first forward, and keeps it."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mask", None, persistent=False)
-
-    def run(self, x):
-        if self.mask is None:
-            self.register_buffer("mask", torch.arange(WIDTH) % 5 > 0, persistent=False)
-        return self.layers(x) * self.mask
-
-
-class Cell(nn.Module):
-    """Writes chunks of one storage in turn, of which ours moves the first alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.LSTMCell(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.cell(x.flatten(0, -2))[0].view(x.shape)
-
-
 class Scale(nn.Module):
     """Has no matrix product, and so no FLOPs to count."""
 
@@ -415,17 +378,6 @@ class Scale(nn.Module):
 
     def forward(self, x):
         return torch.sigmoid(x * self.scale)
-
-
-class Steep(nn.Module):
-    """A product, whose gradients are thousands of times as large as its weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return 100 * self.layer(x) ** 3
 
 
 class Words(nn.Module):
@@ -456,21 +408,78 @@ def weighted(model, tokens):
     return (losses * torch.linspace(0.5, 1.5, losses.numel())).sum()
 
 
-def all_logits(model, tokens):
-    return model(tokens).log_softmax(-1).sum()
-
-
 def penalized(model, tokens):
     loss = next_words(model, tokens)
     (gradient,) = torch.autograd.grad(loss, model.table.weight, create_graph=True)
     return loss + gradient.square().sum()
 
 
+class LazyBlock(nn.Module):
+    """Gets its widths in the first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.LazyLinear(64), nn.Linear(64, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Frozen(Model):
+    """Runs its blocks in eval mode."""
+
+    def run(self, x):
+        return self.layers.eval()(x)
+
+
+class OtherBlock(Block):
+    """Repeats the block as another kind of one."""
+
+
+class PartlyUnused(Frozen):
+    """Has blocks of another kind that never run."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.ModuleList(OtherBlock() for _ in range(3))
+
+
+class Quantized(Model):
+    """Rounds what its encoder returns, so that no gradient comes back."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Sequential(*(Block() for _ in range(3)))
+
+    def run(self, x):
+        return self.decoder(self.layers(x).detach().round())
+
+
+class OpensInPlace(nn.Module):
+    """Writes to its own input."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.inner = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(self.act(x))
+
+
+def ragged(size):
+    return torch.nested.nested_tensor(
+        [torch.randn(3 + row % 2, WIDTH) for row in range(size)], layout=torch.jagged
+    )
+
+
+def squares_of_values(model, batch):
+    return model(batch).values().square().sum()
+
+
 CONSTRUCTS = {
     "calls_forward": [CallsForward],
     "checkpoints_all": [CheckpointsAll],
     "checkpoints_segments": [CheckpointsSegments],
-    "checkpoints_list": [CheckpointsList],
     "loops": [Loops],
     "drops_layers": [DropsLayers],
     "keeps_last": [KeepsLast, of_last],
@@ -481,7 +490,6 @@ CONSTRUCTS = {
     "scales": [Scales],
     "every_second": [of_block(EveryNth, 2)],
     "every_fourth": [of_block(EveryNth, 4)],
-    "every_fifth": [of_block(EveryNth, 5)],
     "counts_in_buffer": [of_block(Counts, torch.tensor(0))],
     "counts_in_python": [of_block(Counts, 0)],
     "counted_in_buffer": [of_block(Counts, torch.tensor(0), share=0.1)],
@@ -502,18 +510,19 @@ CONSTRUCTS = {
     "grows_a_list": [Dense],
     "normalized": [of_block(Normalized)],
     "shares_a_weight": [SharesWeight],
-    "reuses_a_layer": [ReusesLayer],
     "partly_frozen": [Parts],
-    "keeps_a_mask": [KeepsMask],
-    "cells": [of_block(Cell)],
     "lone_layers": [of_block(nn.Linear, WIDTH, WIDTH)],
     "no_products": [lambda: nn.Sequential(*(Scale() for _ in range(3)))],
     "flat": [lambda: nn.Linear(WIDTH, WIDTH)],
-    "steep": [Steep],
     "tied_words": [functools.partial(Words, is_tied=True), next_words, texts],
     "weighted_words": [Words, weighted, texts],
-    "all_logits": [Words, all_logits, texts],
     "penalized_words": [Words, penalized, texts],
+    "lazy": [of_block(LazyBlock)],
+    "frozen": [Frozen],
+    "partly_unused": [PartlyUnused],
+    "quantized": [Quantized],
+    "opens_in_place": [of_block(OpensInPlace)],
+    "ragged": [Model, squares_of_values, ragged],
 }
 
 

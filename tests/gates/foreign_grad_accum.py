@@ -119,15 +119,6 @@ def zeroes_each_time(model, window, loss, optimizer):
     optimizer.step()
 
 
-def zeroes_before_the_last(model, window, loss, optimizer):
-    for microbatch in window.microbatches:
-        if microbatch is window.microbatches[-1]:
-            model.zero_grad()
-        (loss(model, microbatch) / window.num_terms).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def clips_each_time(model, window, loss, optimizer, clip_norm=None):
     optimizer.zero_grad()
     for microbatch in window.microbatches:
@@ -135,19 +126,6 @@ def clips_each_time(model, window, loss, optimizer, clip_norm=None):
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
-
-
-def clips_each_time_by_accelerate(model, window, loss, optimizer, clip_norm=None):
-    accelerator = Accelerator(gradient_accumulation_steps=len(window.microbatches), cpu=True)
-    optimizer = accelerator.prepare_optimizer(optimizer)
-    for microbatch in window.microbatches:
-        with accelerator.accumulate(model):
-            share = len(window.microbatches) / window.num_terms
-            accelerator.backward(loss(model, microbatch) * share)
-            if clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def syncs_each_time(model, window, loss, optimizer):

@@ -130,7 +130,6 @@ def policy_of_torch(model, *, blocks):
     around_blocks(model, blocks, again)
 
 
-copied_and_kept = hooked(lambda tensor: (tensor, tensor.cpu()), lambda kept: kept[0])
 in_half = hooked(
     lambda tensor: (tensor.dtype, tensor.to("cpu", torch.bfloat16)),
     lambda kept: kept[1].to(kept[0]),

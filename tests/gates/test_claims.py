@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from saboteurs import claims_by_name, faults, gates, planted, tried
+from saboteurs import claims_by_name, faults, gates
 
 from curry_train.cli.validate import list_claims, quick_gates
 from curry_train.gates.verdict import TECHNIQUES, claims, discover, technique_of
@@ -77,16 +77,3 @@ def test_gates_that_take_longer_run_where_they_are_asked_for():
     assert quick_gates(both, (), thorough=False) == (both[:1], both[1:])
     assert quick_gates(both, (), thorough=True) == (both, ())
     assert quick_gates(both, ("recompute/long-run",), thorough=False) == (both, ())
-
-
-def test_a_new_gate_is_tried_on_the_faults_that_fit():
-    told = []
-    tried("loss-spike/found", told.append)
-    assert "caught  loss-spike.in-time-silent" in told
-    assert len(told) >= 5
-
-
-def test_a_fault_that_no_gate_sees_is_an_error():
-    harmless = planted("loss-spike.in-time", "harmless")
-    with pytest.raises(AssertionError, match="16 of 16 in time"):
-        harmless.check()

@@ -29,7 +29,6 @@ NEED_NOT_APPLY = {
         ["grad-flow/exact", "sac/products", "sac/regions"],
         "layers.0: the model recomputes these by itself",
     ),
-    "checkpoints_list": (ON_BLOCKS, "layers.0 and layers.1: the model recomputes these"),
     "drops_layers": (["bench/peak", "memory-plan/*"], ""),
     "keeps_last": ([], "last: a tensor of the last call stays in the module"),
     "keeps_in_closure": (["recompute/memory", "recompute/profiler"], "3 tensors of a step"),
@@ -40,7 +39,6 @@ NEED_NOT_APPLY = {
     "communicates": (TWO_RANKS, ""),
     "every_second": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
     "every_fourth": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
-    "every_fifth": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
     "counted_in_python": (STATEFUL, "layers.0.calls to layers.2.calls: state stays"),
     "counted_in_buffer": (
         ["bench/timed", "grad-accum/*", "grad-flow/two-ranks", "recompute/budget"],
@@ -59,18 +57,27 @@ NEED_NOT_APPLY = {
     "own_optimizer": (["loss-spike/found"], ""),
     "sparse": (["*"], "table.weight: the gradient is sparse"),
     "partly_frozen": (ON_BLOCKS, ""),
-    "cells": (ON_BLOCKS, ""),
     "lone_layers": (ON_BLOCKS, ""),
     "no_products": ([*ON_BLOCKS, "bench/flops"], ""),
     "flat": (ON_BLOCKS, ""),
-    "steep": (ON_BLOCKS, ""),
     "tied_words": (ON_BLOCKS, ""),
     "weighted_words": ([*ON_BLOCKS, "grad-accum/*"], ""),
-    "all_logits": ([*ON_BLOCKS, "grad-accum/*"], ""),
+    "lazy": (["memory-plan/*"], "lazy modules"),
+    "frozen": (ON_BLOCKS, "run in eval mode"),
+    "partly_unused": (ON_BLOCKS, "unused.0 to unused.2 are never called"),
+    "quantized": (ON_BLOCKS, "no gradient comes back"),
+    "opens_in_place": (ON_BLOCKS, "write to their own input"),
+    "ragged": (["*"], "nested tensors"),
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
 }
-# Models on which ranks are tried each time; on the others with all tests that take long.
+# The forms that users meet most run each time, and ranks on some; the others with the long tests.
+IN_ALL = {"calls_forward", "checkpoints_all", "compiled_blocks", "data_parallel"}
+IN_ALL |= {"every_second", "keeps_in_closure", "own_batch", "raises_in_eval", "scripted", "sparse"}
 ON_RANKS = {"communicates", "derivative_in_loss", "keeps_last", "masks_in_training", "scales"}
+
+
+def constructs(always):
+    return [pytest.param(name, marks=[pytest.mark.long][name in always :]) for name in CONSTRUCTS]
 
 
 def may_not_apply(gate, patterns):
@@ -95,17 +102,14 @@ def verdicts_on(name, gates):
     return verdicts
 
 
-@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.parametrize("name", constructs(IN_ALL | ON_RANKS))
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_gates_hold_or_do_not_apply_for_a_cause(name):
     gates = [gate for gate in discover() if not (gate.thorough or gate.name.endswith("two-ranks"))]
     assert any(verdict.passed for verdict in verdicts_on(name, gates))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long][name in ON_RANKS :]) for name in CONSTRUCTS],
-)
+@pytest.mark.parametrize("name", constructs(ON_RANKS))
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_gates_on_two_ranks_hold_or_do_not_apply_for_a_cause(name):
     verdicts_on(name, [gate for gate in discover() if gate.name.endswith("two-ranks")])

@@ -43,12 +43,10 @@ RIGHT = [
     (f"{LOOPS}in_chunks", "snn", NESTED),
     (f"{LOOPS}in_chunks", LONG_SNN, NESTED),
     (f"{LOOPS}in_nested_chunks", NOISY, []),
-    (f"{LOOPS}in_nested_chunks", LONG_SNN, []),
     (f"{LOSSES}by_torch", LANGUAGE_MODEL, []),
     (f"{LOSSES}by_checkpoint", LANGUAGE_MODEL, []),
     ("plan=foreign_memory_plan:plan_every_block", LANGUAGE_MODEL, []),
     ("SpikeWatchdog=foreign_loss_spike:MedianWatchdog", "mlp", WATCHED),
-    ("SpikeWatchdog=foreign_loss_spike:MedianWatchdog", "resnet", WATCHED),
 ]
 
 
@@ -72,31 +70,13 @@ def test_a_right_implementation_passes_every_gate_that_applies(text, model, left
         assert ("implementation" in verdict.ran) == (name not in left_out)
 
 
-# Other wrong ones are among the planted faults.
+# The other wrong ones are planted faults, as they break a claim that ours could break too.
 WRONG = [
     (f"{LOSSES}by_torch_without_options", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
     (f"{LOSSES}by_torch_with_ignored_targets", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
     (f"{LOSSES}by_kept_chunks", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
     (f"{LOSSES}by_mean_of_means", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
-    ("plan=foreign_memory_plan:plan_nothing", LANGUAGE_MODEL, "memory-plan/fits"),
     ("plan=foreign_memory_plan:plan_without_generators", LANGUAGE_MODEL, "memory-plan/parity-plan"),
-    ("SpikeWatchdog=foreign_loss_spike:Impatient", "mlp", "loss-spike/found"),
-    ("SpikeWatchdog=foreign_loss_spike:MeanOfAll", "mlp", "loss-spike/found"),
-    ("SpikeWatchdog=foreign_loss_spike:DeafToNaN", "mlp", "loss-spike/found"),
-    ("recompute_blocks=foreign_recompute:first_block", "transformer", "recompute/memory"),
-    ("recompute_blocks=foreign_recompute:other_dropout", "dropout", "recompute/parity-full"),
-    (
-        "offload_blocks=foreign_recompute:first_block_on_cpu",
-        "transformer",
-        "recompute/offload-bytes",
-    ),
-    ("offload_blocks=foreign_recompute:policy_of_torch", "small", "recompute/offload-bytes"),
-    ("apply_sac=foreign_sac:saves_all", "small", "sac/products"),
-    ("apply_sac=foreign_sac:draws_again", "dropout", "sac/parity-sac"),
-    ("train_window=foreign_grad_accum:mean_of_means", "small", "grad-accum/uneven"),
-    ("train_window=foreign_grad_accum:zeroes_each_time", "small", "grad-accum/equal"),
-    (f"{LOOPS}detaches_the_state", "snn", "snn-timesteps/parity"),
-    (f"{LOOPS}in_one_go", "snn", "snn-timesteps/memory"),
 ]
 
 

@@ -1,10 +1,9 @@
-"""Gates hold on the built-in models, in both precisions, and each planted fault is caught.
+"""Gates run and hold on the built-in models in both precisions, and catch planted faults.
 
 python -m pytest tests/gates/test_gates.py
 """
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from saboteurs import CASES, case_of, faults, gates
 
 from curry_train.gates import discover
 from curry_train.gates.verdict import TECHNIQUES, drop_shared_results
-from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
+from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 
 # Gates that need not apply, by model.
@@ -33,15 +32,16 @@ def test_gates_hold_on_built_in_models(name, technique):
             verdict = gate.run(case)
             may_not_apply = gate.name.startswith((*NOT_ON[name], "recompute/routing"))
             assert verdict.passed or (verdict.passed is None and may_not_apply), verdict
+            # A check that runs nothing of the user's is a test of this package.
+            assert verdict.ran or not verdict.passed, verdict
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_gate_fails_with_dropout_in_both_precisions(dtype, device, technique):
+def test_no_gate_fails_with_dropout_in_half_precision(device, technique):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    case = Case(transformer(dropout=0.1), device=torch.device(device), dtype=dtype)
+    case = Case(CASES["dropout"], device=torch.device(device), dtype=torch.bfloat16)
     for gate in discover([technique]):
         if not (gate.thorough or gate.name.endswith("two-ranks")):
             verdict = gate.run(case)
@@ -54,14 +54,6 @@ def test_the_thorough_gate_holds(name):
     assert gates()["recompute/long-run"].run(Case(load_workload(name))).passed
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulation_is_compared_in_the_dtype_that_is_asked_for(dtype):
-    for name in ("equal", "scaled", "random", "two-ranks"):
-        verdict = gates()[f"grad-accum/{name}"].run(Case(load_workload("mlp"), dtype=dtype))
-        assert verdict.passed, verdict
-        assert ("1.0e-06" in verdict.required) == (dtype is torch.float32 and name == "equal")
-
-
 @pytest.mark.parametrize("saboteur", faults(), ids=str)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -69,18 +61,15 @@ def test_a_planted_fault_is_caught(saboteur):
     saboteur.check()
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-def test_gates_leave_no_tensor_behind(technique):
+def test_gates_leave_no_tensor_behind():
     def count_tensors():
         drop_shared_results()
         gc.collect()
         return sum(isinstance(one, torch.Tensor) for one in gc.get_objects())
 
-    found = [gate for gate in discover([technique]) if not gate.name.endswith("two-ranks")]
     counts = []
     for _ in range(2):
-        for gate in found[:3]:
-            gate.run(replace(case_of("small")))
+        for name in ("bench/same", "grad-accum/equal", "grad-flow/exact", "recompute/parity-full"):
+            gates()[name].run(case_of("small"))
         counts.append(count_tensors())
     assert counts[1] <= counts[0]
-    assert CASES["small"].name

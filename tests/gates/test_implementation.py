@@ -4,8 +4,6 @@ The implementations of each technique that are not ours stand in `foreign_<techn
 Run: `python -m pytest tests/gates/test_implementation.py`.
 """
 
-import json
-import subprocess
 import sys
 
 import pytest
@@ -16,10 +14,8 @@ from curry_train.gates.implementation import (
     CONTRACTS,
     Implementation,
     load_implementation,
-    spec_of,
-    takes,
 )
-from curry_train.gates.verdict import TECHNIQUES, Gate, discover, measure_rows
+from curry_train.gates.verdict import discover, measure_rows
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -141,48 +137,3 @@ def test_a_function_of_another_name_needs_one(run):
     ended = run("--model", "mlp", "--impl", "math:sqrt")
     assert ended.exit_code == 2
     assert "write NAME=math:sqrt, where NAME tells" in " ".join(ended.stderr.split())
-
-
-def scaled_window(model, window, loss, optimizer, *, scaler=None):
-    pass
-
-
-def test_an_implementation_has_the_signature_and_the_place_of_its_function():
-    given = Implementation("train_window", "my_loop:train", scaled_window)
-    assert takes(given, "scaler")
-    assert not takes(given, "clip_norm")
-    assert spec_of(given) == "my_loop:train"
-    assert spec_of(scaled_window).endswith("test_implementation:scaled_window")
-    assert given.num_calls == 1  # it runs where its spec is sent
-
-
-def test_a_gate_takes_the_contracts_among_its_parameters():
-    def check(case, *, plan=None, strategy="full"):
-        raise AssertionError
-
-    assert Gate("memory-plan/some", check).takes == ("plan",)
-
-
-CHOOSE_GATES = """
-import importlib
-import json
-import sys
-
-import torch
-
-loaded = {}
-for technique in sys.argv[1:]:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "curry_train"]:
-        del sys.modules[name]
-    importlib.import_module("curry_train.gates.verdict").discover([technique])
-    loaded[technique] = [name for name in sys.modules if name.startswith("curry_train.gates.")]
-print(json.dumps(loaded))
-"""
-
-
-def test_the_gates_of_a_technique_load_no_other_gates():
-    command = [sys.executable, "-c", CHOOSE_GATES, *TECHNIQUES]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    modules = {f"curry_train.gates.{name.replace('-', '_')}" for name in TECHNIQUES}
-    for technique, loaded in json.loads(ended.stdout).items():
-        assert modules & set(loaded) == {f"curry_train.gates.{technique.replace('-', '_')}"}

@@ -49,30 +49,6 @@ def test_a_budget_does_not_apply_where_nothing_can_be_compiled():
     assert "nothing of them is compiled" in verdict.hint
 
 
-class Transposed(nn.Module):
-    """Normalises a transposed tensor, whose layout the compiler takes for another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.inner(self.norm(x.transpose(1, 2)).transpose(1, 2))
-
-
-def transposed():
-    return nn.Sequential(nn.Linear(8, 8), *(Transposed() for _ in range(2)))
-
-
-def test_blocks_that_torch_itself_can_not_compile_are_not_applicable():
-    """Of torch 2.11 and 2.13: BatchNorm1d has other strides on shapes than its kernel gives."""
-    workload = default_workload("transposed", transposed, (transposed(), torch.randn(4, 6, 8)))
-    verdict = compare_budgets(Case(workload, batch_size=4, blocks="[12]"))
-    assert verdict.passed is None, verdict
-    assert "torch.compile itself can't run 2, without a budget either" in verdict.hint
-
-
 def test_an_error_of_a_budget_alone_stays_one():
     def broken(model, budget, *, blocks):
         raise RuntimeError("only this implementation fails")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates import two_ranks
-from curry_train.gates.two_ranks import GradientSyncs, load_function, run_on_ranks
+from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
 from curry_train.gates.verdict import Gate
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
@@ -55,11 +55,6 @@ def test_each_rank_returns_its_result_and_syncs_are_counted():
 def test_the_error_of_a_rank_is_raised_with_its_message():
     with pytest.raises(RuntimeError, match="rank 1: ValueError: rank 1 does not like it"):
         run_on_ranks(f"{__file__}:fails_on_one_rank", timeout=60)
-
-
-def test_functions_are_found_by_module_and_by_file():
-    assert load_function("json:dumps")({}) == "{}"
-    assert load_function(f"{__file__}:fails_on_one_rank").__name__ == "fails_on_one_rank"
 
 
 def dies_without_a_word():
@@ -105,12 +100,3 @@ def test_a_rank_that_dies_ends_the_others_and_its_last_line_is_reported():
 def test_ranks_that_never_end_are_stopped():
     with pytest.raises(RuntimeError, match="did not end within 3 s"):
         run_on_ranks(f"{__file__}:never_ends", timeout=3)
-
-
-def test_ranks_have_the_variables_that_torchrun_sets():
-    answers = run_on_ranks(f"{__file__}:variables")
-    assert answers == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
-
-
-def variables():
-    return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]

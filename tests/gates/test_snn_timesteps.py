@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faulty_timesteps import KEEPERS
 
 from curry_train.gates import snn_timesteps
 from curry_train.workloads.models import SpikingNetwork, snn
@@ -50,11 +49,3 @@ def test_gates_hold_on_loops_of_other_forms(name):
         assert verdict.passed is not False, verdict
     assert verdicts["snn-timesteps/outputs"].passed
     assert verdicts["snn-timesteps/memory"].passed is (None if "timestep" in name else True)
-
-
-@pytest.mark.parametrize("check", ["memory", "parity"])
-def test_a_model_with_hidden_state_fails_with_its_name(check):
-    verdict = GATES[f"snn-timesteps/{check}"].run(Case(KEEPERS))
-    assert verdict.passed is False
-    assert "layers.1 (Keeper) keeps state" in verdict.hint, verdict
-    assert "'v'" in verdict.hint

@@ -112,11 +112,6 @@ def without_optimizer_state(case, row, plain):
     row.peak_bytes -= 2 * bytes_on_device(case.build().parameters(), case.device)
 
 
-def with_other_steps(case, row, plain):
-    """Return the allocator's figure, which includes the other configurations."""
-    row.peak_bytes += bytes_on_device(case.build().parameters(), case.device)
-
-
 def peak_of_forward(case, *args, **options):
     def peak_bytes(self):
         return peak_of_step(lambda: forward(self), self._there(), self.device)
@@ -137,6 +132,5 @@ FAULTS = [
     planted("bench.model-flops", "microbatch", measure=changing(flops_of_a_microbatch)),
     planted("bench.utilization", "all-that-ran", measure=changing(all_flops_that_ran)),
     planted("bench.peak", "optimizer-state", measure=changing(without_optimizer_state)),
-    planted("bench.peak", "other-steps", measure=changing(with_other_steps)),
     planted("bench.peak", "of-forward", measure=peak_of_forward, hint="an owner is missing"),
 ]

@@ -6,10 +6,9 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 import torch
 from saboteurs import planted
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from curry_train.core.blocks import find_blocks
-from curry_train.primitives.routing import CHOOSING_FUNCTIONS, keep_routing
+from curry_train.primitives.routing import keep_routing
 from curry_train.workloads.workload import Workload
 
 WIDTH = 16
@@ -60,38 +59,6 @@ def first_block_kept(module):
     return keep_routing(module, blocks="0")
 
 
-class KeepsIndicesAlone(TorchFunctionMode):
-    """Repeat the indices of a choice, with the scores of the second run."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = []
-        self.repeats = False
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if func not in CHOOSING_FUNCTIONS:
-            return found
-        if self.repeats:
-            found[1].data.copy_(self.kept.pop(0))
-        else:
-            self.kept.append(found[1].clone())
-        return found
-
-
-def indices_kept_alone(module):
-    for block in module:
-        recomputed = block.router.forward
-        mode = KeepsIndicesAlone()
-
-        def forward(x, run=recomputed, mode=mode):
-            mode.repeats = bool(mode.kept)
-            with mode:
-                return run(x)
-
-        block.router.forward = forward
-
-
 def load_counted_again(module):
     names = keep_routing(module)
     for block in module:
@@ -111,7 +78,6 @@ FAULTS = [
     for name, keep in {
         "no-op": choices_not_kept,
         "first-block-alone": first_block_kept,
-        "indices-alone": indices_kept_alone,
     }.items()
 ]
 FAULTS += [

@@ -69,14 +69,6 @@ def first_block_alone(model, *, blocks):
     apply_sac(model, blocks=blocks[:1])
 
 
-def outputs_kept(model, *, blocks):
-    """Keep the output of each block of each call, as a cache by identity would."""
-    kept = []
-    apply_sac(model, blocks=blocks)
-    for name in blocks:
-        model.get_submodule(name).register_forward_hook(lambda *call: kept.append(call[-1]))
-
-
 def changes_nothing(model, sample):
     return list(find_blocks(model, sample.blocks))
 
@@ -126,7 +118,6 @@ FAULTS = [
         apply_sac=first_block_alone,
         hint="did not run again",
     ),
-    planted("sac.policy-parity", "outputs-kept", apply_sac=outputs_kept, hint="stay alive"),
     planted("sac.policy-parity", "does-nothing", apply_sac=does_nothing, hint="nothing ran twice"),
     planted(
         "sac.policy-parity",

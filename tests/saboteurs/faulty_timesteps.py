@@ -14,9 +14,7 @@ from foreign_snn_timesteps import (
     in_chunks,
     in_one_go,
     in_single_steps,
-    rerun,
     stacks_first,
-    unrolled,
 )
 from saboteurs import planted
 from torch import nn
@@ -70,21 +68,6 @@ KEEPERS = replace(snn(), build=KeeperNet)
 BUFFERS = replace(snn(), build=lambda: KeeperNet(torch.zeros(1)))
 
 
-def adds_to_the_state(step, inputs, state, **options):
-    """Start a second run of a chunk from another state."""
-    calls = []
-
-    def around(run, sizes, total, chunk, *state):
-        def run_again(total, *state):
-            result = run(sizes, total, chunk, *(one + 0.1 * len(calls) for one in state))
-            calls.append(None)
-            return result
-
-        return rerun(run_again, total, *state)
-
-    return unrolled(step, inputs, state, sizes=[4], around=around, **options)
-
-
 def means_of_chunks(step, inputs, state, *, time_dim=0, **options):
     """Count the shorter last chunk as a whole one."""
     mean, state = in_chunks(step, inputs, state, time_dim=time_dim, **options)
@@ -118,7 +101,6 @@ FAULTS = [
     broken("parity", "no-chunks", in_one_go, hint=NOTHING_AGAIN),
     broken("parity", "drops-the-rest", drops_the_rest, hint="another value"),
     broken("parity", "detaches-the-state", detaches_the_state, hint="another value"),
-    broken("parity", "adds-to-the-state", adds_to_the_state, hint="another value"),
     broken("parity", "draws-again", draws_again, model=NOISY, hint="preserve_rng_state=True"),
     broken("parity-nested", "no-chunks", in_one_go, hint=NOTHING_AGAIN),
     broken("parity-nested", "detaches-the-state", detaches_the_state, hint="another value"),

@@ -2,9 +2,7 @@
 
     FAULTS = [planted("recompute.off", "always", apply=always, hint="only while")]
 
-A module `faulty_*.py` lists the faults of a skill. A new gate is tried on all that fit its check:
-
-    PYTHONPATH=template:tests/saboteurs python tests/saboteurs/saboteurs.py recompute/memory
+A module `faulty_*.py` lists the faults of a skill.
 
 Proof: `python -m pytest tests/gates/test_claims.py`.
 """
@@ -12,9 +10,7 @@ Proof: `python -m pytest tests/gates/test_claims.py`.
 import contextlib
 import functools
 import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -57,13 +53,6 @@ class Saboteur:
         check = functools.partial(gate.check, **self.arguments)
         with self.active():
             return replace(gate, check=check).run(self.case())
-
-    def fits(self, gate: Gate) -> bool:
-        """Return whether a gate's check takes what this fault replaces."""
-        accepted = inspect.signature(gate.check).parameters
-        return self.claim.partition(".")[0] in (gate.name.partition("/")[0], "") and all(
-            name in accepted for name in self.arguments
-        )
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -117,15 +106,3 @@ def faults(module: str | None = None) -> list[Saboteur]:
     names = sorted(path.stem for path in Path(__file__).parent.glob("faulty_*.py"))
     chosen = [module] if module else names
     return [one for name in chosen for one in importlib.import_module(name).FAULTS]
-
-
-def tried(gate: str, tell: Callable[[str], None]) -> None:
-    """Report of each fault that fits a gate whether the gate finds it."""
-    for one in faults():
-        if one.fits(gates()[gate]):
-            verdict = one.verdict(gates()[gate])
-            tell(f"{'caught' if verdict.passed is False else 'missed'}  {one}")
-
-
-if __name__ == "__main__":
-    tried(sys.argv[1], print)

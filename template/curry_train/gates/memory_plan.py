@@ -281,6 +281,8 @@ class Prediction:
     plan: Plan | str
     # Why nothing can be predicted from shapes, or None.
     why_real: str | None
+    # The blocks that the sketch chose, where the case names none.
+    blocks: str | Sequence[str] | None
 
 
 def predict(case: Case) -> Prediction:
@@ -292,13 +294,14 @@ def _predict(case: Case) -> Prediction:
     with Planner(case.workload, **_planner_options(case)) as planner:
         sketch = planner.sketch
         peaks = {PLAIN_VARIANT: sketch.step(case.batch_size).peak_bytes}
-        recompute = _recompute_all(sketch.case.blocks)
+        blocks = sketch.case.blocks
+        recompute = _recompute_all(blocks)
         try:
             step = sketch.step(case.batch_size, change=recompute)
         except NoBlocks as error:
-            return Prediction(peaks, error.in_short, sketch.why_real)
+            return Prediction(peaks, error.in_short, sketch.why_real, blocks)
         peaks[FULL_VARIANT] = step.peak_bytes
-        return Prediction(peaks, _plan(planner, case, peaks), sketch.why_real)
+        return Prediction(peaks, _plan(planner, case, peaks), sketch.why_real, blocks)
 
 
 def _recompute_all(blocks: str | Sequence[str] | None) -> ModelChange:
@@ -344,11 +347,12 @@ def compare_estimate(case: Case, *, predict_peaks: Predict = predicted_peaks) ->
     required = "equal to the byte"
     if case.device.type == "cuda":
         required = f"within {CUDA_PEAK_TOLERANCE:.0%}"
-    if (why := predict(case).why_real) is not None:
-        raise NotApplicable(why, required=required)
+    prediction = predict(case)
+    if prediction.why_real is not None:
+        raise NotApplicable(prediction.why_real, required=required)
     changes: dict[str, ModelChange | None] = {
         PLAIN_VARIANT: None,
-        FULL_VARIANT: _recompute_all(case.blocks),
+        FULL_VARIANT: _recompute_all(prediction.blocks),
     }
     pairs = {
         variant: (peak, measured_peak(case, changes[variant]))
