@@ -259,24 +259,3 @@ def test_a_planted_name_that_is_not_there_is_caught(name):
 )
 def test_names_that_exist_are_accepted(name):
     assert list(unknown("page.md", f"Use `{name}`.\n")) == []
-
-
-@pytest.mark.parametrize("name", ["pitfalls.md", "test-matrix.md"])
-def test_each_number_of_a_page_has_its_test_and_each_test_its_number(name):
-    text = (ROOT / "skills/recompute/references" / name).read_text(encoding="utf-8")
-    body, listed = re.split(r"\n## (?:Shown by|The tests)\n", text)
-    cells = [line.strip("|").split("|") for line in body.splitlines() if line.startswith("| ")]
-    last = [row[-1:] if name == "pitfalls.md" else row[1:] for row in cells]
-    used = {
-        int(number)
-        for row in last
-        for cell in row
-        for number in re.findall(r"\d+", cell)
-        if not cell.isspace()
-    }
-    if name == "test-matrix.md":
-        (together,) = re.findall(r"^Two together:.*?(?=\n\n|\Z)", body, re.MULTILINE | re.DOTALL)
-        used |= {int(number) for number in re.findall(r"\b\d+\b", together)}
-    numbers = [int(number) for number in re.findall(r"^(\d+)\. `[^`]+::\w+`", listed, re.MULTILINE)]
-    assert numbers == list(range(1, len(numbers) + 1))
-    assert used == set(numbers)
