@@ -109,7 +109,7 @@ def run(
         }
         (Path(name) / "job.json").write_text(json.dumps(job), encoding="utf-8")
         variables = os.environ | {
-            "PYTHONPATH": f"{folder / 'template'}{os.pathsep}{folder / 'tests/house'}",
+            "PYTHONPATH": f"{folder / 'template'}{os.pathsep}{folder / 'tests/core'}",
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "",
         }

@@ -47,7 +47,7 @@ def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
 
 
 def killed_at(step, folder, **more):
-    folders = ("template", "tests/runs", "tests/house")
+    folders = ("template", "tests/runs", "tests/core", "tests/house")
     paths = os.pathsep.join(str(ROOT / name) for name in folders)
     arguments = f"{str(folder)!r}, die_at={step}, **{more!r}"
     call = f"import test_attached_journal as own; own.train({arguments})"

@@ -1,6 +1,6 @@
 """The forked `python` runs a file, a module and a text as a new interpreter does.
 
-python -m pytest tests/house/test_warm_python.py
+python -m pytest tests/core/test_warm_python.py
 """
 
 import json
