@@ -1,62 +1,176 @@
-"""The rules of the house: functions from the root of a tree to the violations in it.
+"""The rules that no linter holds: functions from the root of a tree to the violations in it.
 
-Every public function of a `rules_*` module that takes `root` alone is a rule by being there, and
-each message says what to do. `test_house.py` asks for planted violations of each.
-
-    python tests/house/rules.py            # status 1 when a rule is broken
-    python tests/house/rules.py --count    # how many violations each rule finds
+python -m pytest tests/house/test_house.py
 """
 
-import inspect
-import sys
-from collections.abc import Callable
+import ast
+import importlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import rules_code
-import rules_imports
-import rules_modules
-import rules_names
-import rules_techniques
-import rules_text
-from tree import ROOT
+from tree import Skill, files, skills
 
-Rule = Callable[[Path], list[str]]
-
-RULE_MODULES = (
-    rules_modules,
-    rules_imports,
-    rules_names,
-    rules_code,
-    rules_text,
-    rules_techniques,
+PACKAGE = "template/curry_train"
+WORKPLACE_WORD = re.compile(
+    r"[/]work/|[/]tmp/w/|[/]farm/|[.][.]/shared|this[ ]session|developer[ ]session", re.IGNORECASE
 )
+# In private modules of torch, but in use everywhere and without a public name.
+TOLERATED_PRIVATE_NAMES = ("torch.utils._pytree.", "torch.utils._python_dispatch.TorchDispatchMode")
+DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
-
-def _is_rule(function: Callable[..., object]) -> bool:
-    signature = inspect.signature(function)
-    return [*signature.parameters] == ["root"] and signature.return_annotation == list[str]
-
-
-RULES: dict[str, Rule] = {
-    name: function
-    for module in RULE_MODULES
-    for name, function in inspect.getmembers(module, inspect.isfunction)
-    if function.__module__ == module.__name__ and not name.startswith("_") and _is_rule(function)
+# Names that users and their agents rely on, by the module that they import them from.
+PUBLIC_NAMES = {
+    "curry_train.primitives": """
+        Recompute CheckpointWrapper CheckpointConfig recompute_blocks recompute_segments
+        GradientAccumulation train_window apply_sac apply_regions offload_blocks memory_budget
+        checkpoint_timesteps apply_chunked_loss keep_routing
+    """,
+    "curry_train.primitives.grad_accum": "GradientAccumulation train_window",
+    "curry_train.primitives.recompute": "recompute_blocks",
+    "curry_train.primitives.sac": "apply_sac",
+    "curry_train.plan": "MemoryProfiler ProfileReport SelectiveCheckpointer plan Plan",
+    "curry_train.runs": "saving commit_checkpoints newest_whole record_training",
+    "curry_train.loop": "run_training_steps save_checkpoint equip",
+    "curry_train.benchmark": "run_accumulated_step",
 }
 
 
-def main(*options: str) -> int:
-    """Print every violation, or how many there are; return the exit status."""
-    num_violations = 0
-    for name, rule in RULES.items():
-        violations = rule(ROOT)
-        num_violations += len(violations)
-        if options == ("--count",):
-            print(f"{len(violations):>6} {name}")
-        elif violations:
-            print(*violations, sep="\n")
-    return 1 if num_violations else 0
+def missing_names(promised: Mapping[str, str]) -> list[str]:
+    """Public names stay where users import them from."""
+    violations = []
+    for name, public in promised.items():
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            violations.append(f"{name} is gone: users import from it, so put it back")
+            continue
+        violations += [
+            f"{name} has no {one}, which users import from it: put it back"
+            for one in public.split()
+            if not hasattr(module, one)
+        ]
+    return violations
 
 
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+def imports_inside_the_package_are_relative(root: Path) -> list[str]:
+    """Owned copies work under any package name."""
+    return [
+        f"{path.relative_to(root)}:{node.lineno} imports curry_train by name: write a relative "
+        "import, so that a copy works under another name"
+        for path in _modules(root)
+        for node in ast.walk(_parse(path))
+        if "curry_train" in {name.partition(".")[0] for name in _absolute_imports(node)}
+    ]
+
+
+def private_torch_names_stay_in_one_module(root: Path) -> list[str]:
+    """A private name of torch is used in one module, so that a new torch breaks one place."""
+    users: dict[str, set[str]] = defaultdict(set)
+    for path in _modules(root):
+        for name in _private_torch_names(_parse(path)):
+            users[name].add(path.relative_to(root).as_posix())
+    return [
+        f"{' and '.join(sorted(paths))} use {name}: keep it in one of them, and call that"
+        for name, paths in sorted(users.items())
+        if len(paths) > 1
+    ]
+
+
+def nothing_mentions_the_workplace(root: Path) -> list[str]:
+    """No file has a path of a machine that it was written on, or a word on how it was written."""
+    violations = []
+    for path in files(root):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue  # a picture or an archive
+        violations += [
+            f"{path.relative_to(root)}:{number} has {found[0]!r}: write what holds for every user"
+            for number, line in enumerate(lines, start=1)
+            if (found := WORKPLACE_WORD.search(line))
+        ]
+    return violations
+
+
+def techniques_are_complete(root: Path) -> list[str]:
+    """A skill `x-y` has a home module, the gates `x_y` and tests, and no gates lack a skill."""
+    found = skills(root)
+    violations = [f"skills/{skill.name} {gap}" for skill in found for gap in _gaps(skill, root)]
+    techniques = {skill.technique for skill in found}
+    for path in sorted((root / PACKAGE / "gates").glob("*.py")):
+        if _binds_gates(path) and path.stem not in techniques:
+            violations.append(f"gates/{path.name} binds GATES and has no skill: write it")
+    return violations
+
+
+RULES = (
+    imports_inside_the_package_are_relative,
+    private_torch_names_stay_in_one_module,
+    nothing_mentions_the_workplace,
+    techniques_are_complete,
+)
+
+
+def _gaps(skill: Skill, root: Path) -> Iterator[str]:
+    if not (root / "template" / skill.home).is_file():
+        yield f"has no home: metadata.module names {skill.home}, which is not below template/"
+    if not _binds_gates(root / PACKAGE / "gates" / f"{skill.technique}.py"):
+        yield f"has no gates: bind GATES in {PACKAGE}/gates/{skill.technique}.py"
+    names = {skill.technique, Path(skill.home).stem}
+    tests = [path for name in names for path in root.glob(f"tests/*/test_{name}*.py")]
+    if all(path.parent.name == "skills" for path in tests):
+        yield f"has no tests: write tests/<room>/test_{skill.technique}.py"
+
+
+def _binds_gates(path: Path) -> bool:
+    return path.is_file() and re.search(r"^GATES\b", path.read_text(), re.MULTILINE) is not None
+
+
+def _modules(root: Path) -> list[Path]:
+    return [path for path in files(root, PACKAGE) if path.suffix == ".py"]
+
+
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def _absolute_imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
+def _private_torch_names(module: ast.Module) -> Iterator[str]:
+    """Yield the private names of torch that a module uses, aliases resolved."""
+    nodes = list(ast.walk(module))
+    aliases = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                aliases[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        name = ""
+        if isinstance(node, ast.Attribute | ast.Name) and id(node) not in inner:
+            first, dot, rest = ast.unparse(node).partition(".")
+            name = f"{aliases.get(first, '')}{dot}{rest}"
+        elif isinstance(node, ast.Constant):  # as in sys.modules.get("torch._dynamo")
+            name = str(node.value)
+        if _is_private_of_torch(name):
+            yield name
+
+
+def _is_private_of_torch(name: str) -> bool:
+    """Return whether a dotted name has a private part; an operator's schema names it, not torch."""
+    if not name.startswith("torch.") or not DOTTED.fullmatch(name):
+        return False
+    if name.startswith(("torch.ops.", *TOLERATED_PRIVATE_NAMES)):
+        return False
+    return any(re.match(r"_[A-Za-z]", part) for part in name.split("."))

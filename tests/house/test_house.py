@@ -1,87 +1,120 @@
-"""The tree keeps the house rules, and each rule catches the violations planted for it.
+"""The tree keeps the rules, and each rule of ours catches the violations planted for it.
 
-Run: `python -m pytest tests/house/test_house.py`.
+python -m pytest tests/house/test_house.py
 """
 
-import re
-
 import pytest
-from planted import PLANTED, SOUND
-from rules import RULES
-from rules_text import summary_problem
-from small_tree import write_small_tree
-from tree import ROOT, modules, python_files
+from importlinter.cli import lint_imports
+from rules import (
+    PACKAGE,
+    PUBLIC_NAMES,
+    RULES,
+    imports_inside_the_package_are_relative,
+    missing_names,
+    nothing_mentions_the_workplace,
+    private_torch_names_stay_in_one_module,
+    techniques_are_complete,
+)
+from tree import ROOT, files, skills
 
-CASES = [
-    pytest.param(rule, plant, expected, id=f"{rule}-{number}")
-    for rule, plants in PLANTED.items()
-    for number, (plant, expected) in enumerate(plants, start=1)
+SKILL = "---\nname: x-y\nmetadata:\n  module: curry_train/plan/home.py\n---\n"
+TECHNIQUE = {
+    "skills/x-y/SKILL.md": SKILL,
+    f"{PACKAGE}/plan/home.py": "import torch\n",
+    f"{PACKAGE}/gates/x_y.py": "GATES = ()\n",
+    "tests/plan/test_home.py": "",
+}
+PLANTED = [
+    (
+        imports_inside_the_package_are_relative,
+        {f"{PACKAGE}/plan/new.py": "def f():\n    from curry_train.core import blocks\n"},
+        "plan/new.py:2 imports curry_train by name",
+    ),
+    (
+        imports_inside_the_package_are_relative,
+        {f"{PACKAGE}/plan/new.py": "import curry_train.core as core\n"},
+        "plan/new.py:1",
+    ),
+    (
+        private_torch_names_stay_in_one_module,
+        {
+            f"{PACKAGE}/plan/one.py": "import torch._ops as ops\nops.OpOverload\n",
+            f"{PACKAGE}/core/two.py": "from torch._ops import OpOverload as Operation\nOperation\n",
+        },
+        "core/two.py and template/curry_train/plan/one.py use torch._ops.OpOverload",
+    ),
+    (
+        private_torch_names_stay_in_one_module,
+        {
+            f"{PACKAGE}/plan/one.py": "import torch\ntorch._C._current_graph_task_id()\n",
+            f"{PACKAGE}/core/two.py": "name = 'torch._C._current_graph_task_id'\n",
+        },
+        "use torch._C._current_graph_task_id",
+    ),
+    (
+        nothing_mentions_the_workplace,
+        {"README.md": "see ." + "./shared/notes\n"},
+        "README.md:1 has '../" + "shared'",
+    ),
+    (
+        nothing_mentions_the_workplace,
+        {".ci/run": "# As This " + "session found\n"},
+        ".ci/run:1 has 'This",
+    ),
+    (techniques_are_complete, {f"{PACKAGE}/plan/home.py": None}, "skills/x-y has no home"),
+    (techniques_are_complete, {f"{PACKAGE}/gates/x_y.py": "x = 1\n"}, "skills/x-y has no gates"),
+    (techniques_are_complete, {"tests/plan/test_home.py": None}, "skills/x-y has no tests"),
+    (
+        techniques_are_complete,
+        {f"{PACKAGE}/gates/other.py": "GATES: tuple = ()\n"},
+        "gates/other.py binds GATES and has no skill",
+    ),
 ]
-SOUND_CASES = [
-    pytest.param(rule, plant, id=f"{rule}-{number}")
-    for rule, plants in SOUND.items()
-    for number, plant in enumerate(plants, start=1)
-]
 
 
-@pytest.fixture
-def small_tree(tmp_path):
-    write_small_tree(tmp_path)
-    return tmp_path
+def plant(root, texts):
+    for name, text in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+
+
+def test_rooms_import_one_way_and_without_cycles():
+    assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True) == 0
+
+
+def test_public_names_stay():
+    assert missing_names(PUBLIC_NAMES) == []
+
+
+@pytest.mark.parametrize("module", ["curry_train.loop", "curry_train.no_such_module"])
+def test_a_public_name_that_moved_is_missed(module):
+    (violation,) = missing_names({module: "no_such_name"})
+    assert violation.startswith(module)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_tree_keeps_the_rule(rule):
-    violations = RULES[rule](ROOT)
+    violations = rule(ROOT)
     assert not violations, "\n".join(["", *violations])
 
 
-def test_the_small_tree_keeps_every_rule_until_something_is_planted(small_tree):
-    assert [(name, found) for name, rule in RULES.items() if (found := rule(small_tree))] == []
+@pytest.mark.parametrize(("rule", "texts", "expected"), PLANTED)
+def test_the_rule_catches_what_is_planted(tmp_path, rule, texts, expected):
+    plant(tmp_path, TECHNIQUE)
+    assert rule(tmp_path) == []
+    plant(tmp_path, texts)
+    (violation,) = rule(tmp_path)
+    assert expected in violation
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_each_rule_has_two_planted_violations(rule):
-    assert len(PLANTED.get(rule, [])) >= 2, f"plant two violations of {rule} (planted_*.py)"
+def test_discovery_finds_the_files_and_the_techniques():
+    assert len(files(ROOT, PACKAGE)) >= 100
+    assert len(skills(ROOT)) == 9
+    assert {rule for rule, _, _ in PLANTED} == set(RULES)
 
 
-@pytest.mark.parametrize(("rule", "plant", "expected"), CASES)
-def test_the_rule_catches_what_is_planted(small_tree, rule, plant, expected):
-    plant(small_tree)
-    violations = RULES[rule](small_tree)
-    assert any(expected in violation for violation in violations), violations
-
-
-@pytest.mark.parametrize(("rule", "plant"), SOUND_CASES)
-def test_the_rule_catches_nothing_else(small_tree, rule, plant):
-    plant(small_tree)
-    assert RULES[rule](small_tree) == []
-
-
-def test_a_message_says_where_and_what_to_do(small_tree):
-    for rule, plants in PLANTED.items():
-        plants[0][0](small_tree)
-        for violation in RULES[rule](small_tree):
-            assert re.search(r"\w", violation), rule
-            assert re.search(r"[:;,] \w+", violation), f"{rule} says nothing to do: {violation}"
-
-
-@pytest.mark.parametrize(
-    "riddle",
-    [
-        "The name that was meant where one was typed that is none, as in what that is that is",
-        "What is said on the way where the end says it better: loggers that are silent.",
-        "Whether this call draws random numbers: attention does with dropout alone.",
-        "Those of them that this version of torch has.",
-    ],
-)
-def test_riddles_of_the_first_edition_are_caught(riddle):
-    assert summary_problem(riddle)
-
-
-def test_discovery_finds_the_rules_and_the_files_they_judge():
-    assert len(RULES) >= 40
-    assert len(PLANTED) == len(RULES)
-    assert len(CASES) >= 120
-    assert len(python_files(ROOT)) >= 200
-    assert len(modules(ROOT)) >= 60
+def test_files_omit_environments_caches_and_build_output(tmp_path):
+    names = (".ci/run", ".venv/x.py", "a/__pycache__/x.pyc", "x.egg-info/y", "build/x", ".git/x")
+    plant(tmp_path, dict.fromkeys(names, ""))
+    assert files(tmp_path) == [tmp_path / ".ci/run"]
