@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long mutants torture spikes zoo finetune evals evidence-cuda check static lint types rules skills clients clean
+.PHONY: help validate test long mutants torture spikes zoo finetune evals evidence-cuda check static lint types rules skills manifests clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -87,6 +87,9 @@ rules: $(dev_ready)  ## the house rules alone: layers and cycles of imports, and
 skills: $(dev_ready)  ## the open validator over each skill, and skillsaw over the bundle
 	@for skill in skills/*/; do $(PYTHON) -m skills_ref.cli validate "$$skill" || exit 1; done
 	@$(PYTHON) -m skillsaw lint --strict --quiet --no-progress
+
+manifests: $(run_ready)  ## write the clients' manifests, the version and the scripts' requirements from pyproject.toml
+	@$(PYTHON) scripts/manifests.py
 
 clients: $(dev_ready)  ## install the bundle into five agent clients, list the skills they load; needs npm and 1.4 GB
 	@PYTHONPATH=template:tests/house:tests/skills $(PYTHON) benchmarks/clients.py $(ARGS)
