@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11,!=2.12.*,<2.14",
+#     "torch>=2.11",
 #     "numpy>=1.26",
 #     "click>=8.1",
 #     "rich>=13",

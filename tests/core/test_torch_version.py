@@ -1,0 +1,42 @@
+"""Importing the package warns of a torch that its tests never ran with, and of no other.
+
+python -m pytest tests/core/test_torch_version.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TEMPLATE = Path(__file__).resolve().parents[2] / "template"
+
+
+def imported_with(folder, *, version, options=()):
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text("raise ImportError('nothing needs torch here')\n")
+    (folder / "torch/version.py").write_text(f"__all__ = []\n__version__ = '{version}'\n")
+    return subprocess.run(
+        [sys.executable, *options, "-c", "import curry_train"],
+        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{TEMPLATE}"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "2.110.0", "3.0"])
+def test_a_torch_that_was_never_tested_is_named_in_one_warning(tmp_path, version):
+    done = imported_with(tmp_path, version=version)
+    assert done.returncode == 0
+    (line,) = [line for line in done.stderr.splitlines() if "Warning" in line]
+    assert line.endswith(
+        f"UserWarning: curry-train is tested with torch 2.11 and 2.13, and this is {version}: "
+        "run `curry-train validate` on your model before you rely on it"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.0a0+git1234"])
+def test_a_tested_torch_is_not_mentioned(tmp_path, version):
+    done = imported_with(tmp_path, version=version, options=["-W", "error"])
+    assert (done.returncode, done.stderr) == (0, "")
