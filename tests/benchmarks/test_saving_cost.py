@@ -5,7 +5,7 @@ python -m pytest tests/benchmarks/test_saving_cost.py
 
 import json
 
-from saving_cost import Round, figures, main
+from saving_cost import main
 
 
 def test_savers_are_compared_and_no_file_is_left_behind(tmp_path, capsys):
@@ -24,12 +24,3 @@ def test_savers_are_compared_and_no_file_is_left_behind(tmp_path, capsys):
         assert each["lowest"] <= each["loop"] <= each["highest"]
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     assert capsys.readouterr().out.count(", at most") == 4
-
-
-def test_the_figures_compare_a_round_with_the_one_without_a_save_beside_it():
-    warm = Round([9.0, 1.0, 1.0], 1)
-    found = figures([warm, Round([2.0, 1.5, 1.0, 1.0], 2)], [warm, Round([1.0] * 4, 0)])
-    assert found["all_steps"] == 5.5 / 4
-    assert found["steps_under_way"] == 1.75
-    assert found["slowest_step"] == found["slowest_step_of_all"] == 2.0
-    assert found["num_steps_under_way"] == 2

@@ -18,7 +18,7 @@ from curry_train.runs import Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.retention import TURNED_BACK_FILE_NAME
-from torture import WORLDS, with_more, wrongs
+from torture import wrongs
 
 # A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
 # torture_hostile.COMMANDS, which tries it on hostile ones.
@@ -47,25 +47,6 @@ def test_kills_of_one_and_of_two_ranks():
     assert found["kills"]["one_rank"]["kills"] >= 4
     assert found["kills"]["two_ranks"]["kills"] >= 1
     assert found["kills"]["total"] >= 5
-
-
-def test_more_kills_add_up_and_what_was_wrong_stays(tmp_path):
-    found = {
-        name: {"kills": number, "wrong": [name] * (number > 2), "seconds": 1}
-        for number, name in enumerate(WORLDS, start=1)
-    }
-    record = tmp_path / "record.json"
-    record.write_text(json.dumps({"date": "then", "kills": found | {"total": 6}, "flips": 7}))
-    for runs in (1, 2):
-        more = with_more(record, {"kills": found | {"total": 6}}, "now")
-        record.write_text(json.dumps(more))
-        assert more["kills"]["more_runs"] == runs
-    assert more["date"] == "then"
-    assert more["flips"] == 7
-    assert more["kills"]["last_more"] == "now"
-    assert more["kills"]["total"] == 18
-    assert more["kills"]["two_ranks"] == {"kills": 6, "wrong": [], "seconds": 3}
-    assert wrongs(more) == ["three_ranks"] * 3
 
 
 def test_damage_failing_disks_and_hostile_files():

@@ -12,14 +12,10 @@ from tree import ROOT
 
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_peers import (
-    added,
     fill_disks,
     flip_many,
     forge_many,
     kill_many,
-    record,
-    save_in_a_fork,
-    table_of,
     torture_peer,
     with_table,
 )
@@ -77,46 +73,6 @@ def test_what_a_careless_library_loses_is_counted(tmp_path):
 def test_steps_that_were_only_reported_count_as_lost(tmp_path):
     kills = kill_many(Forgetful(), tmp_path, 2)
     assert kills["lost"] == kills["older"] == 2
-
-
-def test_a_save_that_fails_is_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match="in_place saved"):
-        save_in_a_fork(InPlace(), tmp_path / "not there", (1,))
-
-
-def test_counts_of_runs_with_the_same_versions_add_up(tmp_path, monkeypatch):
-    counts = {part: {"kills": 2, "lost": 1} for part in ("kills", "resaves")}
-    assert added(counts, counts)["kills"] == {"kills": 4, "lost": 2}
-    assert added({}, counts) == counts
-
-    path = tmp_path / "peers.json"
-    options = argparse.Namespace(kills=1, resaves=1, flips=2, folder=None)
-    seeds = []
-
-    def tortured(peer, options, *, seed):
-        seeds.append(seed)
-        return {"kills": {"kills": 3}}
-
-    monkeypatch.setattr("torture_peers.torture_peer", tortured)
-    for total in (3, 6):
-        row = record(path, InPlace(), options)
-        assert row["counts"]["kills"]["kills"] == total
-    assert seeds == [0, 1]
-    monkeypatch.setattr(InPlace, "version", lambda self: "another")
-    assert record(path, InPlace(), options)["counts"]["kills"]["kills"] == 3
-
-
-def test_the_table_has_a_row_for_each_library():
-    counts = {part: dict.fromkeys(("kills", "newest_fails", "lost"), 1) for part in ("kills",)}
-    counts |= {"resaves": {"kills": 2, "lost": 0}, "flips": {"flips": 3, "silent": 4}}
-    counts |= {
-        "full_disks": {"full": 5, "newest_fails": 6},
-        "hostile": {"hostile": 7, "executed": 8},
-    }
-    row = {"version": "1.0", "counts": counts}
-    lines = table_of({"peers": {"dcp": row, "ours": row}}).splitlines()
-    assert len(lines) == 4
-    assert lines[2] == "| ours 1.0 | 1 | 1 | 1 | 2 | 0 | 3 | 4 | 5 | 6 | 7 | 8 |"
 
 
 def test_the_page_shows_the_recorded_table():

@@ -15,7 +15,7 @@ from tree import ROOT
 
 from curry_train.runs import Store
 from torture_ranks import RankReport, Ranks
-from torture_signals import STOPPED, Life, Record, judge
+from torture_signals import STOPPED, Life, judge
 
 LOSSES = [[f"{rank}.{step}" for step in range(1, 13)] for rank in (0, 1)]
 
@@ -76,17 +76,6 @@ def test_before_the_run_is_opened_the_signal_may_end_the_rank(folder):
     found = life(steps=(0, 0), statuses=(-signal.SIGTERM, 1), phase="warm-up", sent_at=5.0)
     judge(found, folder, LOSSES, 3)
     assert found.wrong == []
-
-
-def test_a_record_adds_up_over_calls(tmp_path):
-    path = str(tmp_path / "signals.json")
-    for number in (1, 2):
-        record = Record.read(path)
-        record.add(2, life())
-        record.write()
-        found = json.loads((tmp_path / "signals.json").read_text())
-        assert (found["signals"], found["of_ranks"]) == (number, {"2": number})
-        assert found["of_statuses"] == {"143": 2 * number}
 
 
 @pytest.mark.long
