@@ -11,7 +11,7 @@ reach it. Each result is printed as one line of JSON.
 The first process computes nothing with torch, since a fork of a process with threads may hang.
 Why so long: how mutants are made and how they run both follow from mutmut's names for them, which
 nothing else needs to know.
-Proof: `python -m pytest tests/benchmarks/test_mutants.py`.
+`make mutants` runs it.
 """
 
 import ast

@@ -8,7 +8,7 @@ mutmut (of `.[dev]`) makes the mutants, and `mutant_forks.py` runs them: `mutmut
 times as long here, because it starts torch again, and selects no test that starts processes.
 A mutant that changes only the text of an error is not run. One that nothing catches is named with
 its line; `mutants.yaml` has those that change nothing for a user, each with the reason.
-Proof: `python -m pytest tests/benchmarks/test_mutants.py`.
+`make mutants` runs it.
 """
 
 import argparse
