@@ -18,6 +18,7 @@ WORKPLACE_WORD = re.compile(
 )
 # In private modules of torch, but in use everywhere and without a public name.
 TOLERATED_PRIVATE_NAMES = ("torch.utils._pytree.", "torch.utils._python_dispatch.TorchDispatchMode")
+LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)\s#":]+)[)\s#"]""")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 
 # Names that users and their agents rely on, by the module that they import them from.
@@ -94,6 +95,16 @@ def nothing_mentions_the_workplace(root: Path) -> list[str]:
     return violations
 
 
+def links_lead_somewhere(root: Path) -> list[str]:
+    """A link of README, CHANGELOG or docs/ leads to a file; skillsaw looks at the other pages."""
+    return [
+        f"{page.relative_to(root)} links to {target}, which is not there: correct the link"
+        for page in (*root.glob("*.md"), *root.glob("docs/*.md"))
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+
+
 def techniques_are_complete(root: Path) -> list[str]:
     """A skill `x-y` has a home module, the gates `x_y` and tests, and no gates lack a skill."""
     found = skills(root)
@@ -109,6 +120,7 @@ RULES = (
     imports_inside_the_package_are_relative,
     private_torch_names_stay_in_one_module,
     nothing_mentions_the_workplace,
+    links_lead_somewhere,
     techniques_are_complete,
 )
 
