@@ -6,7 +6,6 @@ Run: `python -m pytest tests/evals/test_claude_plugin_eval.py`.
 """
 
 import json
-import os
 import shutil
 import subprocess
 
@@ -17,15 +16,14 @@ from tree import ROOT
 import evals
 from clients import CLIENTS, LONGEST_RUN, Place
 
-SECONDS = float(os.environ.get("CURRY_CLIENTS_INSTALL") or 0) or None
 CLAUDE = CLIENTS["Claude Code"]
 
 
 @pytest.fixture(scope="module")
 def executable():
     try:
-        package(NODE, seconds=SECONDS)
-        return package(CLAUDE.package, seconds=SECONDS) / "node_modules/.bin" / CLAUDE.executable
+        package(NODE)
+        return package(CLAUDE.package) / "node_modules/.bin" / CLAUDE.executable
     except Unavailable as error:
         pytest.skip(str(error))
 

@@ -1,16 +1,14 @@
 """Every agent client loads every skill; a skill that a client drops silently is detected.
 
-`make clients` installs their packages, 1.4 GB. With CURRY_CLIENTS_INSTALL the tests do so, if
-each takes no longer than so many seconds. Run: `python -m pytest tests/skills/test_clients.py`.
+`make clients` installs their packages, 1.4 GB; a client that is not installed is skipped.
+Run: `python -m pytest tests/skills/test_clients.py`.
 """
 
 import json
-import os
 import re
 
-import client_packages
 import pytest
-from client_packages import Unavailable, package
+from client_packages import Unavailable
 from figures import RECORD_KEYS
 from tree import ROOT
 
@@ -18,9 +16,6 @@ from clients import CLIENTS, copy_bundle, loaded_skills, problems
 
 NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECONDS = (
-    float(os.environ["CURRY_CLIENTS_INSTALL"]) if os.environ.get("CURRY_CLIENTS_INSTALL") else None
-)
 # A fault in each of six skills: what is replaced in its SKILL.md.
 FAULTS = {
     "bench": ("\nname: bench\n", "\nname: other\n"),
@@ -43,7 +38,7 @@ DROPPED = {
 
 def loaded_by(name, bundle):
     try:
-        return loaded_skills(name, bundle, seconds=SECONDS)
+        return loaded_skills(name, bundle)
     except Unavailable as error:
         pytest.skip(str(error))
 
@@ -96,33 +91,6 @@ def test_a_marketplace_that_leads_nowhere_is_noticed(name, bundle):
     assert set(problems(loaded, bundle)) == {f"did not load {skill}" for skill in NAMES}, output
 
 
-def test_a_package_that_can_not_be_installed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("CURRY_CLIENTS_DIR", str(tmp_path))
-    with pytest.raises(Unavailable, match=r"skills@1 is not in .*: `make clients` installs it"):
-        package("skills@1")
-    monkeypatch.setattr(client_packages.shutil, "which", lambda _: None)
-    with pytest.raises(Unavailable, match=r"npm is not installed, which brings skills@1"):
-        package("skills@1", seconds=1)
-
-
-@pytest.mark.parametrize(
-    ("program", "message"),
-    [
-        ("echo npm error code ENOTFOUND >&2; exit 1", "npm did not bring skills@1: ENOTFOUND"),
-        ("exec sleep 20", "npm did not bring skills@1 within 1 s"),
-    ],
-)
-def test_a_failed_download_is_named_and_leaves_nothing(tmp_path, monkeypatch, program, message):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/npm").write_text(f"#!/bin/sh\n{program}\n")
-    (tmp_path / "bin/npm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("CURRY_CLIENTS_DIR", str(tmp_path / "kept"))
-    with pytest.raises(Unavailable, match=re.escape(message)):
-        package("skills@1", seconds=1)
-    assert list((tmp_path / "kept").iterdir()) == []
-
-
 class Typed(list):
     """A client stand-in that installs nothing and records the commands."""
 
@@ -144,13 +112,6 @@ def test_the_readme_has_the_install_commands_that_were_run(name):
     assert len(shown) == len(tried)
     for line, words in zip(shown, tried, strict=True):
         assert f"{prefix}{words} ".startswith(f"{line} ")
-
-
-def test_versions_are_pinned():
-    assert all(
-        re.fullmatch(r"(@[\w-]+/)?[\w-]+@\d+\.\d+\.\d+", client.package)
-        for client in CLIENTS.values()
-    )
 
 
 def test_the_record_has_the_current_clients_and_skills():
