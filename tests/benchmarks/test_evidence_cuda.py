@@ -87,7 +87,13 @@ def test_the_numbers_of_a_history_are_replayed_exactly():
     assert replayed.allocations > 100
 
 
-@pytest.mark.parametrize("name", evidence_cuda.PIECES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long][name in ("gates",) :])
+        for name in evidence_cuda.PIECES
+    ],
+)
 def test_each_piece_runs_at_toy_size(dry, name):
     assert cuda_pieces.run_piece(name, dry) == 0
     rows = rows_of(dry, name)

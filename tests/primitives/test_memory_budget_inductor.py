@@ -62,6 +62,7 @@ def test_two_ranks_have_the_same_gradients_and_fewer_bytes_under_ddp_and_fsdp2()
             assert saved[1] < 0.8 * saved[0]
 
 
+@pytest.mark.long
 @needs_cpp
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_inductor_draws_once_at_zero_and_torchs_own_setting_draws_again(device):

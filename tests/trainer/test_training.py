@@ -53,9 +53,8 @@ class _hooked:  # noqa: N801
         pass
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
     """Beat 3.2 nats per byte, the entropy of byte frequencies; chance is 5.5."""
     config = load_config(
