@@ -128,6 +128,11 @@ def test_figures_within_bounds_are_not_reported(planted):
     assert flow_findings([record(**planted)]) == []
 
 
+def test_a_layer_without_a_gradient_is_named_with_its_parameter():
+    (finding,) = flow_findings([record(at_3=replace(GOOD, without_gradient=("layers.3.weight",)))])
+    assert finding.message == "layers.3.weight gets no gradient at all, and it is not frozen"
+
+
 def test_a_single_unusual_step_is_not_a_finding():
     steps = [record(step) for step in range(4)]
     assert flow_findings([*steps, record(4, at_1=spread("activation", zeros=99))]) == []
@@ -186,8 +191,10 @@ def test_a_long_name_keeps_its_end():
     name = "model.language_model.layers.31.self_attention.output_projection"
     flows = replace(record(), layers={name: GOOD}, order=(name,))
     lines = flow_table([flows]).splitlines()
-    assert lines[-1].startswith("...")
-    assert "output_projection" in lines[-1]
+    shown = lines[-1].split()[0]
+    assert shown.startswith("...")
+    assert shown.removeprefix("...") == name[3 - len(shown) :]
+    assert lines[-1][len(shown)] == " "
     assert max(map(len, lines)) <= 80
 
 
