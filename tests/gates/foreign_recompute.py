@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
+    offload_wrapper,
 )
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -100,6 +101,11 @@ def on_cpu(model, *, blocks):
 
 def on_pinned_cpu(model, *, blocks):
     saving_blocks(model, blocks, functools.partial(save_on_cpu, pin_memory=True))
+
+
+def by_offload_wrapper(model, *, blocks):
+    for name in blocks:
+        model.set_submodule(name, offload_wrapper(model.get_submodule(name)))
 
 
 def saving_blocks(model, blocks, context):

@@ -4,6 +4,7 @@ from collections import Counter
 from functools import partial
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -53,6 +54,14 @@ def save_products(model, *, blocks):
     checkpointed(model, blocks, saving(PRODUCTS + ATTENTION))
 
 
+def by_checkpoint(model, *, blocks):
+    """Checkpoint in eval mode too, as torch does where nobody asks for the mode."""
+    for name in blocks:
+        block = model.get_submodule(name)
+        contexts = saving(PRODUCTS + ATTENTION)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
 def every_second_product(model, *, blocks):
     """Save attention and every second matrix product, counted for each run of a block."""
 
@@ -68,6 +77,15 @@ def every_second_product(model, *, blocks):
         return create_selective_checkpoint_contexts(policy)
 
     checkpointed(model, blocks, contexts, preserve_rng_state=True)
+
+
+def by_wrapper(model, *, blocks):
+    """Wrap each block, whose parameters get longer names."""
+    for name in blocks:
+        block = checkpoint_wrapper(
+            model.get_submodule(name), context_fn=saving(PRODUCTS + ATTENTION)
+        )
+        model.set_submodule(name, block)
 
 
 # Wrong twins.
@@ -126,8 +144,8 @@ def draws_again(model, *, blocks):
     checkpointed(model, blocks, saving(PRODUCTS + ATTENTION), preserve_rng_state=False)
 
 
-def always_on(model, *, blocks):
+def trains_in_eval_mode(model, *, blocks):
     for name in blocks:
         block = model.get_submodule(name)
-        contexts = saving(PRODUCTS + ATTENTION)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        block.register_forward_pre_hook(lambda block, args: block.train() and None)
+    save_products(model, blocks=blocks)

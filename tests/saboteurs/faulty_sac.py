@@ -6,7 +6,7 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 import torch
 from foreign_sac import (
     PRODUCTS,
-    always_on,
+    by_checkpoint,
     checkpointed,
     counts_on_in_the_second_run,
     does_nothing,
@@ -14,6 +14,7 @@ from foreign_sac import (
     names_what_never_runs,
     saves_all,
     saving,
+    trains_in_eval_mode,
 )
 from saboteurs import planted
 from torch import nn
@@ -166,6 +167,12 @@ FAULTS = [
     planted("sac.regions", "does-nothing", apply=does_nothing, hint="nothing is freed"),
     planted("sac.regions", "everything", apply=regions_of_everything, hint="a product runs again"),
     planted("sac.regions", "a-dispatch-mode", apply=with_a_mode, hint="a dispatch mode is on"),
-    planted("sac.off", "a-policy-in-eval", apply_sac=always_on, hint="a policy: "),
-    planted("sac.off", "regions-in-eval", apply=always_on, hint="regions: "),
+    planted(
+        "sac.off",
+        "a-policy-in-eval",
+        apply_sac=trains_in_eval_mode,
+        model="dropout",
+        hint="a policy: ",
+    ),
+    planted("sac.off", "regions-in-eval", apply=by_checkpoint, hint="regions: "),
 ]

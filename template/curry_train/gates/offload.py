@@ -36,7 +36,7 @@ from ..primitives.offload import (
 )
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import Activity, calls_counted, same_training
+from .same_training import Activity, calls_counted, change_in_place, same_training
 from .verdict import Gate, Verdict, not_applicable
 
 Change = Callable[..., Any]
@@ -61,7 +61,7 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Verd
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         names = _names_to_offload(module, sample.blocks)
-        offload_blocks(module, blocks=names)
+        change_in_place(offload_blocks, module, names)
         return names
 
     with _host_apart(case, offload_blocks):

@@ -132,27 +132,10 @@ def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks)
     return same_training(
         "recompute/parity-full",
         case,
-        on_blocks(partial(_change_in_place, recompute_blocks)),
+        on_blocks(recompute_blocks),
         by_torch=why_torch_reruns_nothing,
         every_block=True,
     )
-
-
-def _change_in_place(change: Change, model: nn.Module, *, blocks: Sequence[str]) -> None:
-    """Change blocks, and keep the names of parameters and buffers where wrappers add to them."""
-    before = {module: name for name, module in model.named_modules()}
-    change(model, blocks=blocks)
-
-    def renamed(named: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in named(*args, **kwargs):
-                owner, _, own = name.rpartition(".")
-                yield f"{before[model.get_submodule(owner)]}.{own}".lstrip("."), tensor
-
-        return call
-
-    for name in ("named_parameters", "named_buffers"):
-        setattr(model, name, renamed(getattr(model, name)))
 
 
 def compare_segments(case: Case) -> Verdict:

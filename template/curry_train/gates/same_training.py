@@ -137,10 +137,27 @@ def on_blocks(change: Callable[..., Any]) -> Apply:
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         names = list(find_blocks(module, sample.blocks))
-        change(module, blocks=names)
+        change_in_place(change, module, names)
         return names
 
     return apply
+
+
+def change_in_place(change: Callable[..., Any], model: nn.Module, names: Sequence[str]) -> None:
+    """Change blocks, and keep the names of parameters and buffers where wrappers add to them."""
+    before = {module: name for name, module in model.named_modules()}
+    change(model, blocks=list(names))
+
+    def renamed(named: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in named(*args, **kwargs):
+                owner, _, own = name.rpartition(".")
+                yield f"{before[model.get_submodule(owner)]}.{own}".lstrip("."), tensor
+
+        return call
+
+    for name in ("named_parameters", "named_buffers"):
+        setattr(model, name, renamed(getattr(model, name)))
 
 
 def bit_difference(found: Any, expected: Any) -> str:
