@@ -40,15 +40,30 @@ class Frozen:
 
 
 class Movable:
-    """A container with `to` and no attributes that can be read, as an extension type is."""
-
-    __slots__ = ("inputs",)
+    """A container with `to` that hides its tensors, as an extension type does."""
 
     def __init__(self, inputs):
-        self.inputs = inputs
+        self.get = lambda: inputs
 
     def to(self, device, dtype=None):
-        return Movable(self.inputs.to(device, dtype))
+        return Movable(self.get().to(device, dtype))
+
+
+class Slotted:
+    """An object without a dictionary of attributes."""
+
+    __slots__ = ("inputs", "name")
+
+    def __init__(self, inputs, name="words"):
+        self.inputs = inputs
+        self.name = name
+
+
+class Nested:
+    """An object whose tensors stand in a container and in another object."""
+
+    def __init__(self, inputs):
+        self.parts = {"first": Slotted(inputs), "second": [inputs]}
 
 
 INPUTS = torch.arange(12.0).reshape(4, 3)
@@ -61,6 +76,8 @@ INPUTS = torch.arange(12.0).reshape(4, 3)
         Sample(INPUTS, "words"),
         Frozen(INPUTS),
         OrderedDict(inputs=INPUTS, name="words"),
+        Slotted(INPUTS),
+        Nested(INPUTS),
         [INPUTS, (INPUTS, {"more": INPUTS})],
     ],
     ids=lambda batch: type(batch).__name__,
@@ -135,7 +152,7 @@ class Reads(nn.Module):
         self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.GELU()) for _ in range(3)])
 
     def forward(self, batch):
-        return self.blocks(batch.inputs)
+        return self.blocks(batch.get())
 
 
 def reads():
@@ -159,7 +176,8 @@ class Applied(Movable):
     """A container that applies a function to its tensors, as PyG's data objects do."""
 
     def apply(self, function):
-        self.inputs = function(self.inputs)
+        inputs = function(self.get())
+        self.get = lambda: inputs
         return self
 
 
@@ -169,8 +187,8 @@ def test_the_dtype_reaches_tensors_inside_of_objects_or_is_refused():
     sequence = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert case.place(sequence).data.dtype is torch.bfloat16
     before = Applied(INPUTS)
-    assert case.place({"x": [before]})["x"][0].inputs.dtype is torch.bfloat16
-    assert before.inputs.dtype is torch.float32
+    assert case.place({"x": [before]})["x"][0].get().dtype is torch.bfloat16
+    assert before.get().dtype is torch.float32
     indices = pack_sequence([torch.ones(3, dtype=torch.int64)])
     assert case.place(indices).data.dtype is torch.int64
     with pytest.raises(WorkloadError, match=r"tensors in a Movable can't be made torch.bfloat16"):

@@ -51,13 +51,17 @@ CHANGE_BLOCKS = ("recompute/*", "sac/*", "memory-plan/*", "grad-flow/*")
 
 # Gates that expect one forward, which also runs without gradients, and one backward after it.
 DERIVE_INSIDE = (
+    "checkpoint-policy/two-ranks",
     "grad-accum/*",
+    "grad-flow/exact",
+    "grad-flow/two-ranks",
     "recompute/flops",
     "recompute/long-run",
     "recompute/memory",
     "recompute/off",
     "recompute/offload-*",
     "recompute/profiler",
+    "recompute/two-ranks",
     "recompute/budget",
     "sac/*",
 )
@@ -206,6 +210,15 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
     elif "writing" in preventing:
         # Other blocks could be judged, but a step with these can't run.
         yield FailureCause(preventing["writing"][0], CHANGE_BLOCKS)
+    mixed = [
+        name for name in names if len({call.trains for call in record.calls.get(name, ())}) == 2
+    ]
+    if mixed:
+        yield FailureCause(
+            f"{listed(mixed)}: a forward also runs these without gradients or in eval mode, as "
+            "self-conditioning does, which is not recomputed and counts in what a call computes",
+            EXPECT_BACKWARD,
+        )
     if record.runs_backward:
         cause = (
             "forward or loss takes derivatives of the model: a backward inside forward, which "
@@ -341,11 +354,13 @@ def _on_step(
     """Find gradients that are not dense, and blocks that get none."""
     module = case.build()
     again: list[str] = []
+    # A block may checkpoint a part of itself.
     hooks = [
-        module.get_submodule(name).register_forward_pre_hook(
+        part.register_forward_pre_hook(
             lambda *_, name=name: again.append(name) if in_backward() else None
         )
         for name in names
+        for part in module.get_submodule(name).modules()
     ]
     before = {id(tensor) for tensor in _living_tensors()}
     with seeded(case.seed):

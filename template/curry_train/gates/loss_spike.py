@@ -34,42 +34,51 @@ def find_spikes(
     *,
     SpikeWatchdog: Callable[[SpikeConfig], Any] = SpikeWatchdog,  # noqa: N803
 ) -> Verdict:
-    """Plant spikes and NaN at random steps of the model's own losses.
+    """Plant spikes, NaN and infinity at random steps of the model's own losses.
 
     A spike is at least ten times the spread of the losses before it. A single high loss and the
     losses without a spike must raise no alarm.
     """
-    required = f"all within {WATCHDOG_CONFIG.patience} steps, NaN at once, and nothing else"
+    required = (
+        f"all within {WATCHDOG_CONFIG.patience} steps, NaN and infinity at once, and nothing else"
+    )
     losses = _own_losses(case)
     if not all(map(math.isfinite, losses)):
         raise NotApplicable("the model's own losses are not all finite", required=required)
     generator = random.Random(case.seed)
     patience = WATCHDOG_CONFIG.patience
     num_late = 0
+    num_missed = 0
     num_false_single = 0
     for number in range(NUM_PLANTED):
         first = generator.randrange(WATCHDOG_CONFIG.window // 2, HEALTHY_STEPS - patience)
         before = losses[:first]
         rise = generator.uniform(10, 100) * (max(before) - min(before) or 1.0)
         if number % 5 == 0:
-            rise = math.nan
+            rise = math.inf if number % 2 else math.nan
         else:
             single = list(losses)
             single[first] += rise
             num_false_single += _first_alarm(SpikeWatchdog, single) is not None
-        allowed = 1 if math.isnan(rise) else patience
+        allowed = patience if math.isfinite(rise) else 1
         alarm = _first_alarm(SpikeWatchdog, [*before, *(loss + rise for loss in losses[first:])])
-        num_late += alarm is None or not first < alarm <= first + allowed
+        num_missed += alarm is None
+        num_late += alarm is not None and not first < alarm <= first + allowed
 
     num_false_healthy = int(_first_alarm(SpikeWatchdog, losses) is not None)
     hint = ""
     if num_false_healthy or num_false_single:
         cause = "a healthy step" if num_false_healthy else "a single high loss"
         hint = f"raise spike.threshold or spike.patience: {cause} was reported as a spike"
+    elif num_missed:
+        hint = (
+            "compare a loss with losses before the spike: leave high losses out of the baseline, "
+            "and report NaN and infinity at once"
+        )
     elif num_late:
-        hint = "compare a loss with losses before the spike: leave high losses out of the baseline"
+        hint = f"raise the alarm at the {patience}. high loss, and at the first that is not finite"
     measured = (
-        f"{NUM_PLANTED - num_late} of {NUM_PLANTED} in time, "
+        f"{NUM_PLANTED - num_missed - num_late} of {NUM_PLANTED} in time, {num_late} late, "
         f"{num_false_healthy + num_false_single} false in {NUM_PLANTED + 1} series"
     )
     return Verdict("loss-spike/found", not hint, measured, required, hint)

@@ -70,16 +70,38 @@ def _map_attributes(
     batch: Any, function: Callable[[Tensor], Any], move: Callable[[Any], Any]
 ) -> Any:
     mapped = copy.copy(batch)
-    for name, value in vars(batch).items():
+    for name, value in _attributes(batch).items():
         object.__setattr__(mapped, name, map_tensors(value, function, move=move))
     return mapped
 
 
-def _has_tensors(batch: Any) -> bool:
-    """Return whether an object of a user's class has tensors among its attributes."""
-    attributes = getattr(batch, "__dict__", {})
-    return not isinstance(batch, type) and any(
-        isinstance(value, Tensor) for value in attributes.values()
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object of a user's class, in its dictionary and its slots."""
+    if isinstance(value, type | nn.Module):
+        return {}
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        named = vars(kind).get("__slots__", ())
+        slots += [named] if isinstance(named, str) else named
+    in_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {name: found for name, found in in_slots.items() if name != "__dict__"} | getattr(
+        value, "__dict__", {}
+    )
+
+
+# Objects in objects are looked into so far.
+MOST_LEVELS = 4
+
+
+def _has_tensors(value: Any, levels: int = MOST_LEVELS) -> bool:
+    """Return whether an object of a user's class has tensors in its attributes."""
+    inside: Iterable[Any] = _attributes(value).values()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    return any(
+        isinstance(one, Tensor) or (levels > 1 and _has_tensors(one, levels - 1)) for one in inside
     )
 
 
@@ -316,9 +338,11 @@ class Case:
             # Raises what is the matter with it.
             self.workload.batch(sizes[0])
         if sum(sizes) != batch_size(batch):
-            raise WorkloadError(
-                f"sizes {list(sizes)} do not add up to a batch of {batch_size(batch)}: give sizes "
-                "that do"
+            take(batch, [0])  # raises for an object that hides its tensors
+            raise IndivisibleBatch(
+                f"a batch of {sum(sizes)} samples has {batch_size(batch)} by the leading dimension "
+                "of its first tensor, so it can't be divided: make tensors that begin with the "
+                "dimension of samples"
             )
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return [
