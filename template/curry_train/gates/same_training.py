@@ -481,19 +481,25 @@ def _where(case: Case, apply: Apply, cause: str, *, num_steps: int) -> str:
     course, reference, _ = _plain(case, max(num_steps, NUM_STEPS))
     course = replace(course, num_steps=num_steps)
     reference = reference[:num_steps]
-    guilty = []
+
+    def differs(names: str | Sequence[str] | None, change: Apply) -> bool:
+        try:
+            found, _, _ = _train(replace(case, blocks=names), change, course)
+        except CheckpointError:
+            return True
+        return not _first_difference(reference, found, OUTER_BOUND[case.dtype])[1].holds
+
     try:
         names = list(find_blocks(case.build(), case.blocks))
     except NoBlocks:  # the technique changed something outside of blocks
         names = []
-    for name in names:
-        try:
-            alone, _, _ = _train(replace(case, blocks=name), apply, course)
-            if not _first_difference(reference, alone, OUTER_BOUND[case.dtype])[1].holds:
-                guilty.append(name)
-        except CheckpointError:
-            guilty.append(name)
+    guilty = [name for name in names if differs(name, apply)]
     blocks = ", ".join(guilty[:4])
     if len(guilty) > 4:
         blocks += f" and {len(guilty) - 4} more"
-    return f"{blocks or 'the recomputed part'} {cause}; or leave it out with --blocks"
+    if len(guilty) > 1:
+        blocks = f"each of {blocks}"
+    hint = f"{blocks or 'the recomputed part'} {cause}"
+    if names and not differs(case.blocks, _torch_checkpoint(set())):
+        return f"{hint}; torch's own checkpoint of these blocks is right: look at the technique"
+    return f"{hint}; or leave it out with --blocks"
