@@ -19,7 +19,6 @@ import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -190,7 +189,7 @@ class OptimizerSteps:
         self._values = values
         self._storages = storages
         self._states: dict[Layouts, list[dict[str, Any]]] = {}
-        self.recorded: dict[
+        self._recorded: dict[
             tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
         ] = {}
         self._is_replaced = False
@@ -249,9 +248,10 @@ class OptimizerSteps:
 
     def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
         """Replay the optimizer step recorded for gradients of this layout, or record it now."""
-        key = self.key(optimizer)
-        if key in self.recorded:
-            record.repeat(*self.recorded[key])
+        parameters = _parameters(optimizer)
+        key = _layouts(parameters), _layouts([one.grad for one in parameters])
+        if key in self._recorded:
+            record.repeat(*self._recorded[key])
             return
 
         first = record.num_operations
@@ -264,16 +264,7 @@ class OptimizerSteps:
             lives = [_from(first, life) for life in made]
             places = {id(life): place for place, life in enumerate(made)}
             events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
-            self.recorded[key] = lives, events, record.num_operations - first
-
-    @staticmethod
-    def key(
-        optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tensor] = MappingProxyType({})
-    ) -> tuple[Layouts, Layouts]:
-        """Return the layouts of parameters and gradients; `gradients` has missing ones by `id`."""
-        parameters = _parameters(optimizer)
-        given = [gradients.get(id(one)) if one.grad is None else one.grad for one in parameters]
-        return _layouts(parameters), _layouts(given)
+            self._recorded[key] = lives, events, record.num_operations - first
 
 
 def _copy_of(value: Any) -> Any:
@@ -600,17 +591,15 @@ class Sketch:
         *,
         accumulated: bool = False,
         change: ModelChange | None = None,
-        make: Callable[..., "PricedLives"] | None = None,
         alone: bool = False,
     ) -> StepEstimate:
         """Estimate a step at this batch size.
 
         `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
         `change` modifies the model first, for example to recompute blocks; the estimate without it
-        is cached. `make` makes the record, if it is another one. `alone`: of the model without the
-        sharding.
+        is cached. `alone`: of the model without the sharding.
         """
-        is_cached = change is None and make is None
+        is_cached = change is None
         is_rank = self.sharding.is_shared and not alone
         key = batch_size, accumulated, is_rank
         if is_cached and key in self._plain:
@@ -618,18 +607,13 @@ class Sketch:
         if is_rank:
             found = self._rank_step(batch_size, accumulated=accumulated, change=change)
         else:
-            found = self._step_alone(batch_size, accumulated=accumulated, change=change, make=make)
+            found = self._step_alone(batch_size, accumulated=accumulated, change=change)
         if is_cached:
             self._plain[key] = found
         return found
 
     def _step_alone(
-        self,
-        batch_size: int,
-        *,
-        accumulated: bool,
-        change: ModelChange | None,
-        make: Callable[..., "PricedLives"] | None,
+        self, batch_size: int, *, accumulated: bool, change: ModelChange | None
     ) -> StepEstimate:
         """Estimate a step of the model without a sharding."""
         steps = self._optimizer_steps
@@ -647,7 +631,7 @@ class Sketch:
             blocks=list(blocks) or None,
             accumulated=accumulated,
             give_state=None if steps is None else steps.give_state,
-            make=functools.partial(make or PricedLives, steps=steps),
+            make=functools.partial(PricedLives, steps=steps),
             keeps_output=self.kernels == "cuda",
         )
         found = _estimate(lives, module, blocks)

@@ -29,7 +29,6 @@ from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
 from .parallel import Sharding, offload_note
 from .rank_step import ForcedRouting
-from .repeated_blocks import NotRepeated, RepeatedLives, equal_runs, same_record
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -55,17 +54,6 @@ BOUNDS_GAP_FRACTION = 0.002  # the search ends once its bounds are closer than t
 NEAR_BUDGET_RATIO = 1.1  # up to this peak, a choice other than the chain's may still fit
 
 CHAIN_OVERESTIMATE_RATIO = 1.35  # the chain may overestimate a whole step by up to this factor
-
-# Errors that the code of a model may raise.
-ERRORS_OF_MODELS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 # Microbatch, accumulated, chunked loss, and options.
 PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
@@ -149,9 +137,6 @@ class WholeSteps:
         # The steps of one rank of several, for their times.
         self._rank_steps: dict[PlanKey, StepEstimate] = {}
 
-        # Whether a step can be recorded from some of its equal blocks; None until it was tried.
-        self._repeats: bool | None = None
-
         # Plain steps by tokens of a chunk, accumulated, and whether the model is alone.
         self._plain_steps: dict[tuple[int | None, bool, bool], StepEstimate] = {}
 
@@ -173,7 +158,7 @@ class WholeSteps:
         """Return the peak of the whole step, and the FLOPs of one microbatch."""
         key = self._key(candidate)
         if key not in self.known:
-            step = self._shortened(candidate) or self.recorded(candidate)
+            step = self.recorded(candidate)
             others = [self._at_length(candidate, length) for length in self.lengths]
             self._remember(key, step, step.peak_bytes + self.overhead(step, *others))
             self.traces[key] += tuple(one.trace for one in others if one.trace is not None)
@@ -189,13 +174,11 @@ class WholeSteps:
 
         self.sketch.case = replace(case, workload=replace(workload, batch=shorter))
         try:
-            return self._shortened(candidate) or self.recorded(candidate)
+            return self.recorded(candidate)
         finally:
             self.sketch.case = case
 
-    def recorded(
-        self, candidate: Candidate, *, sketch: Sketch | None = None, **options: Any
-    ) -> StepEstimate:
+    def recorded(self, candidate: Candidate, *, sketch: Sketch | None = None) -> StepEstimate:
         """Estimate the whole step of a candidate, in this sketch if no other one is given."""
         if sketch is None and self._is_known_plain(candidate):
             return self.sketch.step(candidate.microbatch, accumulated=candidate.steps > 1)
@@ -213,7 +196,7 @@ class WholeSteps:
                     )
 
             return (sketch or self.sketch).step(
-                candidate.microbatch, accumulated=candidate.steps > 1, change=change, **options
+                candidate.microbatch, accumulated=candidate.steps > 1, change=change
             )
 
     def _is_known_plain(self, candidate: Candidate) -> bool:
@@ -242,35 +225,6 @@ class WholeSteps:
 
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(estimate).result()
-
-    def _shortened(self, candidate: Candidate) -> StepEstimate | None:
-        """Estimate the step from some of its equal blocks; None if all of them must run."""
-        chain = self.chain(candidate)
-        if self._repeats is None:
-            # The plain step was recorded in full; shortened, it must have the same record.
-            step = chain.steps[-1]
-            plain = _plain(chain, chunked=candidate.chunked_loss)
-            found = None
-            if self.sketch.why_real is None and not self.sketch.draws.drawn:
-                found = self._of_runs(plain, step)
-            self._repeats = found is not None and same_record(found, step)
-        return self._of_runs(candidate, chain.steps[-1]) if self._repeats else None
-
-    def _of_runs(self, candidate: Candidate, step: StepEstimate) -> StepEstimate | None:
-        """Run some blocks of each run of equal ones; None if there is no run, or no repetition."""
-        if self.sketch.sharding.is_shared:
-            # The blocks of a rank send and receive, and none of them can be left out.
-            return None
-        kinds = [names for names, _ in self.chain(candidate).kinds]
-        once = [name for name, block in step.blocks.items() if block.calls == 1]
-        runs = equal_runs(kinds, candidate.options, once)
-        if not runs:
-            return None
-        try:
-            return self.recorded(candidate, make=functools.partial(RepeatedLives, runs=runs))
-        except (NotRepeated, *ERRORS_OF_MODELS):
-            # A model may read from its blocks what those that do not run never made.
-            return None
 
     def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
         self.known[key] = peak, float(step.flops.sum())
