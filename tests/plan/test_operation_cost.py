@@ -6,7 +6,8 @@ python -m pytest tests/plan/test_operation_cost.py
 import pytest
 import torch
 
-from curry_train.plan.estimate import Sketch, operation_cost
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.timeline import operation_cost
 from curry_train.workloads.models import mlp
 
 aten = torch.ops.aten

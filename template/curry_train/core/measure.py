@@ -152,7 +152,24 @@ class _Sum:
     bytes_alive: int  # after the operation, with both
 
 
-class LiveStorages(TorchDispatchMode):
+class OperationMode(TorchDispatchMode):
+    """Mode that passes each operation on plain tensors, with or without values, to `run`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrapper(types):
+            # The subclass runs first; the operations on its inner tensors come here again.
+            return NotImplemented
+        if func is torch.ops.prim.device.default:
+            # Tensors without values return their device through the dispatcher, real ones do not.
+            return args[0].device
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation; subclasses record it here."""
+        return func(*args, **kwargs)
+
+
+class LiveStorages(OperationMode):
     """Mode that follows every storage made inside it until the storage is freed.
 
     `owner` is called to get the owner of each new storage. With `device`, only storages on devices
@@ -182,11 +199,8 @@ class LiveStorages(TorchDispatchMode):
         self.settle()
         super().__exit__(*raised)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrapper(types):
-            return NotImplemented
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         self.settle()
-        kwargs = kwargs or {}
         for value in operands(args, kwargs):
             self._meet(value, was_there=True)
         out = func(*args, **kwargs)
@@ -357,7 +371,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor]
 
 
-class FlopCount(TorchDispatchMode):
+class FlopCount(OperationMode):
     """Mode that adds up the FLOPs of every operation that torch has a formula for.
 
     Attention has a formula of our own: torch leaves out its CPU kernel, and before 2.13 it refuses
@@ -368,11 +382,9 @@ class FlopCount(TorchDispatchMode):
         super().__init__()
         self.flops = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrapper(types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        self.flops += operation_flops(func, args, kwargs or {}, out)
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
+        self.flops += operation_flops(func, args, kwargs, out)
         return out
 
 

@@ -19,16 +19,15 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 from ..core.blocks import match_inside
-from ..core.measure import LiveStorages, has_wrapper, operation_flops, tensors_in
+from ..core.measure import LiveStorages, OperationMode, has_wrapper, operation_flops, tensors_in
 from ..core.rerun import seeded
 from ..primitives import sac
 from ..primitives.checkpointed import TORCH_ATTRIBUTES
 from .device import DeviceProfile
-from .estimate import Sketch, StepEstimate, operation_cost
+from .estimate import Sketch, StepEstimate
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -40,7 +39,7 @@ from .saved import (
     remove_options,
 )
 from .shapes import NEEDS_VALUES_ERRORS
-from .timeline import ASKS_FOR_DEVICE
+from .timeline import operation_cost
 
 # Costs of one block under each option: held bytes, transient bytes and operations.
 
@@ -81,21 +80,17 @@ class BlockLives(LiveStorages):
         # Storages of that module's buffers.
         self.remembered: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self.again is not None:
-            self._check_again(func, args, kwargs or {})
+            self._check_again(func, args, kwargs)
 
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        flops, moved = operation_cost(func, args, kwargs or {}, out)
+        out = super().run(func, args, kwargs)
+        flops, moved = operation_cost(func, args, kwargs, out)
         self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
 
         family = sac.family_of(func) if isinstance(func, sac.Operation) else None
         if self.forward and family:
-            self._add_call(family, func, args, kwargs or {}, out)
+            self._add_call(family, func, args, kwargs, out)
         return out
 
     def _add_call(self, family: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -361,7 +356,7 @@ MOST_SETS = 12  # policies measured for each kind of block
 MOST_CALLS = 10
 
 
-class Operations(TorchDispatchMode):
+class Operations(OperationMode):
     """Record the operations of each block.
 
     Two blocks of the same class, with equal shapes, may still compute different things.
@@ -372,12 +367,8 @@ class Operations(TorchDispatchMode):
         self.block: str | None = None
         self.made: defaultdict[str, list[Any]] = defaultdict(list)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = func(*args, **kwargs)
         if self.block is not None:
             self.made[self.block].append((str(func), _shapes(out)))
         return out

@@ -13,7 +13,6 @@ Proof: `python -m pytest tests/plan`.
 """
 
 import contextlib
-import functools
 import gc
 import random
 import weakref
@@ -24,16 +23,12 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import (
-    Life,
     LiveStorages,
-    dense_parts,
-    has_wrapper,
-    operation_flops,
+    OperationMode,
     tensors_in,
 )
 from ..core.rerun import seeded, unwatched
@@ -44,7 +39,6 @@ from .cuda_step import StepTrace, trace_of
 from .optimizers import (
     OptimizerFactory,
     ValuesInSteps,
-    copy_optimizer,
     is_fused,
     make_optimizer,
     take_eagerly,
@@ -66,7 +60,6 @@ from .rank_step import (
     RankStorages,
     host_apart,
     local_bytes,
-    on_host,
     one_rank,
     record_rank_step,
 )
@@ -82,7 +75,7 @@ from .shapes import (
     pretended,
     who_needs_values,
 )
-from .timeline import ASKS_FOR_DEVICE, HeldStorages, StepLives, record_step_storages, timeline_of
+from .timeline import OptimizerSteps, StepLives, record_step_storages, timeline_of
 
 if TYPE_CHECKING:
     from .rank_time import StepCourse
@@ -130,14 +123,14 @@ def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
         draws.value = value
         module = case.build()
         batch = case.batch(TRIAL_BATCH_SIZE)
-        with seeded(0), torch.enable_grad(), HeldStorages() as storages:
+        with seeded(0), torch.enable_grad(), LiveStorages() as storages:
             loss = case.workload.mean_loss(module, batch)
             held[value] = storages.bytes_alive
         del loss
     draws.value = max(held, key=lambda value: held[value])
 
 
-class StorageCheck(TorchDispatchMode):
+class StorageCheck(OperationMode):
     """Raise an error at operations whose real storages differ from those that shapes give.
 
     `made` has the storages of all other operations.
@@ -147,11 +140,7 @@ class StorageCheck(TorchDispatchMode):
         super().__init__()
         self.made: list[weakref.ref[Any]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with unwatched():
             packet = getattr(func, "_overloadpacket", None)
             if packet in _KERNEL_SIZED_PACKETS:
@@ -161,7 +150,7 @@ class StorageCheck(TorchDispatchMode):
                 isinstance(value, Tensor) and value.layout is not torch.strided for value in args
             ):
                 raise NeedsValues(func, SPARSE_SIZES_REASON)
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
             for value in tree_iter(out):
                 if isinstance(value, Tensor) and value.layout is torch.strided:
                     self.made.append(weakref.ref(value.untyped_storage()))
@@ -173,150 +162,6 @@ def _key(tensor: Tensor) -> int:
 
 
 _KERNEL_SIZED_PACKETS = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}
-
-
-# Cache of optimizer state and optimizer steps, for models without values.
-
-Layouts = tuple[Any, ...]
-
-
-class OptimizerSteps:
-    """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
-
-    def __init__(
-        self, values: ValuesInSteps, *, storages: Callable[[], LiveStorages] = HeldStorages
-    ) -> None:
-        self._values = values
-        self._storages = storages
-        self._states: dict[Layouts, list[dict[str, Any]]] = {}
-        self._recorded: dict[
-            tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
-        ] = {}
-        self._is_replaced = False
-        # Bytes that the first step allocated, and which of them it freed, in order.
-        self.first_step: list[tuple[Life, bool]] = []
-
-    def give_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give each trainable parameter the state it has after a first step.
-
-        The state tensors are shared between steps, since they have no values. An optimizer that
-        makes them anew in each step gets copies, whose release is part of the step.
-        """
-        parameters = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
-        key = _layouts(parameters)
-        if key not in self._states:
-            for parameter in parameters:
-                parameter.grad = torch.empty_like(parameter)
-            self.first_step = self._take_first(optimizer, parameters)
-            self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
-            take_eagerly(optimizer)
-            self._is_replaced = any(
-                value is not before.get(name)
-                for parameter, before in zip(parameters, self._states[key], strict=True)
-                for name, value in optimizer.state[parameter].items()
-                if isinstance(value, Tensor)
-            )
-        for parameter, state in zip(parameters, self._states[key], strict=True):
-            given = tree_map(_copy_of, state) if self._is_replaced else state
-            optimizer.state[parameter].update(given)
-
-    def _take_first(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
-    ) -> list[tuple[Life, bool]]:
-        """Take a first step; where it reads conditions, let them hold if that needs more memory."""
-        fresh = copy_optimizer(optimizer, {id(one): one for one in parameters})
-        with self._storages() as storages:
-            take_eagerly(optimizer)
-        if not self._values.num_conditions:
-            return storages.events
-
-        peaks = {}
-        for condition in (False, True):
-            self._values.condition = condition
-            tried = copy_optimizer(fresh, {id(one): one for one in parameters})
-            take_eagerly(tried)
-            with self._storages() as again:
-                take_eagerly(tried)
-            peaks[condition] = again.bytes_peak
-        self._values.condition = peaks[True] >= peaks[False]
-        self._values.num_conditions = 0
-        optimizer.state.clear()
-        optimizer.state.update(fresh.state)
-        with self._storages() as storages:
-            take_eagerly(optimizer)
-        return storages.events
-
-    def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
-        """Replay the optimizer step recorded for gradients of this layout, or record it now."""
-        parameters = _parameters(optimizer)
-        key = _layouts(parameters), _layouts([one.grad for one in parameters])
-        if key in self._recorded:
-            record.repeat(*self._recorded[key])
-            return
-
-        first = record.num_operations
-        first_event = len(record.events)
-        before = list(record.lives)
-        StepLives.take(record, optimizer)
-        # A step that frees earlier storages can't be replayed from its own storages alone.
-        if not any(life.died is not None and life.died >= first for life in before):
-            made = record.lives[len(before) :]
-            lives = [_from(first, life) for life in made]
-            places = {id(life): place for place, life in enumerate(made)}
-            events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
-            self._recorded[key] = lives, events, record.num_operations - first
-
-
-def _copy_of(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, Tensor) else value
-
-
-def _from(first: int, life: Life) -> Life:
-    """Count the operations of a life from `first`."""
-    died = None if life.died is None else life.died - first
-    return replace(life, born=life.born - first, died=died)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
-    """Return shape, stride and dtype of each tensor, as a key."""
-    return tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors)
-
-
-# Cost of an operation: its FLOPs, and the bytes it reads and writes.
-
-
-def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
-    """Return the FLOPs and the bytes read and written; both are 0 for a view."""
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    _find(args, inputs)
-    _find(kwargs, inputs)
-    _find(out, outputs)
-    mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
-    storages = {value.untyped_storage()._cdata for value in inputs.values()}
-    if not mutable and all(
-        value.untyped_storage()._cdata in storages for value in outputs.values()
-    ):
-        return 0, 0
-    moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
-    return operation_flops(func, args, kwargs, out), moved
-
-
-def _find(value: Any, found: dict[int, Tensor]) -> None:
-    """Collect the tensors in nested lists, tuples and dicts; of a sparse one indices and values."""
-    if isinstance(value, Tensor):
-        for tensor in dense_parts(value):
-            found[id(tensor)] = tensor
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _find(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _find(item, found)
 
 
 # Estimate the bytes of a whole training step from shapes alone, by owner and by block.
@@ -358,70 +203,6 @@ class StepEstimate:
     @property
     def peak_bytes(self) -> int:
         return max(self.timeline.peak.bytes_alive, self.middle_bytes)
-
-
-class PricedLives(StepLives):
-    """Record storages, and the FLOPs and bytes moved of each operation of forward and backward.
-
-    With `steps`, an optimizer step that was recorded before is replayed from the record.
-    """
-
-    def __init__(self, *args: Any, steps: OptimizerSteps | None = None) -> None:
-        super().__init__(*args)
-        self.steps = steps
-        self.flops: list[int] = []
-        self.moved: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
-        with unwatched():
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            if self.phase != "step":
-                flops, moved = operation_cost(func, args, kwargs or {}, out)
-                self.flops.append(flops)
-                self.moved.append(moved)
-        return out
-
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.steps is None:
-            super().take(optimizer)
-        else:
-            self.steps.take(optimizer, self)
-
-
-class RankHeld(RankStorages, HeldStorages):
-    """Follow storages of one rank."""
-
-
-class RankLives(RankStorages, PricedLives):
-    """Record storages, costs and collectives of one rank among others."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # Imported here because a plan of one GPU needs no times of ranks.
-        from .rank_time import CourseRecorder
-
-        self._recorder = CourseRecorder()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(self.flops)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if len(self.flops) > before:
-            self._recorder.add(func, args, kwargs or {}, out, stream=self.stream_number)
-        return out
-
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.is_offloaded:
-            self.steps = None
-        with on_host() if self.is_offloaded else contextlib.nullcontext():
-            super().take(optimizer)
-
-    @property
-    def course(self) -> "StepCourse":
-        return self._recorder.finish(self.flops, self.moved)
 
 
 class Sketch:
@@ -485,7 +266,7 @@ class Sketch:
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
                     self._optimizer_steps = OptimizerSteps(self._values)
-                    self._rank_steps = OptimizerSteps(self._values, storages=RankHeld)
+                    self._rank_steps = OptimizerSteps(self._values, storages=RankStorages)
                 self._try_optimizer(module)
                 if self.draws.drawn:
                     _let_layers_run(self.case, self.draws)
@@ -630,8 +411,7 @@ class Sketch:
             optimizer=optimizer,
             blocks=list(blocks) or None,
             accumulated=accumulated,
-            give_state=None if steps is None else steps.give_state,
-            make=functools.partial(PricedLives, steps=steps),
+            steps=steps,
             keeps_output=self.kernels == "cuda",
         )
         found = _estimate(lives, module, blocks)
@@ -673,11 +453,10 @@ class Sketch:
         found = record_rank_step(
             make_program,
             self.case.workload.mean_loss,
-            make=functools.partial(RankLives, steps=steps),
+            steps=steps,
             blocks=blocks,
             accumulated=accumulated,
             syncs_each=self.sharding.sync_each_microbatch,
-            give_state=None if steps is None else steps.give_state,
             keeps_output=self.kernels == "cuda",
         )
         module = found.program.module
@@ -701,7 +480,6 @@ class Sketch:
 
 def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:
     """Derive the figures of a step from the recorded storages."""
-    assert isinstance(lives, PricedLives)
     timeline = timeline_of(lives, type(module).__name__)
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]

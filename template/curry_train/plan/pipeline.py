@@ -48,7 +48,6 @@ from .cuda_step import (
     workspace_of,
 )
 from .device import DeviceProfile, find_profile
-from .estimate import operation_cost
 from .optimizers import OptimizerFactory, ValuesInSteps, is_fused, make_optimizer, take_eagerly
 from .parallel import Sharding, is_offloaded
 from .profiler import ACTIVATIONS_GROUP, OPTIMIZER_STATE_GROUP
@@ -72,7 +71,7 @@ from .rank_time import (
     time_of_pipeline,
 )
 from .shapes import PretendedCase, pretended
-from .timeline import MATRIX_PRODUCTS
+from .timeline import MATRIX_PRODUCTS, operation_cost
 
 PIPELINE_DIMENSION = "pp"
 TABLE_WIDTH = 80
@@ -403,7 +402,7 @@ class StageStorages(RankStorages):
         self._flops: list[int] = []
         self._moved: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in MATRIX_PRODUCTS and self._first_event is not None:
             self.settle()
             # Autograd multiplies on a thread of its own.
@@ -411,13 +410,13 @@ class StageStorages(RankStorages):
             self._products.setdefault(thread, len(self.events))
         before = self.num_operations
         with unwatched():
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = super().run(func, args, kwargs)
             if self._recorder is not None and self.num_operations > before:
-                flops, moved = operation_cost(func, args, kwargs or {}, out)
+                flops, moved = operation_cost(func, args, kwargs, out)
                 self._flops.append(flops)
                 self._moved.append(moved)
                 stream = self.stream_number
-                self._recorder.add(func, args, kwargs or {}, out, stream=stream)
+                self._recorder.add(func, args, kwargs, out, stream=stream)
         return out
 
     def begin_step(self) -> None:

@@ -37,7 +37,6 @@ from ..core.measure import (
     Loss,
     as_trained,
     divide,
-    has_wrapper,
     local_tensors,
     tensors_in,
 )
@@ -52,6 +51,7 @@ from .profiler import (
     PARAMETERS_GROUP,
     TEMPORARIES_GROUP,
 )
+from .rank_time import CourseRecorder, StepCourse
 from .shapes import (
     NEEDS_VALUES_ERRORS,
     KernelsAsTheyRun,
@@ -60,7 +60,7 @@ from .shapes import (
     run_with_values,
     who_needs_values,
 )
-from .timeline import holding_output, run_recorded_step
+from .timeline import OptimizerSteps, StepLives, holding_output, run_recorded_step
 
 # Storages of one rank, fake or real.
 
@@ -132,20 +132,15 @@ class RankStorages(LiveStorages):
         self._patches.close()
         super().__exit__(*raised)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrapper(types):
-            # The subclass runs first; the operations on its local tensors come here again.
-            return NotImplemented
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if self._is_paused:
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:
-            return args[0].device
+            return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
             # `torch.tensor` has made its storage without an operation.
             self._meet(args[0], was_there=False)
         if func.namespace == COLLECTIVES_NAMESPACE:
             self._own_collective((args, kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().run(func, args, kwargs)
 
     def follow_rest(self, before: "RankStorages") -> None:
         """Follow what another record has seen and still lives, such as the buckets of DDP."""
@@ -216,6 +211,31 @@ class RankStorages(LiveStorages):
                         life.owner = COLLECTIVES_GROUP, REST_LAYER
 
 
+class RankLives(RankStorages, StepLives):
+    """Record storages, costs and collectives of one rank among others."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._recorder = CourseRecorder()
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        before = len(self.flops)
+        out = super().run(func, args, kwargs)
+        if len(self.flops) > before:
+            self._recorder.add(func, args, kwargs, out, stream=self.stream_number)
+        return out
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.is_offloaded:
+            self.steps = None
+        with on_host() if self.is_offloaded else contextlib.nullcontext():
+            super().take(optimizer)
+
+    @property
+    def course(self) -> StepCourse:
+        return self._recorder.finish(self.flops, self.moved)
+
+
 def peak_of_running_rank(
     make: Callable[[], Callable[[], object]],
     *,
@@ -281,28 +301,26 @@ class RankRecord:
     """Records of the last microbatch of a window, and of one before it."""
 
     program: RankProgram
-    lives: Any
+    lives: RankLives
 
     # Of a microbatch that neither begins nor ends a window; None where there is none.
-    middle: Any
+    middle: RankLives | None
 
 
 def record_rank_step(
     make_program: Callable[["RankStorages"], RankProgram],
     loss: Loss,
     *,
-    make: Callable[..., Any],
+    steps: OptimizerSteps | None = None,
     blocks: Iterable[str] = (),
     accumulated: bool = False,
     syncs_each: bool = False,
-    give_state: Callable[[torch.optim.Optimizer], None] | None = None,
     keeps_output: bool = False,
 ) -> RankRecord:
     """Record the storages of a step of the rank.
 
     `record_step_storages` does this for a model alone. `make_program` enters the record that it
-    gets when it begins to wrap the module. `make` is as there, of a record that is a
-    `RankStorages`.
+    gets when it begins to wrap the module.
     """
     group = COLLECTIVES_GROUP
     before = RankStorages(owner=lambda: (group, REST_LAYER))
@@ -318,14 +336,14 @@ def record_rank_step(
     called_loss = functools.partial(_loss_of, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
-            _warm_up(program, called_loss, give_state, is_synced=is_synced)
+            _warm_up(program, called_loss, steps, is_synced=is_synced)
             if accumulated:
                 gc.collect()
                 group = GRADIENTS_GROUP
                 _run_microbatch(program, called_loss, syncs=syncs_each)
         layers = divide(program.module, blocks=list(blocks) or None)
 
-        record = functools.partial(_begin_record, program, make, layers, records)
+        record = functools.partial(_begin_record, program, steps, layers, records)
         middle = None
         if accumulated:
             middle = record()
@@ -354,12 +372,12 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
 
 
 def _begin_record(
-    program: RankProgram, make: Callable[..., Any], layers: Any, records: list[Any]
-) -> Any:
+    program: RankProgram, steps: OptimizerSteps | None, layers: Any, records: list[Any]
+) -> RankLives:
     """Make a record that follows what earlier records have seen and still lives, and add it."""
     gc.collect()
     name = type(program.optimizer).__name__
-    lives = make(program.module, torch.device("cpu"), layers, 0, name)
+    lives = RankLives(program.module, torch.device("cpu"), layers, 0, name, steps)
     if program.is_offloaded:
         lives.follow_offloaded(program.module, program.optimizer)
     lives.follow_all(program.batch, program.optimizer)
@@ -373,7 +391,7 @@ def _begin_record(
 def _warm_up(
     program: RankProgram,
     loss: Loss,
-    give_state: Callable[[torch.optim.Optimizer], None] | None,
+    steps: OptimizerSteps | None,
     *,
     is_synced: bool,
 ) -> None:
@@ -383,8 +401,8 @@ def _warm_up(
     where gradients are not synced, so that the optimizer makes no state.
     """
     optimizer = program.optimizer
-    if give_state is not None and is_synced and not _has_ddp(program.called):
-        give_state(optimizer)
+    if steps is not None and is_synced and not _has_ddp(program.called):
+        steps.give_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return
     for _ in range(2):

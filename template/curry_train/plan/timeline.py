@@ -9,12 +9,13 @@ Proof: `python -m pytest tests/plan/test_timeline.py`.
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map
 
 from ..core.measure import (
     REST_LAYER,
@@ -23,14 +24,15 @@ from ..core.measure import (
     Loss,
     RunningLayers,
     as_trained,
+    dense_parts,
     divide,
-    has_wrapper,
+    operation_flops,
     tensors_in,
 )
-from ..core.rerun import seeded
+from ..core.rerun import seeded, unwatched
 from ..primitives.grad_accum import StepInBackward
 from ..workloads.from_trainer import SteppedOnHost
-from .optimizers import copy_optimizer, copy_steps, take_eagerly
+from .optimizers import ValuesInSteps, copy_optimizer, copy_steps, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,
     ALLOCATOR_GROUP,
@@ -58,8 +60,6 @@ MATRIX_PRODUCTS = {
 }
 # Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
 STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
-# Tensors without values return their device through the dispatcher, real ones do not.
-ASKS_FOR_DEVICE = torch.ops.prim.device.default
 
 
 def record_step_storages(
@@ -70,15 +70,14 @@ def record_step_storages(
     optimizer: torch.optim.Optimizer | None = None,
     blocks: str | Sequence[str] | None = None,
     accumulated: bool = False,
-    give_state: Callable[[torch.optim.Optimizer], None] | None = None,
-    make: "Callable[..., StepLives] | None" = None,
+    steps: "OptimizerSteps | None" = None,
     keeps_output: bool = False,
 ) -> "StepLives":
     """Record the storages of the step that `measure_timeline` reports.
 
     `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
-    `give_state` is for tensors without values: it sets the optimizer state instead of a first step,
-    and no values are restored. The result is the same if every trainable parameter gets a gradient
+    `steps` is for tensors without values: it sets the optimizer state instead of a first step, and
+    no values are restored. The result is the same if every trainable parameter gets a gradient
     and a step leaves no other tensors behind. `keeps_output`: the caller holds what the module
     returned until the next step, as scripts do with their logits.
     """
@@ -92,7 +91,7 @@ def record_step_storages(
     device = trained[0].device
     layers = divide(module, blocks=blocks)
     restored = {}
-    if not give_state:
+    if steps is None:
         restored = {id(p): p for p in trained} | stepped
     with (
         as_trained(module),
@@ -109,14 +108,14 @@ def record_step_storages(
 
         original, optimizer = optimizer, copy_optimizer(optimizer, stepped)
         stack.enter_context(copy_steps(original, optimizer))
-        if give_state is None:
+        if steps is None:
             run_recorded_step(module, batch, loss, optimizer)
         else:
-            give_state(optimizer)
-        _set_gradients(trained, optimizer, accumulated=accumulated, real=give_state is None)
+            steps.give_state(optimizer)
+        _set_gradients(trained, optimizer, accumulated=accumulated, real=steps is None)
 
         gc.collect()
-        lives = (make or StepLives)(module, device, layers, before, type(optimizer).__name__)
+        lives = StepLives(module, device, layers, before, type(optimizer).__name__, steps)
         lives.follow_all(batch, optimizer)
         held: list[Tensor] = []
         with lives.running, lives, holding_output(module, held if keeps_output else None):
@@ -196,11 +195,7 @@ def _trained_parameters(module: nn.Module) -> list[Tensor]:
 
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
     """Return the parameters of an optimizer by id."""
-    return {
-        id(parameter): parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    return {id(parameter): parameter for parameter in _parameters(optimizer)}
 
 
 @contextlib.contextmanager
@@ -220,19 +215,12 @@ def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-class HeldStorages(LiveStorages):
-    """Follow storages of tensors with or without values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 class StepLives(LiveStorages):
-    """Record the storages of a step; the owner of each is a pair of group and layer."""
+    """Record the storages of a step, and the costs of each operation of forward and backward.
+
+    The owner of a storage is a pair of group and layer. With `steps`, an optimizer step that was
+    recorded before is replayed from the record.
+    """
 
     def __init__(
         self,
@@ -241,8 +229,13 @@ class StepLives(LiveStorages):
         layers: Mapping[str, nn.Module],
         before: int,
         optimizer: str,
+        steps: "OptimizerSteps | None" = None,
     ) -> None:
         super().__init__(owner=self._owner_now, device=device)
+        self.steps = steps
+        # FLOPs of each operation, and the bytes it reads and writes.
+        self.flops: list[int] = []
+        self.moved: list[int] = []
         self.module = module
         self.cuda = device if device.type == "cuda" else None
         self.before = before
@@ -261,17 +254,18 @@ class StepLives(LiveStorages):
         if self.cuda:
             torch.cuda.reset_peak_memory_stats(self.cuda)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is ASKS_FOR_DEVICE:
-            return args[0].device
-        if has_wrapper(types):
-            return NotImplemented
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in MATRIX_PRODUCTS:
             # Autograd multiplies on a thread of its own.
             thread = "backward" if self.phase == "backward" else "forward"
             self.products.setdefault(thread, len(self.events))
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self._read()
+        with unwatched():
+            out = super().run(func, args, kwargs)
+            self._read()
+            if self.phase != "step":
+                flops, moved = operation_cost(func, args, kwargs, out)
+                self.flops.append(flops)
+                self.moved.append(moved)
         return out
 
     def follow_all(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -296,7 +290,13 @@ class StepLives(LiveStorages):
                     life.owner = (group, REST_LAYER)
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Run the last phase, the optimizer step."""
+        """Run the last phase, the optimizer step, or replay it from an equal one."""
+        if self.steps is None:
+            self.take_now(optimizer)
+        else:
+            self.steps.take(optimizer, self)
+
+    def take_now(self, optimizer: torch.optim.Optimizer) -> None:
         take_eagerly(optimizer)
         self.own(OPTIMIZER_STATE_GROUP, _tensors(list(optimizer.state.values())))
         self.end_phase()
@@ -345,6 +345,150 @@ class StepLives(LiveStorages):
             return ACTIVATIONS_GROUP, self.running.current if in_layer else self.running.latest
         self.running.latest = REST_LAYER
         return TEMPORARIES_GROUP, REST_LAYER
+
+
+# Cache of optimizer state and optimizer steps, for models without values.
+
+Layouts = tuple[Any, ...]
+
+
+class OptimizerSteps:
+    """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
+
+    def __init__(
+        self, values: ValuesInSteps, *, storages: Callable[[], LiveStorages] = LiveStorages
+    ) -> None:
+        self._values = values
+        self._storages = storages
+        self._states: dict[Layouts, list[dict[str, Any]]] = {}
+        self._recorded: dict[
+            tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
+        ] = {}
+        self._is_replaced = False
+        # Bytes that the first step allocated, and which of them it freed, in order.
+        self.first_step: list[tuple[Life, bool]] = []
+
+    def give_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each trainable parameter the state it has after a first step.
+
+        The state tensors are shared between steps, since they have no values. An optimizer that
+        makes them anew in each step gets copies, whose release is part of the step.
+        """
+        parameters = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+        key = _layouts(parameters)
+        if key not in self._states:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            self.first_step = self._take_first(optimizer, parameters)
+            self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
+            take_eagerly(optimizer)
+            self._is_replaced = any(
+                value is not before.get(name)
+                for parameter, before in zip(parameters, self._states[key], strict=True)
+                for name, value in optimizer.state[parameter].items()
+                if isinstance(value, Tensor)
+            )
+        for parameter, state in zip(parameters, self._states[key], strict=True):
+            given = tree_map(_copy_of, state) if self._is_replaced else state
+            optimizer.state[parameter].update(given)
+
+    def _take_first(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+    ) -> list[tuple[Life, bool]]:
+        """Take a first step; where it reads conditions, let them hold if that needs more memory."""
+        fresh = copy_optimizer(optimizer, {id(one): one for one in parameters})
+        with self._storages() as storages:
+            take_eagerly(optimizer)
+        if not self._values.num_conditions:
+            return storages.events
+
+        peaks = {}
+        for condition in (False, True):
+            self._values.condition = condition
+            tried = copy_optimizer(fresh, {id(one): one for one in parameters})
+            take_eagerly(tried)
+            with self._storages() as again:
+                take_eagerly(tried)
+            peaks[condition] = again.bytes_peak
+        self._values.condition = peaks[True] >= peaks[False]
+        self._values.num_conditions = 0
+        optimizer.state.clear()
+        optimizer.state.update(fresh.state)
+        with self._storages() as storages:
+            take_eagerly(optimizer)
+        return storages.events
+
+    def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
+        """Replay the optimizer step recorded for gradients of this layout, or record it now."""
+        parameters = _parameters(optimizer)
+        key = _layouts(parameters), _layouts([one.grad for one in parameters])
+        if key in self._recorded:
+            record.repeat(*self._recorded[key])
+            return
+
+        first = record.num_operations
+        first_event = len(record.events)
+        before = list(record.lives)
+        record.take_now(optimizer)
+        # A step that frees earlier storages can't be replayed from its own storages alone.
+        if not any(life.died is not None and life.died >= first for life in before):
+            made = record.lives[len(before) :]
+            lives = [_from(first, life) for life in made]
+            places = {id(life): place for place, life in enumerate(made)}
+            events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
+            self._recorded[key] = lives, events, record.num_operations - first
+
+
+def _copy_of(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, Tensor) else value
+
+
+def _from(first: int, life: Life) -> Life:
+    """Count the operations of a life from `first`."""
+    died = None if life.died is None else life.died - first
+    return replace(life, born=life.born - first, died=died)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Return shape, stride and dtype of each tensor, as a key."""
+    return tuple(None if t is None else (tuple(t.shape), t.stride(), t.dtype) for t in tensors)
+
+
+# Cost of an operation: its FLOPs, and the bytes it reads and writes.
+
+
+def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Return the FLOPs and the bytes read and written; both are 0 for a view."""
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    _find(args, inputs)
+    _find(kwargs, inputs)
+    _find(out, outputs)
+    mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
+    storages = {value.untyped_storage()._cdata for value in inputs.values()}
+    if not mutable and all(
+        value.untyped_storage()._cdata in storages for value in outputs.values()
+    ):
+        return 0, 0
+    moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
+    return operation_flops(func, args, kwargs, out), moved
+
+
+def _find(value: Any, found: dict[int, Tensor]) -> None:
+    """Collect the tensors in nested lists, tuples and dicts; of a sparse one indices and values."""
+    if isinstance(value, Tensor):
+        for tensor in dense_parts(value):
+            found[id(tensor)] = tensor
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _find(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, found)
 
 
 def run_recorded_step(
