@@ -5,6 +5,7 @@ python -m pytest tests/plan/test_cuda_step.py
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -379,6 +380,32 @@ def test_a_plan_of_several_lengths_is_judged_by_their_worst_order():
     shown = ", ".join(map(str, several.settings["worst_order"]))
     assert f"of the lengths {shown} in turn, the order that reserves most" in words
     assert "worst_order" not in alone.settings
+
+
+def test_a_plan_names_the_order_of_its_own_step_and_not_of_one_that_was_tried(monkeypatch):
+    orders = []
+
+    def next_order(traces, **_):
+        orders.append([0, 1, 2][len(orders) % 3 :] + [0, 1, 2][: len(orders) % 3])
+        return orders[-1]
+
+    monkeypatch.setattr("curry_train.plan.planner.worst_order", next_order)
+    found = tokens_of((32, 80))
+    assert len(orders) > 1
+    assert found.settings["worst_order"] == [(128, 32, 80)[place] for place in orders[-1]]
+
+
+def test_a_step_gets_its_own_overhead_after_another_one_is_freed():
+    workload = transformer(depth=1, dim=64, heads=2, vocabulary=64, length=16)
+    with Planner(workload, device="rtx4090") as planner:
+        step = planner.sketch.step(2)
+        for factor in range(1, 9):
+            sizes = tuple(factor * size for size in step.trace.sizes)
+            scaled = replace(step, trace=replace(step.trace, sizes=sizes))
+            memory = cuda_memory(scaled.trace, workspace_bytes=workspace_of(planner.profile.name))
+            expected = memory.reserved_bytes + CONTEXT_BYTES - step.peak_bytes
+            assert planner._overhead(scaled) == expected
+            del scaled, sizes
 
 
 def test_lengths_that_no_batch_has_are_refused():

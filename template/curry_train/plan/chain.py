@@ -20,6 +20,7 @@ from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .optimizers import make_optimizer
+from .profiler import BATCH_GROUP, PARAMETERS_GROUP
 from .saved import NONE_KIND, OFFLOAD_KIND, Option
 from .solve import Choice, Stage, least_peak, solve
 
@@ -202,7 +203,7 @@ class Chain:
                 entry.nbytes for entry in entries.values() if isinstance(entry, torch.Tensor)
             )
         owners = self.steps[0].timeline.owners
-        return state + owners["parameters"][0] + owners["buffers and batch"][0]
+        return state + owners[PARAMETERS_GROUP][0] + owners[BATCH_GROUP][0]
 
     def _choices(self, menu: Menu, microbatch: int, calls: int) -> tuple[Choice, ...]:
         """Price a menu for a microbatch size; costs are seconds above the plain block."""

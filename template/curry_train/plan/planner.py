@@ -305,7 +305,7 @@ class Planner:
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
-        self._overheads: dict[int, int] = {}
+        self._reserved: dict[tuple[StepTrace, ...], int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
@@ -340,37 +340,32 @@ class Planner:
         """
         if step.trace is None or not self.by_reserved:
             return 0
-        key = id(step.trace)
-        if key not in self._overheads:
-            traces = [step.trace, *(one.trace for one in others if one.trace is not None)]
-            memory = cuda_memory(*self._worst(traces), workspace_bytes=self._workspace_bytes)
-            self._overheads[key] = memory.reserved_bytes + self.context_bytes - step.peak_bytes
-        return self._overheads[key]
+        traces = step.trace, *(one.trace for one in others if one.trace is not None)
+        if traces not in self._reserved:
+            ordered = [traces[place] for place in self._worst_order(traces)]
+            memory = cuda_memory(*ordered, workspace_bytes=self._workspace_bytes)
+            self._reserved[traces] = memory.reserved_bytes
+        return self._reserved[traces] + self.context_bytes - step.peak_bytes
 
-    def _worst(self, traces: Sequence[StepTrace]) -> list[StepTrace]:
-        """Put the steps of several lengths of batches in the order that reserves most."""
-        if len(traces) == 1:
-            return [*traces]
-        order = worst_order(traces, workspace_bytes=self._workspace_bytes)
-        lengths = [self.settings["length"], *self.whole_steps.lengths]
-        self.settings["worst_order"] = [lengths[index] for index in order]
-        return [traces[index] for index in order]
+    def _worst_order(self, traces: Sequence[StepTrace]) -> Sequence[int]:
+        """Return the order of the steps of several lengths of batches that reserves most."""
+        if len(traces) < 2:
+            return range(len(traces))
+        return worst_order(traces, workspace_bytes=self._workspace_bytes)
 
     def _limit(self, budget_bytes: int) -> int:
         """Return the memory that a plan must fit: the budget, or the device if it has less."""
         usable = self.profile.usable_bytes
         return budget_bytes if usable is None else min(budget_bytes, usable)
 
-    def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
+    def _cuda_figures(self, worst: Sequence[StepTrace], limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
         None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
-        traces = self.whole_steps.traces_of(best)
-        if not traces or not self.by_reserved:
+        if not worst:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        worst = self._worst(traces)
         memory = cuda_memory(*worst, workspace_bytes=self._workspace_bytes)
         least = least_device(
             *worst, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
@@ -564,6 +559,10 @@ class Planner:
         chain = self._chain(chunked=best.chunked_loss)
         plain = self.whole_steps.seconds(best, chain.plain_seconds(best.microbatch))
         assert best.step_seconds is not None
+        traces = self.whole_steps.traces_of(best) if self.by_reserved else ()
+        order_of_traces = self._worst_order(traces)
+        lengths = [self.settings.get("length"), *self.whole_steps.lengths]
+        shown_order = [lengths[place] for place in order_of_traces]
         return Plan(
             workload=self.sketch.case.workload.name,
             budget_bytes=budget_bytes,
@@ -581,11 +580,12 @@ class Planner:
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
             | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)}
-            | {"routing": self.whole_steps.routing_peaks(best)},
+            | {"routing": self.whole_steps.routing_peaks(best)}
+            | ({"worst_order": shown_order} if len(shown_order) > 1 else {}),
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
-            cuda=self._cuda_figures(best, budget_bytes),
+            cuda=self._cuda_figures([traces[place] for place in order_of_traces], budget_bytes),
             communication=self.whole_steps.communication(best),
             candidates=tuple(found),
         )
@@ -646,7 +646,7 @@ class Planner:
         traces = self.whole_steps.traces_of(least)
         if not traces or not self.by_reserved:
             return
-        worst = self._worst(traces)
+        worst = [traces[place] for place in self._worst_order(traces)]
         expandable = self._expandable(*worst) + self.context_bytes
         fused = self._expandable(*(one.without_copies() for one in worst)) + self.context_bytes
         if expandable < least.peak_bytes:
