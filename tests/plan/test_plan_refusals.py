@@ -95,8 +95,43 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
     path.write_text(change(half().to_json()))
     with pytest.raises(ValueError, match=message):
         Plan.load(path)
-    with pytest.raises(ValueError, match="can't read the plan"):
+    with pytest.raises(ValueError, match=r"can't read the plan .* write one with curry-train plan"):
         Plan.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("microbatch", -3, "microbatch of the plan must be a whole number of at least 1, got -3"),
+        ("microbatch", "4; rm", "microbatch of the plan must be .*, got '4; rm'"),
+        ("steps", 1.5, "steps of the plan must be a whole number of at least 1, got 1.5"),
+        ("ranks", True, "ranks of the plan must be a whole number"),
+        ("chunk_tokens", 0, "chunk_tokens of the plan must be a whole number of at least 1"),
+        ("budget_bytes", None, "budget_bytes of the plan must be a whole number"),
+        ("peak_bytes", "1", "peak_bytes of the plan must be a whole number"),
+        ("step_seconds", -1.0, "step_seconds of the plan must be a number of at least 0, got -1.0"),
+        ("plain_seconds", float("nan"), "plain_seconds of the plan must be a number"),
+        ("flops", float("inf"), "flops of the plan must be a number"),
+        ("plain_flops", "many", "plain_flops of the plan must be a number"),
+        ("workload", None, "workload of the plan must be a text, got None"),
+        ("why", ["it"], "why of the plan must be a text"),
+        ("fingerprint", {"blocks.0": 1}, "fingerprint of the plan must be a mapping of texts"),
+        ("settings", "none", "settings of the plan must be a mapping"),
+        ("settings", {"blocks": 4}, "blocks of the plan's settings must be"),
+        ("cuda", {"reserved_bytes": "1"}, "cuda of the plan must be a mapping of whole numbers"),
+        ("cuda", [], "cuda of the plan must be a mapping"),
+        ("communication", 1, "communication of the plan must be a mapping"),
+        ("options", {"other": {"kind": "full"}}, "option for 'other', .* no block of the plan"),
+        ("options", {"blocks.0": {"kind": "sac", "keep": [[1, 0]]}}, "pairs of family and index"),
+        ("options", {"blocks.0": {"kind": "sac", "keep": [["matmul", "4; rm"]]}}, "pairs of"),
+        ("options", {"blocks.0": {"kind": "sac", "keep": [["matmul", -1]]}}, "pairs of family"),
+    ],
+)
+def test_each_field_of_a_plan_file_is_checked(name, value, message):
+    data = json.loads(json.dumps(half().to_json()))
+    assert Plan.from_json(data)
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json({**data, name: value})
 
 
 def recomputed(model):

@@ -3,7 +3,9 @@
 Proof: `python -m pytest tests/plan/test_menu.py tests/plan/test_plan.py`.
 """
 
+import functools
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -82,25 +84,38 @@ class Option:
             )
 
         pairs = data.get("keep", [])
-        if not isinstance(pairs, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 for pair in pairs
-        ):
+        if not isinstance(pairs, list) or not all(map(_is_call, pairs)):
             raise ValueError(
                 "keep of a block's option must be a list of pairs of family and index, "
                 f"got {pairs!r}: make the plan again"
             )
 
         also = data.get("also", [])
-        if not isinstance(also, list) or not all(isinstance(path, str) for path in also):
+        if not _are_texts(also):
             raise ValueError(
                 f"also of a block's option must be a list of module names, got {also!r}: "
                 "make the plan again"
             )
-        return cls(
-            data["kind"],
-            frozenset((str(family), int(index)) for family, index in pairs),
-            tuple(also),
-        )
+        return cls(data["kind"], frozenset(map(tuple, pairs)), tuple(also))
+
+
+def _is_whole(value: Any, *, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _is_call(pair: Any) -> bool:
+    """Check for a family of operations and the index of a call."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return _is_text(pair[0]) and _is_whole(pair[1], least=0)
 
 
 def _places(indices: list[int]) -> str:
@@ -146,6 +161,78 @@ def _in_order(options: Mapping[str, Option], groups: Iterable[list[str]]) -> lis
 # Plan files: the option of each block, the microbatches, and the predicted peak and time.
 
 PLAN_VERSION = 1
+
+
+def _is_number(value: Any) -> bool:
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and math.isfinite(value) and value >= 0
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _maps_to(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, Mapping) and all(map(check, value.values()))
+
+
+def _is_time(value: Any) -> bool:
+    """Check what the text of a plan for several ranks reads of its communication."""
+    return (
+        isinstance(value, Mapping)
+        and _is_text(value.get("text"))
+        and all(_is_number(value.get(f"{name}_seconds")) for name in SHOWN_SECONDS)
+    )
+
+
+# For each field of a plan file a check, and what the value must be.
+WHOLE = (_is_whole, "a whole number of at least 1")
+NUMBER = (_is_number, "a number of at least 0")
+TEXT = (_is_text, "a text")
+SHOWN_SECONDS = ("compute", "communication", "exposed", "optimizer")
+FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "workload": TEXT,
+    "budget_bytes": WHOLE,
+    "microbatch": WHOLE,
+    "steps": WHOLE,
+    "ranks": WHOLE,
+    "chunk_tokens": WHOLE,
+    "options": (_is_mapping, "a mapping"),
+    "peak_bytes": WHOLE,
+    "step_seconds": NUMBER,
+    "plain_seconds": NUMBER,
+    "flops": NUMBER,
+    "plain_flops": NUMBER,
+    "fingerprint": (_maps_to(_is_text), "a mapping of texts"),
+    "settings": (_is_mapping, "a mapping"),
+    "why": TEXT,
+    "cuda": (_maps_to(functools.partial(_is_whole, least=0)), "a mapping of whole numbers"),
+    "communication": (_is_time, "a mapping of seconds and a text"),
+}
+SETTING_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "blocks": (lambda value: _is_text(value) or _are_texts(value), "a pattern, or a list of them"),
+    "left_out": (_are_texts, "a list of texts"),
+    "routing": (_maps_to(_is_whole), "a mapping of whole numbers"),
+    "worst_order": (
+        lambda value: isinstance(value, list) and all(map(_is_whole, value)),
+        "a list of whole numbers",
+    ),
+}
+# Fields and settings that may be null.
+NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication", "blocks", "routing")
+
+
+def _check_fields(
+    found: Mapping[str, Any], checks: Mapping[str, tuple[Callable[[Any], bool], str]], where: str
+) -> None:
+    """Raise an error for the first value that is not as it must be."""
+    for name, (is_right, what) in checks.items():
+        value = found.get(name)
+        is_null = value is None and (name in NULLABLE_NAMES or name not in found)
+        if not is_null and not is_right(value):
+            raise ValueError(
+                f"{name} of {where} must be {what}, got {value!r}: make the plan again"
+            )
 
 
 class PlanMismatch(ValueError):
@@ -295,8 +382,7 @@ class Plan:
         if self.communication is None:
             return []
         shown = {
-            name: f"{1e3 * self.communication[f'{name}_seconds']:,.1f} ms"
-            for name in ("compute", "communication", "exposed", "optimizer")
+            name: f"{1e3 * self.communication[f'{name}_seconds']:,.1f} ms" for name in SHOWN_SECONDS
         }
         text = (
             f"estimated, not measured: {shown['compute']} of compute, {shown['exposed']} of "
@@ -351,21 +437,20 @@ class Plan:
                 "make the plan again"
             )
 
-        wanted = set(cls.__dataclass_fields__) - {"candidates", "cuda", "communication"}
-        if missing := sorted(wanted - data.keys()):
+        fields = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        fields.pop("candidates", None)
+        optional = {"cuda", "communication"}
+        if missing := sorted(FIELD_CHECKS.keys() - optional - fields.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
-        fields = {name: data[name] for name in wanted}
-        fields |= {name: data.get(name) for name in ("cuda", "communication")}
-        for name in ("options", "fingerprint", "settings"):
-            if not isinstance(fields[name], Mapping):
-                raise ValueError(
-                    f"{name} of the plan must be a mapping, got {fields[name]!r}: "
-                    "make the plan again"
-                )
-        fields["options"] = {
-            name: Option.from_json(option) for name, option in data["options"].items()
-        }
-        return cls(**fields)
+        _check_fields(fields, FIELD_CHECKS, "the plan")
+        _check_fields(fields["settings"], SETTING_CHECKS, "the plan's settings")
+        options = {name: Option.from_json(option) for name, option in fields["options"].items()}
+        if unknown := sorted(options.keys() - fields["fingerprint"].keys()):
+            raise ValueError(
+                f"the plan has an option for {unknown[0]!r}, which is no block of the plan: "
+                "make the plan again"
+            )
+        return cls(**fields | {"options": options})
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
@@ -373,7 +458,8 @@ class Plan:
             return cls.from_json(json.loads(Path(path).read_text()))
         except OSError as error:
             raise ValueError(
-                f"can't read the plan {path}: {error.strerror}; write one with plan_memory.py"
+                f"can't read the plan {path}: {error.strerror}; write one with "
+                "curry-train plan --out"
             ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(
