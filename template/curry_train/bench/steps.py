@@ -38,7 +38,7 @@ LEVER_HELP = {
     "compile[:BACKEND]": "the whole model by torch.compile",
     "sac:POLICY": "selective recompute by one policy",
     "chunked_loss": "the loss of the output layer in chunks",
-    "plan=FILE": "a plan that `plan_memory.py --out` wrote",
+    "plan=FILE": "a plan that `curry-train plan --out` wrote",
 }
 
 
@@ -145,7 +145,7 @@ def _chunked_loss(lever: Lever, value: str | None) -> Lever:
 def _plan(lever: Lever, value: str | None) -> Lever:
     if value is None or not Path(value).is_file():
         raise ValueError(
-            f"plan={value or ''} is not a file: give one that plan_memory.py --out wrote"
+            f"plan={value or ''} is not a file: give one that curry-train plan --out wrote"
         )
     plan = Plan.load(value)
     apply = ALL_STRATEGIES["plan"].apply

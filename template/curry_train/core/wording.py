@@ -34,7 +34,7 @@ _SIZE_PATTERN = re.compile(r"(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*)",
 def parse_bytes(text: str) -> int:
     """Parse a size such as `24GiB` (2**30 each), `24GB` (10**9 each), `1.5 MiB` or `512B`.
 
-    The result is in whole bytes.
+    A whole number of at least 2**20 without a unit is in bytes. The result is in whole bytes.
     """
     found = _SIZE_PATTERN.fullmatch(text.strip())
     if found is None:
@@ -42,7 +42,8 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a memory size: write a number and a unit, such as 24GiB or 512MiB"
         )
     number, unit = found["number"], found["unit"]
-    if not unit and Fraction(number) > 0:
+    is_bytes = number.isdecimal() and int(number) >= 2**20
+    if not unit and not is_bytes and Fraction(number) > 0:
         raise ValueError(f"{text!r} has no unit: write {_with_likely_unit(number)}")
     if unit and unit.lower() not in _BY_LOWER_CASE:
         raise ValueError(f"{text!r} has the unit {unit!r}: use one of {', '.join(SIZE_UNITS)}")
@@ -58,9 +59,7 @@ def _with_likely_unit(number: str) -> str:
     """Return a number with the units that its size suggests."""
     if Fraction(number) < 1024:
         return f"{number}GiB (2**30 bytes each) or {number}GB (10**9)"
-    if Fraction(number) < 2**20:
-        return f"{number}MiB (2**20 bytes each) or {number}MB (10**6)"
-    return f"{number}B for bytes, or another unit such as GiB (2**30 bytes each)"
+    return f"{number}MiB (2**20 bytes each) or {number}MB (10**6), or {number}B for bytes"
 
 
 def format_bytes(size: int) -> str:

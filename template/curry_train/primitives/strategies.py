@@ -429,7 +429,7 @@ class CheckpointConfig:
     # Globs over module names.
     exclude_patterns: tuple[str, ...] = ()
     include_patterns: tuple[str, ...] = ()
-    # The file that strategy `plan` applies, as written by `plan_memory.py --out`.
+    # The file that strategy `plan` applies, as written by `curry-train plan --out`.
     plan: str | None = None
 
     def __post_init__(self) -> None:
