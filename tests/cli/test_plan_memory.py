@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from curry_train.cli.plan import plan_command, plot_plan
+from curry_train.plan.device import PROFILES
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import Plan
 from curry_train.workloads.workload import Workload
@@ -200,6 +201,17 @@ def test_the_output_mentions_that_a_model_was_measured_for_real():
     printed = " ".join(found.output.split())
     assert "measured for real, without offload:" in printed
     assert "in the forward of Branching" in printed
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "20KiB"])
+def test_without_a_target_the_first_line_says_that_the_plan_is_for_this_cpu(monkeypatch, budget):
+    monkeypatch.setattr("curry_train.cli.plan.profile_of", lambda place: PROFILES["cpu"])
+    options = ["--model", "planned_models:blocks", "--budget", budget, *QUICK[2:]]
+    found = CliRunner().invoke(plan_command, options)
+    first = found.output.splitlines()[0]
+    assert first == "This plan is for this CPU; --target h100 plans for a GPU without having one."
+    assert narrow(found.output), found.output
+    assert "This plan is for" not in run(budget=budget).output
 
 
 def test_a_budget_that_nothing_fits_ends_with_status_1_on_80_columns():

@@ -210,6 +210,10 @@ def _milliseconds(candidates: Sequence[Candidate]) -> list[float]:
 # Command `plan`: find the fastest way to train within a memory budget.
 
 
+FOR_THIS_CPU = "This plan is for this CPU; --target h100 plans for a GPU without having one."
+FOR_THIS_GPU = "This plan is for this GPU; --target names another device, such as h100."
+
+
 def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
     if text is None:
         return None
@@ -402,6 +406,7 @@ def plan_command(
     """
     console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
     place = choose_device("auto")
+    here = [] if target else [FOR_THIS_CPU if place.type == "cpu" else FOR_THIS_GPU]
     files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
@@ -425,13 +430,13 @@ def plan_command(
         plan, plain = _find_plan(planner, _given(budget_bytes), size, microbatch, files)
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
-        console.print(str(error), markup=False)
+        console.print("\n".join([*here, str(error)]), markup=False)
         sys.exit(1)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
     echo_notes(own, err=json_path == "-")
-    text = _text(plan, plain, explain=explain)
+    text = "\n".join([*here, _text(plan, plain, explain=explain)])
     _print_plan(console, plan, text, place=place, measured=measured, out=out)
     if json_path:
         write_json(json_path, provenance(place) | _results(plan, plain, measured, text))
