@@ -274,6 +274,11 @@ def test_add_and_update_refuse_a_project_that_another_command_writes(
         assert scaffold(bundle, *command, cwd=repository).returncode == 0
 
 
+def test_an_error_of_the_body_is_not_taken_for_another_writer(tmp_path: Path) -> None:
+    with pytest.raises(BlockingIOError), only_writer(tmp_path):
+        raise BlockingIOError
+
+
 def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path: Path) -> None:
     write(tmp_path / "setup.py", "")
     added = scaffold(REAL, "add", "checkpoint-policy", "--own", "--into", "saving", cwd=tmp_path)

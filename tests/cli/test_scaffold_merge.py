@@ -1,171 +1,16 @@
-"""Tests of the three-way merge, and of what `update` does with each file.
+"""Tests of what `update` does with each file.
 
 Run: `python -m pytest tests/cli/test_scaffold_merge.py`.
 """
 
-import subprocess
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scaffold_case import edit, make_bundle, release, scaffold, shell, times, tree, write
 
-from curry_train.cli.merge import (
-    MIDDLE_MARKER,
-    OURS_MARKER,
-    THEIRS_MARKER,
-    Chunk,
-    merge_chunks,
-    merge_texts,
-    read_lock,
-)
+from curry_train.cli.merge import OURS_MARKER, THEIRS_MARKER, read_lock
 from curry_train.cli.ownership import Bundle
-
-# Few distinct lines, so that the three texts have many lines in common, in any order.
-LINES = st.lists(st.sampled_from(["a\n", "b\n", "c\n", "d\n", "\n", "\f\n"]), max_size=12)
-ENDS = st.sampled_from(["", "end"])
-TEXTS = st.builds(lambda lines, end: "".join(lines) + end, LINES, ENDS)
-
-
-@given(TEXTS, TEXTS, TEXTS)
-@settings(deadline=None, max_examples=300)
-def test_all_three_texts_can_be_rebuilt_from_the_chunks(base: str, ours: str, theirs: str) -> None:
-    """Check that no line of any side is dropped, doubled or moved."""
-    chunks = merge_chunks(base, ours, theirs)
-    assert "".join(line for chunk in chunks for line in chunk.base) == base
-    assert "".join(line for chunk in chunks for line in chunk.ours) == ours
-    assert "".join(line for chunk in chunks for line in chunk.theirs) == theirs
-
-
-@given(TEXTS, TEXTS)
-@settings(deadline=None)
-def test_an_edit_of_one_side_and_an_identical_edit_of_both_are_taken(base: str, new: str) -> None:
-    assert merge_texts(base, new, base) == (new, 0)
-    assert merge_texts(base, base, new) == (new, 0)
-    assert merge_texts(base, new, new) == (new, 0)
-
-
-@given(TEXTS, TEXTS, TEXTS)
-@settings(deadline=None, max_examples=300)
-def test_the_two_sides_of_every_conflict_are_in_the_text(base: str, ours: str, theirs: str) -> None:
-    """Resolve all conflicts for one side, and find the lines of that side."""
-    text, conflicts = merge_texts(base, ours, theirs)
-    assert text.count(f"{OURS_MARKER}\n") == conflicts
-    for side in ("ours", "theirs"):
-        wanted: list[str] = []
-        for chunk in merge_chunks(base, ours, theirs):
-            wanted += getattr(chunk, side) if chunk.is_conflict else chunk.merged()
-        resolved = resolve(text, side)
-        # A conflict ends the last line of a side that had no line end.
-        assert [line.rstrip("\n") for line in resolved] == [line.rstrip("\n") for line in wanted]
-
-
-@given(
-    st.integers(3, 30).flatmap(
-        lambda size: st.tuples(
-            st.just(size),
-            st.dictionaries(st.integers(0, size - 1), st.sampled_from(["edit", "drop", "more"])),
-        )
-    )
-)
-@settings(deadline=None, max_examples=200)
-def test_edits_with_an_unchanged_line_between_merge(case: tuple[int, dict[int, str]]) -> None:
-    """Edit separate lines, odd groups on one side and even ones on the other, without conflict."""
-    size, edits = case
-    lines = [f"line {number}\n" for number in range(size)]
-    ours = list(lines)
-    theirs = list(lines)
-    both = list(lines)
-    group = 0
-    previous = -2
-    for number in sorted(edits):
-        if number > previous + 1:
-            group += 1
-        previous = number
-        kind = edits[number]
-        new = {"edit": "edited\n", "drop": "", "more": f"{lines[number]}added\n"}[kind]
-        new = new.replace("ed\n", f"ed {number}\n")
-        (ours if group % 2 else theirs)[number] = new
-        both[number] = new
-    merged = merge_texts("".join(lines), "".join(ours), "".join(theirs))
-    assert merged == ("".join(both), 0)
-
-
-@given(TEXTS, TEXTS, TEXTS)
-@settings(deadline=None)
-def test_a_merge_does_not_depend_on_which_side_is_ours(base: str, ours: str, theirs: str) -> None:
-    text, conflicts = merge_texts(base, ours, theirs)
-    turned, turned_conflicts = merge_texts(base, theirs, ours)
-    assert conflicts == turned_conflicts
-    if not conflicts:
-        assert text == turned
-
-
-def test_a_merge_agrees_with_git_on_an_example(tmp_path: Path) -> None:
-    texts = {
-        "ours": "head\na\nmine\nc\nd\ne\nf\n",
-        "base": "a\nb\nc\nd\ne\nf\n",
-        "theirs": "a\ntheirs\nc\nd\nE\nf\ntail\n",
-    }
-    for name, text in texts.items():
-        write(tmp_path / name, text)
-    command = ["git", "merge-file", "-p", "-L", "yours", "-L", "base", "-L", "curry-train"]
-    git = subprocess.run([*command, *texts], cwd=tmp_path, capture_output=True, text=True)
-    assert merge_texts(texts["base"], texts["ours"], texts["theirs"]) == (git.stdout, 1)
-
-
-def test_a_conflict_has_both_sides_between_its_markers() -> None:
-    text, conflicts = merge_texts("a\nb\nc\n", "mine\nb\nc\n", "theirs\nb\nc\n")
-    assert conflicts == 1
-    lines = [OURS_MARKER, "mine", MIDDLE_MARKER, "theirs", THEIRS_MARKER, "b", "c"]
-    assert text.splitlines() == lines
-    assert resolve(text, "ours") == ["mine\n", "b\n", "c\n"]
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        lambda chunk: list(chunk.ours),
-        lambda chunk: list(chunk.theirs),
-        lambda chunk: [*chunk.ours, *chunk.theirs],
-    ],
-    ids=["takes ours", "takes theirs", "appends"],
-)
-def test_a_merge_that_loses_an_edit_fails_the_properties(
-    fault: Callable[[Chunk], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Chunk, "merged", fault)
-    with pytest.raises(AssertionError):
-        test_an_edit_of_one_side_and_an_identical_edit_of_both_are_taken.hypothesis.inner_test(
-            "a\nb\n", "a\nc\n"
-        )
-    with pytest.raises(AssertionError):
-        test_edits_with_an_unchanged_line_between_merge.hypothesis.inner_test(
-            (4, {0: "edit", 2: "edit"})
-        )
-
-
-def resolve(text: str, side: str) -> list[str]:
-    """Return the lines of a merged text with every conflict resolved for one side."""
-    lines: list[str] = []
-    inside = ""
-    for line in text.split("\n"):
-        if line == OURS_MARKER:
-            inside = "ours"
-        elif line == MIDDLE_MARKER and inside == "ours":
-            inside = "theirs"
-        elif line == THEIRS_MARKER and inside == "theirs":
-            inside = ""
-        elif inside in ("", side):
-            lines.append(f"{line}\n")
-    if lines[-1] == "\n":
-        lines.pop()  # text after the last line end
-    return lines
-
-
-# update
 
 
 @pytest.fixture
@@ -255,8 +100,7 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle: Bundle, project: Path) 
     assert "conflict   README.md" in done.stdout
     assert "1 file needs you" in done.stderr
     assert (project / "README.md").read_text() == (
-        f"# run\n\n{OURS_MARKER}\nRead my notes.\n{MIDDLE_MARKER}\n"
-        f"Read config.yaml.\n{THEIRS_MARKER}\n"
+        f"# run\n\n{OURS_MARKER}\nRead my notes.\n=======\nRead config.yaml.\n{THEIRS_MARKER}\n"
     )
     assert (project / ".gitignore").read_text() == "/runs/\n/build/\n"
 
@@ -357,3 +201,73 @@ def test_update_refuses_an_older_release(bundle: Bundle, project: Path) -> None:
     refused = scaffold(bundle, "update", cwd=project)
     assert refused.returncode == 2
     assert "is from curry-train 0.10.0, and this is 0.9.0" in refused.error
+
+
+@pytest.fixture
+def conflicting(bundle: Bundle, project: Path) -> Path:
+    """Edit a project and its release: a merge, a conflict, a file to delete and one to create."""
+    write(bundle.project / "gone.txt", "1\n")
+    scaffold(bundle, "update", cwd=project)
+    (bundle.project / "gone.txt").unlink()
+    write(bundle.project / "deep/er/fresh.txt", "new\n")
+    edit(project / "train.py", "def main():", "def main():\n    print('mine')")
+    edit(bundle.project / "train.py", "Train my_project.", "Train my_project, faster.")
+    edit(project / "README.md", "Read train.py.", "Read my notes.")
+    edit(bundle.project / "README.md", "Read train.py.", "Read config.yaml.")
+    return project
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_update_that_was_killed_between_two_files_is_completed_by_running_it_again(
+    bundle: Bundle,
+    conflicting: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    written: int,
+) -> None:
+    reference = Path(shutil.copytree(conflicting, tmp_path / "reference"))
+    scaffold(bundle, "update", cwd=reference)
+    replace = Path.replace
+    left = written
+
+    def killed(self: Path, target: Path) -> Path:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    write(conflicting / ".curry-train-staging/0", "of an update that was killed before")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        stopped = scaffold(bundle, "update", cwd=conflicting)
+    assert stopped.returncode == 1
+    assert tree(conflicting) != tree(reference)
+    again = scaffold(bundle, "update", cwd=conflicting)
+    if "unresolved conflict" in again.error:
+        # The conflict is written already; git gives the file back as it was.
+        write(conflicting / "README.md", "# run\n\nRead my notes.\n")
+        again = scaffold(bundle, "update", cwd=conflicting)
+    assert again.returncode == 1
+    assert tree(conflicting) == tree(reference)
+
+
+def test_update_without_git_refuses_a_merge_before_it_writes(
+    bundle: Bundle, conflicting: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tree(conflicting)
+    monkeypatch.setenv("PATH", str(conflicting))
+    refused = scaffold(bundle, "update", cwd=conflicting)
+    assert (refused.returncode, "needs git" in refused.error) == (2, True)
+    assert tree(conflicting) == before
+
+
+def test_update_keeps_the_line_ends_and_the_encoding_of_an_edited_file(
+    bundle: Bundle, project: Path
+) -> None:
+    write(bundle.project / "notes.txt", "1\r\n2\r\n3\r\n4")
+    scaffold(bundle, "update", cwd=project)
+    (project / "notes.txt").write_bytes(b"\xe9\r\n2\r\n3\r\n4")
+    (bundle.project / "notes.txt").write_bytes(b"1\r\n2\r\n3\r\nfour")
+    assert scaffold(bundle, "update", cwd=project).returncode == 0
+    assert (project / "notes.txt").read_bytes() == b"\xe9\r\n2\r\n3\r\nfour"

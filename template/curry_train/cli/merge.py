@@ -1,43 +1,39 @@
-"""Compare a project with what it was copied from, merge three ways, and write it atomically.
+"""Compare a project with what it was copied from, merge by git, and write it file by file.
 
 `curry-train.lock` names each copied file's origin, version and hash, and holds its text
 compressed: this base makes a three-way merge possible without a network.
 
-A write is staged in one folder, committed by renaming that folder, and applied file by file. A
-write that was killed is rolled back before the commit and completed after it.
+Files are staged in one folder first and then replaced, the lock last. Where a project is tracked
+by git, git restores what it had before.
 
-Why so long: the plan, the lock that it updates and the recovery of its write are one protocol.
-
-Proof: `python -m pytest tests/cli/test_scaffold_merge.py tests/cli/test_scaffold_kill.py`.
+Proof: `python -m pytest tests/cli/test_scaffold_merge.py`.
 """
 
 import base64
 import contextlib
-import difflib
 import hashlib
 import json
 import os
-import re
 import shutil
-import signal
+import subprocess
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from types import FrameType
 from typing import Any
 
 from .ownership import ScaffoldError, SourceFile
 
 LOCK_NAME = "curry-train.lock"
 LOCK_FORMAT = 2
-PENDING_FOLDER = ".curry-train.pending"
-LEFTOVER_PATTERN = re.compile(r"\..+\.curry-train-(\d{1,9})")  # .<name>.curry-train-<process id>
+STAGING_FOLDER = ".curry-train-staging"
 
+# What git writes around the lines that both sides changed.
 OURS_MARKER = "<<<<<<< yours"
-MIDDLE_MARKER = "======="
 THEIRS_MARKER = ">>>>>>> curry-train"
+MOST_CONFLICTS = 127  # the highest exit status of `git merge-file` that is a number of conflicts
 
 
 # The lock
@@ -92,7 +88,7 @@ def digest(content: bytes) -> str:
 
 def record_of(file: SourceFile, version: str) -> Record:
     """Record a file that is copied from `version`."""
-    base = file.content if _text_of(file.content) is not None else None
+    base = file.content if _is_text(file.content) else None
     return Record(file.source, version, digest(file.content), base)
 
 
@@ -150,121 +146,9 @@ def _typed(value: Any, kind: Any) -> Any:
     return value
 
 
-def _text_of(content: bytes) -> str | None:
-    if b"\0" in content:
-        return None
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return None
-
-
-# The three-way merge
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Lines of the base with what each side made of them.
-
-    The chunks of a merge, in order, give back each of the three texts.
-    """
-
-    base: Sequence[str]
-    ours: Sequence[str]
-    theirs: Sequence[str]
-
-    @property
-    def is_conflict(self) -> bool:
-        """Return whether both sides changed these lines, in different ways."""
-        return self.ours != self.theirs and self.base not in (self.ours, self.theirs)
-
-    def merged(self) -> list[str]:
-        """Return the merged lines, with markers around a conflict."""
-        if not self.is_conflict:
-            return list(self.theirs if self.ours == self.base else self.ours)
-        return [
-            f"{OURS_MARKER}\n",
-            *_ended(self.ours),
-            f"{MIDDLE_MARKER}\n",
-            *_ended(self.theirs),
-            f"{THEIRS_MARKER}\n",
-        ]
-
-
-def merge_chunks(base: str, ours: str, theirs: str) -> list[Chunk]:
-    """Cut three texts into chunks at the lines that all three have in common (diff3)."""
-    base_lines = _lines(base)
-    our_lines = _lines(ours)
-    their_lines = _lines(theirs)
-    chunks = []
-    base_end = 0
-    our_end = 0
-    their_end = 0
-    for base_start, our_start, their_start, length in _common_runs(
-        base_lines, our_lines, their_lines
-    ):
-        changed = Chunk(
-            base_lines[base_end:base_start],
-            our_lines[our_end:our_start],
-            their_lines[their_end:their_start],
-        )
-        if changed.base or changed.ours or changed.theirs:
-            chunks.append(changed)
-        base_end = base_start + length
-        our_end = our_start + length
-        their_end = their_start + length
-        if length:
-            same = base_lines[base_start:base_end]
-            chunks.append(Chunk(same, same, same))
-    return chunks
-
-
-def merge_texts(base: str, ours: str, theirs: str) -> tuple[str, int]:
-    """Merge two edits of `base`; return the text and its number of conflicts."""
-    chunks = merge_chunks(base, ours, theirs)
-    lines: list[str] = []
-    for chunk in chunks:
-        if lines and not lines[-1].endswith("\n"):
-            # A side dropped the last line's end, and the other side goes on after it.
-            lines[-1] += "\n" if chunk.merged() else ""
-        lines += chunk.merged()
-    return "".join(lines), sum(chunk.is_conflict for chunk in chunks)
-
-
-def _lines(text: str) -> list[str]:
-    # Not str.splitlines, which also cuts at form feeds and other separators inside a line.
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
-
-
-def _ended(lines: Sequence[str]) -> list[str]:
-    return [line if line.endswith("\n") else f"{line}\n" for line in lines]
-
-
-def _common_runs(
-    base: Sequence[str], ours: Sequence[str], theirs: Sequence[str]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield where all three agree, as starts in each and a length; the last run is empty."""
-    to_ours = difflib.SequenceMatcher(None, base, ours, autojunk=False).get_matching_blocks()
-    to_theirs = difflib.SequenceMatcher(None, base, theirs, autojunk=False).get_matching_blocks()
-    first = 0
-    second = 0
-    while first < len(to_ours) and second < len(to_theirs):
-        our_block = to_ours[first]
-        their_block = to_theirs[second]
-        start = max(our_block.a, their_block.a)
-        end = min(our_block.a + our_block.size, their_block.a + their_block.size)
-        if start < end:
-            yield (
-                start,
-                our_block.b + start - our_block.a,
-                their_block.b + start - their_block.a,
-                end - start,
-            )
-        if our_block.a + our_block.size < their_block.a + their_block.size:
-            first += 1
-        else:
-            second += 1
-    yield len(base), len(ours), len(theirs), 0
+def _is_text(content: bytes) -> bool:
+    """Return whether git merges the content instead of taking it for binary."""
+    return b"\0" not in content
 
 
 # Plan of the files that a command writes
@@ -450,19 +334,33 @@ def _has_conflict(content: bytes | None) -> bool:
 def _merged(comparison: Comparison) -> Change:
     assert comparison.yours is not None
     assert comparison.wanted is not None
-    ours = _text_of(comparison.yours)
-    theirs = _text_of(comparison.wanted.content)
     base = comparison.record.base if comparison.record else None
-    if ours is None or theirs is None or base is None:
+    if base is None or not all(map(_is_text, (comparison.yours, comparison.wanted.content))):
         return Change(comparison.path, "in the way", comparison.yours, comparison.yours)
     if _has_conflict(comparison.yours):
         raise ScaffoldError(
             f"{comparison.path} has an unresolved conflict from an earlier update; "
             f"resolve it first: look for {OURS_MARKER!r}"
         )
-    text, conflicts = merge_texts(base.decode(), ours, theirs)
-    action = "conflict" if conflicts else "merge"
-    return Change(comparison.path, action, comparison.yours, text.encode())
+    merged, conflicts = _merge_by_git(base, comparison.yours, comparison.wanted.content)
+    return Change(comparison.path, "conflict" if conflicts else "merge", comparison.yours, merged)
+
+
+def _merge_by_git(base: bytes, yours: bytes, theirs: bytes) -> tuple[bytes, int]:
+    """Merge two edits of `base`; return the text, with markers, and its number of conflicts."""
+    command = ["git", "merge-file", "-p"]
+    with tempfile.TemporaryDirectory() as folder:
+        for label, content in (("yours", yours), ("base", base), ("curry-train", theirs)):
+            Path(folder, label).write_bytes(content)
+            command += ["-L", label]
+        command += ["yours", "base", "curry-train"]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+        except FileNotFoundError as error:
+            raise ScaffoldError("merging your edits needs git; install it first") from error
+    if done.returncode > MOST_CONFLICTS:
+        raise ScaffoldError(f"git merge-file failed: {done.stderr.decode().strip()}")
+    return done.stdout, done.returncode
 
 
 def _fresh_record(record: Record | None, wanted: SourceFile, version: str) -> Record:
@@ -484,271 +382,74 @@ def _lock_change(root: Path, lock: Lock) -> Change:
 
 
 def write_project(plan: WritePlan) -> None:
-    """Write a new project whole, or nothing: a folder beside its place is renamed."""
-    sweep(plan.root.parent)
-    staging = _beside(plan.root)
-    with _unwind_on_signals():
-        try:
-            staging.mkdir()
-            for change in plan.changes:
-                place = staging / change.path
-                place.parent.mkdir(parents=True, exist_ok=True)
-                assert change.after is not None, "a new project deletes nothing"
-                write_file(place, change.after)
-            staging.rename(plan.root)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+    """Write a new project whole, or nothing: a folder next to its place is renamed."""
+    folder = plan.root.with_name(f".{plan.root.name}{STAGING_FOLDER}")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir()
+        write_changes(replace(plan, root=folder))
+        folder.replace(plan.root)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_changes(plan: WritePlan) -> None:
-    """Write a plan into a project that exists, so that a kill loses neither side.
+    """Stage all files of a plan, then replace them one by one, the lock last.
 
-    An error or a signal on the way rolls back; a kill is recovered by the next command.
+    After a kill in between, the same command writes the rest: each file holds its old content or
+    its new one.
     """
     if not plan.writes:
         return
-    sweep(plan.root)
-    staging = _beside(plan.root / "update")
-    pending = plan.root / PENDING_FOLDER
-    with _unwind_on_signals():
-        try:
-            staging.mkdir()
-            _stage(plan, staging)
-            staging.rename(pending)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        try:
-            _apply(plan.root, pending)
-        except BaseException:
-            _roll_back(plan.root, pending)
-            raise
-    _finish(pending)
+    staging = plan.root / STAGING_FOLDER
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        staging.mkdir()
+        for number, change in enumerate(plan.writes):
+            if change.after is not None:
+                write_file(staging / str(number), change.after)
+        for number, change in enumerate(plan.writes):
+            place = destination(plan.root, change.path)
+            if change.after is None:
+                place.unlink(missing_ok=True)
+                continue
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.exists():
+                shutil.copymode(place, staging / str(number))
+            (staging / str(number)).replace(place)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def only_writer(root: Path) -> Iterator[None]:
     """Hold a project against other commands that write; the end of the process releases it."""
-    if not root.is_dir():
-        yield
-        return
     try:
         import fcntl
     except ImportError:
         # Windows has no fcntl.
         yield
         return
+    if not root.is_dir():
+        yield
+        return
     folder = os.open(root, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ScaffoldError(
+                f"another add or update is writing to {root}; run this again when it has ended"
+            ) from error
         yield
-    except BlockingIOError as error:
-        raise ScaffoldError(
-            f"another add or update is writing to {root}; run this again when it has ended"
-        ) from error
     finally:
         os.close(folder)
 
 
-def check_not_pending(root: Path) -> None:
-    """Refuse to read a project in which a write was interrupted."""
-    if (root / PENDING_FOLDER).is_dir():
-        raise ScaffoldError(
-            f"an earlier write in {root} was interrupted; run 'curry-train update' there to finish"
-        )
-
-
-def recover_update(root: Path) -> str | None:
-    """Complete a write that was killed, or undo it if its files are damaged; say which."""
-    if not root.is_dir():
-        return None
-    sweep(root)
-    pending = root / PENDING_FOLDER
-    if not pending.is_dir():
-        return None
-    with _unwind_on_signals():
-        if _is_whole(pending):
-            _apply(root, pending)
-            done = "completed an earlier write that was interrupted"
-        else:
-            _roll_back(root, pending)
-            done = "undid an earlier write that was interrupted and left damaged files"
-    _finish(pending)
-    return done
-
-
-def sweep(folder: Path) -> None:
-    """Remove what killed writes left in `folder`, except of processes that are alive."""
-    for path in folder.iterdir():
-        match = LEFTOVER_PATTERN.fullmatch(path.name)
-        if match is None or _is_alive(int(match[1])):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
 def write_file(place: Path, content: bytes) -> None:
-    """Write a new file and wait until it is on the disk."""
+    """Write a file; an error names it, which that of a full disk does not."""
     try:
-        with place.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        place.write_bytes(content)
     except OSError as error:
-        # A full disk names no file.
         error.filename = error.filename or str(place)
         raise
-
-
-def _stage(plan: WritePlan, staging: Path) -> None:
-    """Write both versions of each changed file, and the table of them, which is the last."""
-    table = []
-    for number, change in enumerate(plan.writes):
-        for name, content in (("before", change.before), ("after", change.after)):
-            if content is not None:
-                write_file(staging / f"{number}.{name}", content)
-        table.append(
-            {
-                "path": change.path,
-                "before": None if change.before is None else digest(change.before),
-                "after": None if change.after is None else digest(change.after),
-                "folders": _missing_folders(plan.root, change.path),
-            }
-        )
-    write_file(staging / "table.json", json.dumps(table).encode())
-
-
-def _missing_folders(root: Path, path: str) -> list[str]:
-    """Return the folders that writing `path` makes, the innermost first."""
-    folders = [folder.as_posix() for folder in PurePosixPath(path).parents]
-    return [folder for folder in folders if not (root / folder).is_dir()]
-
-
-def _is_whole(pending: Path) -> bool:
-    """Check that every staged file has its hash."""
-    return all(
-        entry["after"] is None or _staged(pending, number, "after", entry) is not None
-        for number, entry in enumerate(_table(pending))
-    )
-
-
-def _table(pending: Path) -> list[dict[str, Any]]:
-    try:
-        table: list[dict[str, Any]] = json.loads((pending / "table.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ScaffoldError(
-            f"{pending} is damaged ({error}); compare the project with version control, then "
-            "delete that folder"
-        ) from error
-    return table
-
-
-def _staged(pending: Path, number: int, name: str, entry: Mapping[str, Any]) -> bytes | None:
-    """Return a staged content, or None if it is missing or damaged."""
-    place = pending / f"{number}.{name}"
-    content = place.read_bytes() if place.is_file() else None
-    return content if content is not None and digest(content) == entry[name] else None
-
-
-def _apply(root: Path, pending: Path) -> None:
-    for number, entry in enumerate(_table(pending)):
-        place = destination(root, entry["path"])
-        current = place.read_bytes() if place.exists() else None
-        found = None if current is None else digest(current)
-        if found == entry["after"]:
-            continue
-        before = _staged(pending, number, "before", entry)
-        after = _staged(pending, number, "after", entry)
-        if found != entry["before"]:
-            # Edited since the plan was made: merge once more instead of overwriting.
-            after = _merge_again(before, current, after)
-        _put(place, after)
-
-
-def _roll_back(root: Path, pending: Path) -> None:
-    for number, entry in enumerate(_table(pending)):
-        place = destination(root, entry["path"])
-        current = place.read_bytes() if place.exists() else None
-        found = None if current is None else digest(current)
-        if found != entry["after"] or entry["after"] == entry["before"]:
-            continue
-        before = _staged(pending, number, "before", entry)
-        if before is None and entry["before"] is not None:
-            raise ScaffoldError(
-                f"{place} can't be restored: its copy in {pending} is damaged; take the file "
-                "from version control, then delete that folder"
-            )
-        _put(place, before)
-        for folder in entry["folders"]:
-            with contextlib.suppress(OSError):  # not empty, or never made
-                (root / folder).rmdir()
-    _finish(pending)
-
-
-def _merge_again(before: bytes | None, current: bytes | None, after: bytes | None) -> bytes | None:
-    base = _text_of(before or b"")
-    ours = _text_of(current or b"")
-    theirs = _text_of(after or b"")
-    if current is None or after is None or base is None or ours is None or theirs is None:
-        return current
-    return merge_texts(base, ours, theirs)[0].encode()
-
-
-def _put(place: Path, content: bytes | None) -> None:
-    """Make `place` hold `content`, at once; None removes it."""
-    if content is None:
-        place.unlink(missing_ok=True)
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    sweep(place.parent)
-    staging = _beside(place)
-    try:
-        write_file(staging, content)
-        if place.exists():
-            shutil.copymode(place, staging)
-        staging.replace(place)
-    finally:
-        staging.unlink(missing_ok=True)
-
-
-def _finish(pending: Path) -> None:
-    """Remove the staged files; half of them can't be taken for a write to complete."""
-    if pending.is_dir():
-        done = _beside(pending)
-        pending.rename(done)
-        shutil.rmtree(done)
-
-
-def _beside(place: Path) -> Path:
-    return place.with_name(f".{place.name}.curry-train-{os.getpid()}")
-
-
-def _is_alive(process: int) -> bool:
-    if process == os.getpid():
-        # A leftover with our own number is from a process before us.
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # alive, and someone else's
-    return True
-
-
-@contextlib.contextmanager
-def _unwind_on_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM run the clean-up on their way out."""
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    previous: dict[int, Callable[..., Any] | int | None] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        previous[number] = signal.signal(number, unwind)
-    try:
-        yield
-    finally:
-        for handled, handler in previous.items():
-            signal.signal(handled, handler)

@@ -22,18 +22,15 @@ import click
 
 from .merge import (
     LOCK_NAME,
-    PENDING_FOLDER,
     Comparison,
     FileState,
     Lock,
     WritePlan,
-    check_not_pending,
     compare_files,
     only_writer,
     plan_copy,
     plan_update,
     read_lock,
-    recover_update,
     write_changes,
     write_project,
 )
@@ -217,7 +214,6 @@ def add_command(
         )
     target = find_target(directory, working_directory=Path.cwd())
     with only_writer(target.root):
-        _finish_interrupted(target.root, dry_run=dry_run)
         plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
         _echo_plan(plan)
         if not dry_run:
@@ -386,7 +382,6 @@ def update_command(directory: Path, dry_run: bool) -> None:
     root = Path(os.path.abspath(directory))
     _require_lock(root)
     with only_writer(root):
-        _finish_interrupted(root, dry_run=dry_run)
         plan = plan_release(find_bundle(), root)
         if not dry_run:
             write_changes(plan)
@@ -432,18 +427,11 @@ def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, SourceFile]:
 
 def _require_lock(root: Path) -> Lock:
     lock = read_lock(root)
-    if lock is None and not (root / PENDING_FOLDER).is_dir():
+    if lock is None:
         raise ScaffoldError(
             f"{root} has no {LOCK_NAME}; name the folder of a project that curry-train wrote to"
         )
-    return lock or Lock("0")
-
-
-def _finish_interrupted(root: Path, *, dry_run: bool) -> None:
-    if dry_run:
-        check_not_pending(root)
-    elif done := recover_update(root):
-        click.echo(f"First {done}.", err=True)
+    return lock
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -465,7 +453,6 @@ def diff_command(directory: Path, patch: bool) -> None:
     """
     root = Path(os.path.abspath(directory))
     lock = _require_lock(root)
-    check_not_pending(root)
     compared = compare_files(root, lock, files_of_lock(find_bundle(), lock))
     for entry in compared:
         click.echo(f"{entry.state:<17}{entry.path}")
