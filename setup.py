@@ -3,30 +3,28 @@
 Everything else is in pyproject.toml. Proof: `python -m pytest tests/cli/test_scaffold_wheel.py`.
 """
 
-import sys
+import shutil
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "template"))
-
-from curry_train.cli.ownership import BUNDLED_FOLDER, PACKAGE, bundled_files, find_bundle  # noqa: E402
+TEMPLATE = Path(__file__).resolve().parent / "template"
+LEFT_BY_RUNS = ("__pycache__", ".[!g]*", "*.egg-info", "runs", "build", "wheels", "*.lock")
 
 
 class BuildWithBundle(build_py):
     """Build the package with the files that `curry-train new` and `add` copy."""
 
     def run(self) -> None:
-        """Copy the modules, then the files to copy; a clone has those beside the package."""
+        """Copy the modules, then the files to copy; a clone has those next to the package."""
         super().run()
         if self.editable_mode:
             return
-        for path, content in bundled_files(find_bundle()).items():
-            place = Path(self.build_lib, PACKAGE, BUNDLED_FOLDER, path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(content)
+        for name in ("project", "tests"):
+            place = Path(self.build_lib, "curry_train/bundled", name)
+            left = shutil.ignore_patterns(*LEFT_BY_RUNS)
+            shutil.copytree(TEMPLATE / name, place, ignore=left, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithBundle})

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["click>=8.1"]
+# dependencies = ["click>=8.1", "jinja2>=3.1"]
 # ///
 """Start a training project from this clone, or own one technique in a repository.
 

@@ -211,7 +211,7 @@ def load_plan(path: str) -> Any:
     try:
         planner = importlib.import_module("curry_train.plan")
     except ImportError as error:
-        raise ValueError("a plan file needs curry-train: pip install curry-train") from error
+        raise ValueError("a plan file needs the package: this copy has no planner") from error
     return planner.Plan.load(path)
 
 

@@ -24,8 +24,12 @@ LAZY_NAMES = (
 PACKAGE = {
     "__init__.py": '"""The package."""\n\n__version__ = "0.2.0"\n',
     "py.typed": "",
+    "benchmark.py": "",
+    "config.py": "",
+    "data.py": "",
+    "trainer.py": "",
     "loop.py": (
-        "from .primitives import train_window\nfrom .core.measure import PEAK\n\n"
+        "from .primitives.grad_accum import train_window\nfrom .core.measure import PEAK\n\n"
         "LOOP = train_window, PEAK\n"
     ),
     "core/__init__.py": (
@@ -44,14 +48,13 @@ PACKAGE = {
         "def train_window():\n    return 4\n"
     ),
     "primitives/checkpointed.py": (
-        "def run_checkpointed():\n    from ..core import blocks\n\n"
-        "    return blocks.find_blocks()\n"
+        "def run_checkpointed():\n    from ..core.blocks import find_blocks\n\n"
+        "    return find_blocks()\n"
     ),
     "primitives/sac.py": (
-        "from typing import TYPE_CHECKING\n\nfrom ..core.blocks import (\n    find_blocks,\n)\n"
-        "from .checkpointed import run_checkpointed as run  # curry_train stays in comments\n\n"
-        "if TYPE_CHECKING:\n    from ..plan.profiler import Report\n\n\n"
-        "def apply_sac(report: 'Report | None' = None):\n    return run(), find_blocks()\n\n\n"
+        "from ..core.blocks import (\n    find_blocks,\n)\n"
+        "from .checkpointed import run_checkpointed as run  # from ..core.blocks import x\n\n\n"
+        "def apply_sac():\n    return run(), find_blocks()\n\n\n"
         "def remove_sac():\n    pass\n"
     ),
     "plan/__init__.py": "",
@@ -59,24 +62,25 @@ PACKAGE = {
     "plan/planner.py": "from .profiler import Report\n\nPLAN = Report\n",
     "runs/__init__.py": (
         "from ..core import lazy_names\n\n"
-        '__getattr__, __dir__, __all__ = lazy_names(__name__, {"attach": ("saving",)})\n'
+        "__getattr__, __dir__, __all__ = lazy_names(\n"
+        '    __name__, {"attach": ("saving",), "spike": ("SPIKE",)}\n)\n'
     ),
     "runs/attach.py": (
-        "from ..core.measure import PEAK\nfrom . import spike\n\n\n"
+        "from ..core import PEAK\nfrom . import spike\n\n\n"
         "def saving():\n    return PEAK, spike.SPIKE\n"
     ),
     "runs/spike.py": "SPIKE = 3\n",
 }
 PROJECT = {
-    "README.md": "# my_project\n\nRead train.py.\n",
-    "pyproject.toml": (
-        '[project]\nname = "my_project"\nversion = "0"\ndependencies = [\n'
-        '    "curry-train==0.0.0",\n    "pyyaml>=6",\n]\n'
+    "README.md.jinja": "# {{ name }}\n\nRead train.py.\n",
+    "pyproject.toml.jinja": (
+        '[project]\nname = "{{ name }}"\nversion = "0"\n{% if own %}\ndependencies = []\n'
+        '{% else %}\ndependencies = ["curry-train=={{ version }}"]\n{% endif %}\n'
     ),
     "train.py": (
-        '"""Train my_project."""\n\nfrom curry_train.loop import LOOP\n'
+        '"""Train a model."""\n\nfrom curry_train.loop import LOOP\n'
         "from curry_train.runs import saving\n\n\n"
-        "def main():\n    print('my_project', LOOP, saving)\n\n\n"
+        "def main():\n    print('trained', LOOP, saving)\n\n\n"
         "if __name__ == '__main__':\n    main()\n"
     ),
     ".gitignore": "/runs/\n",
@@ -84,31 +88,16 @@ PROJECT = {
 }
 TESTS = {
     "test_grad_accum.py": (
-        "from curry_train.primitives import train_window\n\n\n"
+        "from curry_train.primitives.grad_accum import train_window\n\n\n"
         "def test_steps():\n    assert train_window() == 4  # curry_train stays in comments\n"
     ),
     "test_sac.py": (
         "from curry_train.core.blocks import find_blocks\n"
-        "from curry_train.primitives import apply_sac, remove_sac\n\n\n"
+        "from curry_train.primitives.sac import apply_sac, remove_sac\n\n\n"
         "def test_blocks():\n    assert apply_sac() == (find_blocks(), ['block'])\n"
         "    remove_sac()\n"
     ),
 }
-PYPROJECT = """[project]
-name = "curry-train"
-version = "0.2.0"
-description = "A summary."
-requires-python = ">=3.11"
-license = "MIT"
-dependencies = ["torch>=2.11,!=2.12.*,<2.14", "numpy>=1.26", "click>=8.1", "pyyaml>=6"]
-
-[project.optional-dependencies]
-plots = ["matplotlib>=3.8"]
-dev = ["pytest>=8.4"]
-
-[project.scripts]
-curry-train = "curry_train.cli.main:main"
-"""
 SMALL_TECHNIQUES = {"grad-accum", "sac", "memory-plan", "loss-spike"}
 
 
@@ -132,18 +121,13 @@ def make_bundle(root: Path) -> Bundle:
     for folder, files in (("curry_train", PACKAGE), ("project", PROJECT), ("tests", TESTS)):
         for path, text in files.items():
             write(template / folder / path, text)
-    write(root / "pyproject.toml", PYPROJECT)
-    write(root / "LICENSE", "Permission is granted.\n")
     techniques = tuple(entry for entry in TECHNIQUES if entry.name in SMALL_TECHNIQUES)
     return Bundle(template / "curry_train", template / "project", template / "tests", techniques)
 
 
 def release(bundle: Bundle, version: str) -> None:
     """Give the bundle another version."""
-    place = bundle.package.parents[1] / "pyproject.toml"
-    old = place.read_text()
-    start = old.index('version = "') + len('version = "')
-    place.write_text(old[:start] + version + old[old.index('"', start) :])
+    (bundle.package / "__init__.py").write_text(f'__version__ = "{version}"\n')
 
 
 def edit(path: Path, old: str, new: str) -> None:
@@ -160,8 +144,12 @@ def write(path: Path, text: str) -> Path:
 
 
 def scaffold(bundle: Bundle, *arguments: object, cwd: Path) -> Ran:
-    """Run the command of a bundle in this process."""
-    with contextlib.chdir(cwd), mock.patch.object(command, "find_bundle", return_value=bundle):
+    """Run the command of a bundle in this process; the wheel of a small one is not built."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.chdir(cwd))
+        stack.enter_context(mock.patch.object(command, "find_bundle", return_value=bundle))
+        if bundle.techniques is not TECHNIQUES:
+            stack.enter_context(mock.patch.object(command, "build_wheel", return_value=b"wheel"))
         result = CliRunner().invoke(command.scaffold_group, list(map(str, arguments)))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -15,17 +15,13 @@ from scaffold_case import PACKAGE, REAL, ROOT, make_bundle, scaffold, times, tre
 
 from curry_train.cli.merge import read_lock
 from curry_train.cli.ownership import (
-    OWN_TEXTS,
     TECHNIQUES,
     Bundle,
     Kind,
     ScaffoldError,
     Technique,
     closure,
-    flatten,
     project_files,
-    rename_package,
-    retarget_test,
     technique_files,
     technique_modules,
 )
@@ -74,14 +70,6 @@ def test_an_added_technique_stays_within_its_budget(technique: Technique) -> Non
     assert len(files) == len(modules) + 1
 
 
-@pytest.mark.parametrize("name", ["checkpoint-policy", "loss-spike"])
-def test_an_owned_room_brings_at_most_two_modules_of_core(name: str) -> None:
-    modules = technique_modules(REAL, REAL.find(name))
-    others = [path for path in modules if not path.startswith("runs/")]
-    assert len(others) <= 2, others
-    assert all(path.startswith("core/") for path in others)
-
-
 @pytest.mark.parametrize("technique", OWNED, ids=lambda technique: technique.name)
 def test_a_copied_file_imports_its_siblings_torch_and_pytest_alone(technique: Technique) -> None:
     files = technique_files(REAL, [technique], directory="owned", package="owned")
@@ -104,71 +92,38 @@ def test_a_copied_file_imports_its_siblings_torch_and_pytest_alone(technique: Te
             assert imported <= allowed | sys.stdlib_module_names, (path, imported)
 
 
-def test_closure_has_imports_of_functions_and_not_those_for_type_checkers(bundle: Bundle) -> None:
+def test_closure_has_imports_of_functions(bundle: Bundle) -> None:
     sac = ("core/blocks.py", "primitives/checkpointed.py", "primitives/sac.py")
-    assert closure(bundle.package, ["primitives/sac.py"]) == sac
-    assert closure(bundle.package, ["primitives/grad_accum.py"]) == ("primitives/grad_accum.py",)
-    # `from .primitives import train_window` leads to the module behind the name.
-    assert "primitives/grad_accum.py" in closure(bundle.package, ["loop.py"])
+    assert closure(bundle.package, "primitives/sac.py") == sac
+    assert closure(bundle.package, "primitives/grad_accum.py") == ("primitives/grad_accum.py",)
 
 
-def test_closure_refuses_an_import_of_a_missing_module(bundle: Bundle) -> None:
-    write(bundle.package / "primitives/sac.py", "from ..core.gone import X\n")
-    with pytest.raises(ScaffoldError, match=r"sac\.py imports curry_train\.core\.gone"):
-        closure(bundle.package, ["primitives/sac.py"])
+def test_flat_copies_import_siblings_and_nothing_else_changes(bundle: Bundle) -> None:
+    files = technique_files(bundle, [bundle.find("sac")], directory="owned", package="lib.owned")
+    text = files["owned/sac.py"].content.decode()
+    assert text == PACKAGE["primitives/sac.py"].replace("from ..core.blocks", "from .blocks", 1)
+    assert (
+        "    from .blocks import find_blocks\n" in files["owned/checkpointed.py"].content.decode()
+    )
+    assert (
+        files["tests/test_sac.py"]
+        .content.decode()
+        .startswith("from lib.owned.blocks import find_blocks\nfrom lib.owned.sac import apply_sac")
+    )
 
 
-@pytest.mark.parametrize(
-    ("source", "flat"),
-    [
-        ("from ..core.blocks import a  # why\n", "from .blocks import a  # why\n"),
-        (
-            "from ..core.blocks import (\n    a,\n    b as c,\n)\n",
-            "from .blocks import a, b as c\n",
-        ),
-        (
-            "from ..core import blocks as b, PEAK\n",
-            "from . import blocks as b\nfrom .measure import PEAK\n",
-        ),
-        (
-            "def f():\n    from ..core import blocks, PEAK\n",
-            "def f():\n    from . import blocks\n    from .measure import PEAK\n",
-        ),
-        (
-            "é = 1; from .checkpointed import x; y = 2\n",
-            "é = 1; from .checkpointed import x; y = 2\n",
-        ),
-        (
-            "from ..core.blocks import a\r\nx = 'from ..core import a'\r\n",
-            "from .blocks import a\r\nx = 'from ..core import a'\r\n",
-        ),
-    ],
-)
-def test_flat_copies_import_siblings_and_nothing_else_changes(
-    bundle: Bundle, source: str, flat: str
-) -> None:
-    place = bundle.package / "primitives/other.py"
-    place.write_bytes(source.encode())
-    copied = ["core/blocks.py", "core/measure.py", "primitives/checkpointed.py"]
-    assert flatten(bundle.package, "primitives/other.py", copied=copied).decode() == flat
-
-
-def test_flat_copies_keep_a_checkers_import_harmless_and_name_their_origin(bundle: Bundle) -> None:
-    modules = closure(bundle.package, ["primitives/sac.py"])
-    text = flatten(bundle.package, "primitives/sac.py", copied=modules).decode()
-    assert "    from typing import Any as Report\n" in text
-    path = "primitives/grad_accum.py"
-    text = flatten(bundle.package, path, copied=[path]).decode()
+def test_copies_name_their_origin(bundle: Bundle) -> None:
+    grad_accum = bundle.find("grad-accum")
+    files = technique_files(bundle, [grad_accum], directory="owned", package="owned")
+    text = files["owned/grad_accum.py"].content.decode()
     assert "\nFrom curry-train: curry_train/primitives/grad_accum.py.\n" in text
     assert "Proof:" not in text
 
 
-def test_flat_copies_refuse_an_import_that_is_not_copied(bundle: Bundle) -> None:
-    with pytest.raises(ScaffoldError, match=r"imports core/blocks\.py, which is not copied"):
-        flatten(bundle.package, "primitives/sac.py", copied=["primitives/sac.py"])
-    write(bundle.package / "primitives/sac.py", "from .. import __version__\n")
-    with pytest.raises(ScaffoldError, match="imports the package itself"):
-        flatten(bundle.package, "primitives/sac.py", copied=["primitives/sac.py"])
+def test_a_technique_that_imports_a_package_can_not_be_copied(bundle: Bundle) -> None:
+    write(bundle.package / "primitives/sac.py", "from . import checkpointed\n")
+    with pytest.raises(ScaffoldError, match="imports a whole package"):
+        closure(bundle.package, "primitives/sac.py")
 
 
 def test_two_modules_of_one_name_can_not_share_a_folder(bundle: Bundle) -> None:
@@ -179,66 +134,10 @@ def test_two_modules_of_one_name_can_not_share_a_folder(bundle: Bundle) -> None:
         technique_files(bundle, [bundle.find("sac")], directory="owned", package="owned")
 
 
-@pytest.mark.parametrize(
-    ("before", "moved"),
-    [
-        ("from curry_train.core.blocks import a\n", "from lib.training.blocks import a\n"),
-        (
-            "from curry_train.primitives import apply_sac, train_window\n",
-            "from lib.training.sac import apply_sac\n"
-            "from lib.training.grad_accum import train_window\n",
-        ),
-        ("from curry_train.primitives import sac as s\n", "from lib.training import sac as s\n"),
-        ("x = 'from curry_train import a'\n", "x = 'from curry_train import a'\n"),
-    ],
-)
-def test_a_copied_test_imports_the_copies(bundle: Bundle, before: str, moved: str) -> None:
-    copied = ["core/blocks.py", "primitives/sac.py", "primitives/grad_accum.py"]
-    rewritten = retarget_test(bundle.package, before.encode(), target="lib.training", copied=copied)
-    assert rewritten.decode() == moved
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("import curry_train.core.blocks as b\n", "write it as from"),
-        ("from curry_train.core.measure import PEAK\n", r"core/measure\.py, which is not copied"),
-        ("from curry_train import __version__\n", "curry_train itself"),
-    ],
-)
-def test_a_test_that_needs_more_than_the_copies_is_refused(
-    bundle: Bundle, source: str, message: str
-) -> None:
-    with pytest.raises(ScaffoldError, match=message):
-        retarget_test(bundle.package, source.encode(), target="lib", copied=["core/blocks.py"])
-
-
-@pytest.mark.parametrize(
-    ("before", "moved"),
-    [
-        (
-            "from curry_train.core import a  # curry_train\n",
-            "from run.core import a  # curry_train\n",
-        ),
-        ("import curry_train.a as a, curry_train.b as b\n", "import run.a as a, run.b as b\n"),
-        ("def f():\n    from curry_train import (\n  a)\n", "def f():\n    from run import a\n"),
-        ("import curry_t\n", "import curry_t\n"),
-    ],
-)
-def test_imports_of_a_script_follow_the_owned_package(before: str, moved: str) -> None:
-    assert rename_package(before.encode(), package="run").decode() == moved
-
-
-def test_imports_that_bind_a_dotted_name_can_not_move() -> None:
-    with pytest.raises(ScaffoldError, match="write from"):
-        rename_package(b"import curry_train.core\n", package="lib")
-
-
-def test_a_project_replaces_the_placeholders_and_nothing_else(bundle: Bundle) -> None:
+def test_a_project_renders_its_templates_and_nothing_else(bundle: Bundle) -> None:
     files = project_files(bundle, name="my_run", own=False)
     assert set(files) == {
         ".gitignore", "README.md", "pyproject.toml", "tests/test_project.py", "train.py",
-        "wheels/curry_train-0.2.0-py3-none-any.whl",
     }  # fmt: skip
     assert files["README.md"].content == b"# my_run\n\nRead train.py.\n"
     assert b'"curry-train==0.2.0"' in files["pyproject.toml"].content
@@ -261,28 +160,14 @@ def test_a_project_leaves_what_a_run_of_the_template_left(bundle: Bundle) -> Non
     assert project_files(bundle, name="run", own=False) == before
 
 
-def test_an_owned_project_has_the_run_time_rooms_and_imports_them(
-    bundle: Bundle, tmp_path: Path
-) -> None:
+def test_an_owned_project_has_the_run_time_rooms_as_they_are(bundle: Bundle) -> None:
     files = project_files(bundle, name="my_run", own=True)
-    assert not [path for path in files if path.startswith("wheels/")]
-    rooms = {path.split("/")[1] for path in files if path.startswith("my_run/")}
-    assert rooms == {"__init__.py", "py.typed", "loop.py", "core", "primitives", "runs"}
-    assert b"from my_run.loop import LOOP" in files["train.py"].content
+    rooms = {path.split("/")[1] for path in files if path.startswith("curry_train/")}
+    assert {room for room in rooms if "." not in room} == {"core", "primitives", "runs"}
+    assert {"__init__.py", "py.typed", "loop.py", "trainer.py"} <= rooms
+    assert files["curry_train/loop.py"].content.decode() == PACKAGE["loop.py"]
     project = tomllib.loads(files["pyproject.toml"].content.decode())["project"]
-    # The room imports nothing but the standard library, and the project's own requirement stays.
-    assert project["dependencies"] == ["pyyaml>=6"]
-
-    write(bundle.package / "core/blocks.py", "import torch\nimport yaml\n")
-    files = project_files(bundle, name="my_run", own=True)
-    project = tomllib.loads(files["pyproject.toml"].content.decode())["project"]
-    assert project["dependencies"] == ["torch!=2.12.*,<2.14,>=2.11", "pyyaml>=6"]
-
-
-def test_an_owned_project_refuses_rooms_that_import_a_tool(bundle: Bundle) -> None:
-    write(bundle.package / "loop.py", "def f():\n    from .plan.planner import PLAN\n")
-    with pytest.raises(ScaffoldError, match=r"import plan/planner\.py, which --own does not copy"):
-        project_files(bundle, name="my_run", own=True)
+    assert project["dependencies"] == []
 
 
 def test_an_owned_project_runs_without_the_package(bundle: Bundle, tmp_path: Path) -> None:
@@ -294,39 +179,37 @@ def test_an_owned_project_runs_without_the_package(bundle: Bundle, tmp_path: Pat
         capture_output=True,
         text=True,
     )
-    assert ran.stdout.startswith("my_run "), ran.stderr
+    assert ran.stdout.startswith("trained "), ran.stderr
 
 
 def test_real_project_stays_within_its_budget() -> None:
     files = project_files(REAL, name="my_run", own=False)
-    assert len(files) + 1 <= 12  # with the lock
-    texts = [file.content.decode() for path, file in files.items() if not path.endswith(".whl")]
+    assert len(files) + 2 <= 12  # with the lock and the wheel
+    texts = [file.content.decode() for file in files.values()]
     assert sum(len(text.splitlines()) for text in texts) <= 900
     assert len(files["train.py"].content.decode().splitlines()) <= 250
-    assert not [text for text in texts if "my_project" in text or "0.0.0" in text]
+    assert not [text for text in texts if "my_project" in text or "{%" in text or "{{ " in text]
+    assert "wheels/*.whl" in files["Makefile"].content.decode()
+    assert f'"curry-train=={REAL.version}"' in files["pyproject.toml"].content.decode()
 
 
 def test_real_project_owns_its_rooms_too() -> None:
     files = project_files(REAL, name="my_run", own=True)
-    assert b"curry_train" not in b"".join(
-        line
-        for path, file in files.items()
-        if path.endswith(".py") and not path.startswith("my_run/")
-        for line in file.content.splitlines()
-        if line.lstrip().startswith((b"import ", b"from "))
-    )
-    assert "my_run/runs/attach.py" in files
-    assert not [
-        path for path in files if re.match(r"my_run/(plan|gates|bench|cli|workloads)/", path)
-    ]
-
-
-@pytest.mark.parametrize("text", OWN_TEXTS)
-def test_template_has_the_texts_that_own_replaces(text: str) -> None:
-    files = project_files(REAL, name="my_run", own=False).items()
-    assert [path for path, file in files if path[-4:] != ".whl" and text.encode() in file.content]
-    for path, file in project_files(REAL, name="my_run", own=True).items():
-        assert path.startswith("my_run/") or text.encode() not in file.content
+    assert "curry_train/runs/attach.py" in files
+    tools = re.compile(r"curry_train/(plan|gates|bench|cli|workloads)/")
+    assert not [path for path in files if tools.match(path)]
+    assert "wheels" not in files["Makefile"].content.decode()
+    for path, file in files.items():
+        for node in ast.walk(ast.parse(file.content)) if path.endswith(".py") else ():
+            if isinstance(node, ast.ImportFrom) and node.level:
+                inside = "/".join(path.split("/")[: -node.level])
+                module = f"{inside}/{(node.module or '').replace('.', '/')}".rstrip("/")
+                assert {f"{module}.py", f"{module}/__init__.py"} & set(files), (path, module)
+    # Its requirements are those of the package for what the rooms import.
+    ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    theirs = tomllib.loads(files["pyproject.toml"].content.decode())["project"]["dependencies"]
+    assert set(theirs) <= set(ours)
+    assert {re.split("[>=]", text)[0] for text in theirs} == {"torch", "numpy", "pyyaml", "rich"}
 
 
 def test_new_writes_the_project_and_twice_changes_nothing(bundle: Bundle, tmp_path: Path) -> None:
@@ -335,8 +218,9 @@ def test_new_writes_the_project_and_twice_changes_nothing(bundle: Bundle, tmp_pa
     made = tree(tmp_path / "my-run")
     wanted = project_files(bundle, name="my_run", own=False)
     lock = made.pop("curry-train.lock")
+    assert made.pop("wheels/curry_train-0.2.0-py3-none-any.whl") == b"wheel"
     assert made == {path: file.content for path, file in wanted.items()}
-    assert lock.decode().count("\n") == len(wanted) + 11
+    assert lock.decode().count("\n") == len(wanted) + 12
 
     before = times(tmp_path)
     again = scaffold(bundle, "new", "my-run", cwd=tmp_path)
@@ -351,10 +235,7 @@ def test_the_lock_restores_every_text_without_the_bundle(bundle: Bundle, tmp_pat
     assert lock is not None
     assert (lock.version, lock.project, lock.own) == ("0.2.0", "my_run", False)
     for path, record in lock.files.items():
-        if path.endswith(".whl"):
-            assert record.base is None
-        else:
-            assert record.base == made[path]
+        assert record.base == made[path]
     assert lock.files["train.py"].source == "project/train.py"
 
 
@@ -410,4 +291,3 @@ def test_lock_does_not_depend_on_where_the_bundle_is(tmp_path: Path) -> None:
         bundle = make_bundle(tmp_path / f"bundle-{name}")
         scaffold(bundle, "new", name, "--name", "run", cwd=tmp_path)
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
-    assert PACKAGE["core/measure.py"].encode() in b"".join(tree(tmp_path / "one").values())

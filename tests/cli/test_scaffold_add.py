@@ -121,6 +121,16 @@ def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(
     assert (outside.root, outside.package, outside.search_path) == (other, "training", other)
 
 
+def test_add_makes_the_package_with_the_folders_above_it(bundle: Bundle, tmp_path: Path) -> None:
+    added = scaffold(bundle, "add", "grad-accum", "--into", "my_package/training", cwd=tmp_path)
+    assert added.returncode == 0, added.stderr
+    line = after(added.stdout, "Use it:")
+    assert line == "from my_package.training.grad_accum import train_window"
+    assert shell(f'python -c "{line}"', cwd=tmp_path).returncode == 0
+    ran = shell(after(added.stdout, "Next:"), cwd=tmp_path)
+    assert "1 passed" in ran.stdout, ran.stdout
+
+
 def test_add_leaves_an_init_of_the_user(bundle: Bundle, repository: Path) -> None:
     write(repository / "src/mylib/training/__init__.py", "MINE = 1\n")
     arguments = ("add", "grad-accum", "--into", "src/mylib/training", "--overwrite")
@@ -248,9 +258,12 @@ def test_add_own_copies_the_room_and_it_runs_alone(bundle: Bundle, repository: P
     added = scaffold(bundle, *arguments, cwd=repository)
     assert added.returncode == 0, added.stderr
     assert set(tree(repository / "src/mylib/saving")) == {
-        "__init__.py", "attach.py", "measure.py", "spike.py",
+        "__init__.py", "core/__init__.py", "core/blocks.py", "core/measure.py",
+        "runs/__init__.py", "runs/attach.py", "runs/spike.py",
     }  # fmt: skip
-    code = "from mylib.saving.attach import saving; print(saving())"
+    line = after(added.stdout, "Use it:")
+    assert line == "from mylib.saving.runs import SPIKE"
+    code = "from mylib.saving.runs import saving; print(saving())"
     ran = shell(
         f"PYTHONPATH=src python -I -S -c \"import sys; sys.path.insert(0, 'src'); {code}\"",
         cwd=repository,
@@ -295,7 +308,7 @@ USE_SAVING = """
 import sys
 sys.modules["curry_train"] = None
 import torch
-from saving.attach import saving
+from saving.runs import saving
 
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)

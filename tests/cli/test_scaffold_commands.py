@@ -68,9 +68,8 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, proje
     edit(bundle.project / "train.py", "if __name__ == '__main__':\n    main()\n", "main()")
     shown = scaffold(bundle, "diff", "--patch", cwd=project).stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
-    # The wheel holds the template, so it differs too; git applies no binary patch.
-    text = "".join(line for line in shown.splitlines(True) if not line.startswith("Binary "))
-    subprocess.run(["git", "apply", "-"], cwd=project, input=text, text=True, check=True)
+    # The wheel holds the template, so it differs too, and is not in the patch.
+    subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
     again = scaffold(bundle, "diff", cwd=project).stdout
     assert again.endswith("6 files: 5 as it came, 1 newer in bundle\n")
 
@@ -99,12 +98,11 @@ def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: P
 def test_list_has_the_counts_of_what_add_writes(bundle: Bundle, tmp_path: Path) -> None:
     write(tmp_path / "setup.py", "")
     shown = scaffold(bundle, "list", cwd=tmp_path).stdout
-    assert "primitives/sac.py; add: 3 modules, 23 lines, 1 test" in shown
+    assert "primitives/sac.py; add: 3 modules, 18 lines, 1 test" in shown
     scaffold(bundle, "add", "sac", "--into", "owned", cwd=tmp_path)
     copied = [path for path in (tmp_path / "owned").iterdir() if path.name != "__init__.py"]
     assert len(copied) == 3
-    # An import that was written over several lines takes one in the copy.
-    assert sum(len(path.read_text().splitlines()) for path in copied) == 21
+    assert sum(len(path.read_text().splitlines()) for path in copied) == 18
 
 
 def test_list_ends_quietly_when_its_pipe_is_closed() -> None:
@@ -137,14 +135,11 @@ def test_help_fits_a_screen_and_has_an_example(name: str, tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (["new", "1run"], "'1run' can't be a project's name"),
-        (["new", "run", "--name", "my run"], "give --name a Python identifier"),
-        (["new", "run", "--name", "class"], "'class' can't be a project's name"),
+        (["new", "run", "--name", "my run"], "give --name ASCII letters"),
         (["new", "run", "--name", "größe"], "ASCII"),
         (["new", "run", "--name", "__"], "ASCII"),
         (["new", "run", "--name", "torch"], "something that the project needs itself"),
-        (["new", "run", "--name", "yaml"], "something that the project needs itself"),
         (["new", "run", "--name", "Curry_Train"], "something that the project needs itself"),
-        (["new", "run", "--name", "train"], "something that the project needs itself"),
         (["new", "full"], "full exists and is not empty"),
         (["new", "file"], "file is a file"),
         (["new", "file/run"], "file is not a folder"),
@@ -165,8 +160,7 @@ def test_help_fits_a_screen_and_has_an_example(name: str, tmp_path: Path) -> Non
         (["add", "sac", "--into", "json"], "imports another module as json"),
         (["add", "sac", "--into", "torch"], "imports another module as torch"),
         (["add", "sac", "--into", "file"], "file is a file"),
-        (["add", "sac", "--into", "file/package"], "file is not a folder"),
-        (["add", "sac", "--into", "gone/package"], "gone is not a folder"),
+        (["add", "sac", "--into", "file/package"], "file is a file, and a folder must go there"),
         (["add", "sac", "--into", "/"], "can't import a folder called ''"),
         (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),
         (["add", "sac", "--into", "tests"], "tests is a file, and a folder must go there"),
@@ -198,7 +192,7 @@ def test_a_mistake_gets_one_line_and_status_2(
     write(place / "first_edition/curry-train.lock", '{"format": 1}')
     record = {"source": "", "version": "", "sha256": "0", "base": None}
     head = {
-        "format": 2, "version": "0", "project": None, "own": False,
+        "format": 2, "version": "0", "project": None, "own": False, "wheel": None,
         "directory": "a", "package": "a", "techniques": [],
     }  # fmt: skip
     hostile = json.dumps(head | {"files": {"../secret": record}})
@@ -221,12 +215,7 @@ def test_new_does_not_replace_the_current_folder(bundle: Bundle, tmp_path: Path)
 
 
 def test_an_incomplete_bundle_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    (bundle.package.parents[1] / "pyproject.toml").unlink()
-    refused = scaffold(bundle, "new", "run", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "neither a pyproject.toml above it nor a dist-info" in refused.error
     nothing = Bundle(bundle.package, tmp_path / "none", bundle.tests, bundle.techniques)
-    write(bundle.package.parents[1] / "pyproject.toml", (ROOT / "pyproject.toml").read_text())
     refused = scaffold(nothing, "new", "run", cwd=tmp_path)
     assert "holds no project to copy" in refused.error
 

@@ -45,14 +45,16 @@ def test_update_handles_each_file_by_its_state(bundle: Bundle, project: Path) ->
     write(bundle.project / "fresh.txt", "new\n")
     write(project / ".gitignore", "/runs/\n/mine/\n")
     edit(project / "train.py", "def main():", "def main():\n    print('mine')")
-    edit(bundle.project / "train.py", '"""Train my_project."""', '"""Train my_project, faster."""')
-    edit(bundle.project / "README.md", "Read train.py.", "Read train.py first.")
+    edit(bundle.project / "train.py", '"""Train a model."""', '"""Train a model, faster."""')
+    edit(bundle.project / "README.md.jinja", "Read train.py.", "Read train.py first.")
 
     planned = scaffold(bundle, "update", "--dry-run", cwd=project)
     done = scaffold(bundle, "update", cwd=project)
     assert (done.returncode, done.stderr) == (0, "")
     assert planned.stdout.replace("Dry run: would write", "Wrote") == done.stdout
     assert [line for line in done.stdout.splitlines()[:-1] if not line.startswith("same ")] == [
+        "delete     wheels/curry_train-0.2.0-py3-none-any.whl",
+        "create     wheels/curry_train-0.3.0-py3-none-any.whl",
         "keep       .gitignore",
         "replace    README.md",
         "create     fresh.txt",
@@ -61,15 +63,13 @@ def test_update_handles_each_file_by_its_state(bundle: Bundle, project: Path) ->
         "missing    missing.txt",
         "replace    pyproject.toml",
         "merge      train.py",
-        "delete     wheels/curry_train-0.2.0-py3-none-any.whl",
-        "create     wheels/curry_train-0.3.0-py3-none-any.whl",
         "replace    curry-train.lock",
     ]
     made = tree(project)
     assert b"/mine/" in made[".gitignore"]
     assert b"Read train.py first." in made["README.md"]
     assert b"print('mine')" in made["train.py"]
-    assert b"Train run, faster." in made["train.py"]
+    assert b"Train a model, faster." in made["train.py"]
     assert made["gone_edited.txt"] == b"mine\n"
     assert not {"gone.txt", "missing.txt"} & set(made)
     assert b'"curry-train==0.3.0"' in made["pyproject.toml"]
@@ -90,7 +90,7 @@ def test_update_handles_each_file_by_its_state(bundle: Bundle, project: Path) ->
 
 def test_update_marks_a_conflict_and_ends_with_1(bundle: Bundle, project: Path) -> None:
     edit(project / "README.md", "Read train.py.", "Read my notes.")
-    edit(bundle.project / "README.md", "Read train.py.", "Read config.yaml.")
+    edit(bundle.project / "README.md.jinja", "Read train.py.", "Read config.yaml.")
     edit(bundle.project / ".gitignore", "/runs/", "/runs/\n/build/")
     before = tree(project)
     planned = scaffold(bundle, "update", "--dry-run", cwd=project)
@@ -107,7 +107,7 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle: Bundle, project: Path) 
     # It is still a conflict, and a newer release is refused, until it is resolved.
     again = scaffold(bundle, "update", cwd=project)
     assert (again.returncode, "conflict   README.md" in again.stdout) == (1, True)
-    edit(bundle.project / "README.md", "# my_project", "# The project my_project")
+    edit(bundle.project / "README.md.jinja", "# {{ name }}", "# The project {{ name }}")
     refused = scaffold(bundle, "update", cwd=project)
     assert refused.returncode == 2
     assert "README.md has an unresolved conflict" in refused.error
@@ -117,25 +117,26 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle: Bundle, project: Path) 
     assert merged == "# The project run\n\nRead my notes and config.yaml.\n"
 
 
-def test_update_leaves_a_file_of_the_user_and_an_edited_wheel_in_the_way(
-    bundle: Bundle, project: Path
-) -> None:
+def test_update_leaves_files_of_the_user_in_the_way(bundle: Bundle, project: Path) -> None:
+    (bundle.project / "logo.png").write_bytes(b"\0theirs")
+    scaffold(bundle, "update", cwd=project)
     write(project / "data.py", "MINE = 1\n")
-    (wheel,) = (project / "wheels").iterdir()
-    wheel.write_bytes(b"\0mine")
+    logo = project / "logo.png"
+    logo.write_bytes(b"\0mine")
+    (bundle.project / "logo.png").write_bytes(b"\0newer")
     write(bundle.project / "data.py", "THEIRS = 1\n")
     write(bundle.package / "core/blocks.py", "NEWER = 1\n")
     done = scaffold(bundle, "update", cwd=project)
     assert done.returncode == 1
     assert "in the way data.py" in done.stdout
-    assert f"in the way wheels/{wheel.name}" in done.stdout
+    assert "in the way logo.png" in done.stdout
     assert (project / "data.py").read_text() == "MINE = 1\n"
-    assert wheel.read_bytes() == b"\0mine"
+    assert logo.read_bytes() == b"\0mine"
     lock = read_lock(project)
     assert lock is not None
     assert "data.py" not in lock.files
     (project / "data.py").unlink()
-    wheel.unlink()
+    logo.unlink()
     assert scaffold(bundle, "update", cwd=project).returncode == 0
     assert (project / "data.py").read_text() == "THEIRS = 1\n"
 
@@ -154,13 +155,13 @@ def test_update_brings_an_added_technique_with_its_new_imports(
     )
     edit(
         bundle.package / "primitives/sac.py",
-        "from ..core.blocks",
-        "from ..core.measure import PEAK\nfrom ..core.blocks",
+        "from ..core.blocks import (",
+        "from ..core.measure import PEAK\nfrom ..core.blocks import (",
     )
     edit(
         bundle.package / "primitives/checkpointed.py",
-        "return blocks",
-        "blocks.PEAK = 1\n    return blocks",
+        "return find",
+        "find_blocks.peak = 1\n    return find",
     )
     done = scaffold(bundle, "update", cwd=root)
     assert (done.returncode, done.stderr) == (0, "")
@@ -175,21 +176,20 @@ def test_update_brings_an_added_technique_with_its_new_imports(
 
 def test_update_of_an_owned_project_merges_its_rooms(bundle: Bundle, tmp_path: Path) -> None:
     scaffold(bundle, "new", "run", "--own", cwd=tmp_path)
-    edit(tmp_path / "run/run/core/blocks.py", "return ['block']", "return ['block']  # mine")
+    blocks = tmp_path / "run/curry_train/core/blocks.py"
+    edit(blocks, "return ['block']", "return ['block']  # mine")
     write(
         bundle.package / "core/blocks.py",
         "X = 1\n\n\n" + (bundle.package / "core/blocks.py").read_text(),
     )
     done = scaffold(bundle, "update", "run", cwd=tmp_path)
     assert done.returncode == 0
-    assert (tmp_path / "run/run/core/blocks.py").read_text() == (
-        "X = 1\n\n\ndef find_blocks():\n    return ['block']  # mine\n"
-    )
+    assert blocks.read_text() == ("X = 1\n\n\ndef find_blocks():\n    return ['block']  # mine\n")
 
 
 def test_update_keeps_a_files_mode(bundle: Bundle, project: Path) -> None:
     (project / "train.py").chmod(0o755)
-    edit(bundle.project / "train.py", "Train my_project.", "Train my_project now.")
+    edit(bundle.project / "train.py", "Train a model.", "Train a model now.")
     assert scaffold(bundle, "update", cwd=project).returncode == 0
     assert (project / "train.py").stat().st_mode & 0o777 == 0o755
 
@@ -211,9 +211,9 @@ def conflicting(bundle: Bundle, project: Path) -> Path:
     (bundle.project / "gone.txt").unlink()
     write(bundle.project / "deep/er/fresh.txt", "new\n")
     edit(project / "train.py", "def main():", "def main():\n    print('mine')")
-    edit(bundle.project / "train.py", "Train my_project.", "Train my_project, faster.")
+    edit(bundle.project / "train.py", "Train a model.", "Train a model, faster.")
     edit(project / "README.md", "Read train.py.", "Read my notes.")
-    edit(bundle.project / "README.md", "Read train.py.", "Read config.yaml.")
+    edit(bundle.project / "README.md.jinja", "Read train.py.", "Read config.yaml.")
     return project
 
 

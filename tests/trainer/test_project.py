@@ -5,7 +5,6 @@ Run with `python -m pytest tests/trainer/test_project.py`.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -14,10 +13,8 @@ from journals import lines_of
 from tree import ROOT
 from warm_python import warm_python
 
-PROJECT = ROOT / "template/project"
-MOST_FILES = 10  # `new` adds the lock and the wheel: twelve
-MOST_LINES = 900
-MOST_LOOP_LINES = 250
+from curry_train.cli.ownership import find_bundle, project_files
+
 WORDS = (
     "device=cpu",
     "steps=4",
@@ -48,7 +45,9 @@ train(config, task, load_plan=Plan.load)
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rendered") / "project"
-    shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    for path, file in project_files(find_bundle(), name="my_project", own=False).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(file.content)
     return folder
 
 
@@ -67,12 +66,12 @@ def run(project, *command, python=None):
     return done.stdout
 
 
-def test_threads_under_make_wait_asleep():
+def test_threads_under_make_wait_asleep(project):
     rule = "shown: ; @echo $$OMP_WAIT_POLICY"
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     shown = subprocess.run(
         ["make", "--silent", "--eval", rule, "shown"],
-        cwd=PROJECT,
+        cwd=project,
         env=environment,
         capture_output=True,
         text=True,
@@ -90,25 +89,6 @@ def figures(runs):
         (line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in steps
     ]
     return kept, [line["value"] for line in lines if line["kind"] == "eval"]
-
-
-def test_the_project_has_few_files_and_lines():
-    left_by_runs = {"__pycache__", "runs", ".pytest_cache", ".ruff_cache", ".venv"}
-    files = []
-    for path in PROJECT.rglob("*"):
-        if path.is_file() and left_by_runs.isdisjoint(path.relative_to(PROJECT).parts):
-            files.append(path)
-    assert 8 <= len(files) <= MOST_FILES
-    lines = {path.name: len(path.read_text().splitlines()) for path in files}
-    assert sum(lines.values()) <= MOST_LINES - 60  # of the lock
-    assert lines["train.py"] <= MOST_LOOP_LINES
-    assert all("jinja" not in path.name and "{{ " not in path.read_text() for path in files)
-
-
-def test_the_placeholders_are_where_the_renderer_looks():
-    assert '"curry-train==0.0.0"' in (PROJECT / "pyproject.toml").read_text()
-    for name in ("README.md", "pyproject.toml", "config.yaml"):
-        assert "my_project" in (PROJECT / name).read_text()
 
 
 def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):

@@ -43,7 +43,7 @@ MOST_CONFLICTS = 127  # the highest exit status of `git merge-file` that is a nu
 class Record:
     """One copied file: its origin, the version that it came from, its hash and its text.
 
-    `base` is None for a file that is not text, such as the wheel.
+    `base` is None for a file that is not text.
     """
 
     source: str
@@ -57,12 +57,14 @@ class Lock:
     """Everything that was copied into a project.
 
     `project` is None where techniques were added to a repository that `new` did not make.
-    `directory` and `package` are where techniques are, and how Python imports them.
+    `wheel` is the hash of the sources that its wheel was built from. `directory` and `package` are
+    where techniques are, and how Python imports them.
     """
 
     version: str
     project: str | None = None
     own: bool = False
+    wheel: str | None = None
     directory: str | None = None
     package: str | None = None
     techniques: tuple[str, ...] = ()
@@ -106,6 +108,7 @@ def read_lock(root: Path) -> Lock | None:
             _typed(document["version"], str),
             _typed(document["project"], str | None),
             _typed(document["own"], bool),
+            _typed(document["wheel"], str | None),
             _typed(document["directory"], str | None),
             _typed(document["package"], str | None),
             tuple(_typed(name, str) for name in document["techniques"]),
@@ -236,10 +239,12 @@ def _state(record: Record | None, yours: bytes | None, wanted: SourceFile | None
     return FileState.EDITED if digest(wanted.content) == record.sha256 else FileState.BOTH
 
 
-def plan_update(root: Path, lock: Lock, compared: Sequence[Comparison]) -> WritePlan:
+def plan_update(
+    root: Path, lock: Lock, compared: Sequence[Comparison], *, more: Sequence[Change] = ()
+) -> WritePlan:
     """Plan what brings a project to the bundle's version and keeps every edit."""
     records = {}
-    changes = []
+    changes = list(more)
     conflicts = 0
     for comparison in compared:
         change = _updated(comparison)
@@ -255,11 +260,16 @@ def plan_update(root: Path, lock: Lock, compared: Sequence[Comparison]) -> Write
 
 
 def plan_copy(
-    root: Path, lock: Lock, compared: Sequence[Comparison], *, overwrite: bool = False
+    root: Path,
+    lock: Lock,
+    compared: Sequence[Comparison],
+    *,
+    overwrite: bool = False,
+    more: Sequence[Change] = (),
 ) -> WritePlan:
     """Plan what writes the wanted files; those that differ are conflicts, or replaced."""
     records = dict(lock.files)
-    changes = []
+    changes = list(more)
     conflicts = 0
     for comparison in compared:
         if comparison.wanted is None:

@@ -22,6 +22,7 @@ import click
 
 from .merge import (
     LOCK_NAME,
+    Change,
     Comparison,
     FileState,
     Lock,
@@ -36,19 +37,22 @@ from .merge import (
 )
 from .ownership import (
     DISTRIBUTION_NAME,
+    PACKAGE,
     Bundle,
     Kind,
     ScaffoldError,
     SourceFile,
     Technique,
+    build_wheel,
     check_project_name,
     find_bundle,
     is_module_name,
     project_files,
     public_names,
-    read_distribution,
+    sources_digest,
     technique_files,
     technique_modules,
+    wheel_name,
 )
 from .screen import SCREEN_WIDTH, LazyGroup, ScreenCommand
 
@@ -95,7 +99,9 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
     Exit status: 0 made or there already, 2 wrong usage; nothing is written then.
     """
     bundle = find_bundle()
-    plan = plan_project(bundle, directory, name=name, own=own, working_directory=Path.cwd())
+    plan = plan_project(
+        bundle, directory, name=name, own=own, working_directory=Path.cwd(), dry_run=dry_run
+    )
     made = all(change.action == "same" for change in plan.changes if change.path != LOCK_NAME)
     if made:
         click.echo(f"Nothing to do: {plan.root} holds this project already, every file the same.")
@@ -109,7 +115,13 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
 
 
 def plan_project(
-    bundle: Bundle, directory: Path, *, name: str | None, own: bool, working_directory: Path
+    bundle: Bundle,
+    directory: Path,
+    *,
+    name: str | None,
+    own: bool,
+    working_directory: Path,
+    dry_run: bool,
 ) -> WritePlan:
     """Plan a project in `directory`, which must be absent, empty, or this project already."""
     directory = Path(os.path.abspath(working_directory / directory))
@@ -122,10 +134,13 @@ def plan_project(
             "run this from its parent"
         )
     files = project_files(bundle, name=name, own=own)
-    lock = known or Lock(read_distribution(bundle).version, name, own)
+    lock = known or Lock(bundle.version, name, own, None if own else sources_digest(bundle))
     compared = compare_files(directory, known, files)
+    wheel = compare_wheel(bundle, directory, known or lock)
     differing = [
-        entry for entry in compared if entry.wanted and known and entry.state is not FileState.SAME
+        entry
+        for entry in [*compared, *wheel]
+        if known and entry.state not in (FileState.SAME, FileState.GONE)
     ]
     if differing:
         raise ScaffoldError(
@@ -137,7 +152,39 @@ def plan_project(
                 ]
             )
         )
-    return plan_copy(directory, lock, compared)
+    more = wheel_changes(bundle, directory, wheel, dry_run=dry_run)
+    return plan_copy(directory, lock, compared, more=more)
+
+
+def compare_wheel(bundle: Bundle, root: Path, lock: Lock) -> list[Comparison]:
+    """Compare the wheel of a project, if it carries one, by the sources that it was built from."""
+    if lock.wheel is None:
+        return []
+    path = f"wheels/{wheel_name(bundle)}"
+    state = FileState.NEWER
+    if not (root / path).is_file():
+        state = FileState.NEW
+    elif lock.wheel == sources_digest(bundle):
+        state = FileState.SAME
+    return [Comparison(path, state, None, None, None)]
+
+
+def wheel_changes(
+    bundle: Bundle, root: Path, compared: Sequence[Comparison], *, dry_run: bool
+) -> list[Change]:
+    """Plan to write the wheel where it is not up to date, and to delete those before it."""
+    changes = []
+    for entry in compared:
+        if entry.state is FileState.SAME:
+            changes.append(Change(entry.path, "same", None, None))
+            continue
+        for old in root.glob(f"wheels/{PACKAGE}-*.whl"):
+            if old != root / entry.path:
+                changes.append(Change(f"wheels/{old.name}", "delete", b"", None))
+        action = "create" if entry.state is FileState.NEW else "replace"
+        content = b"" if dry_run else build_wheel(bundle)
+        changes.append(Change(entry.path, action, None, content))
+    return changes
 
 
 def _check_directory(directory: Path, *, name: str, own: bool) -> Lock | None:
@@ -222,7 +269,8 @@ def add_command(
     if chosen.kind is Kind.OWNED:
         click.echo(f"Next:\n  {target.test_command(chosen.test, working_directory=Path.cwd())}")
     names = ", ".join(public_names(bundle.package, chosen))
-    click.echo(f"Use it:\n  from {target.package}.{Path(chosen.home).stem} import {names}")
+    module = "runs" if chosen.kind is Kind.ROOM else Path(chosen.home).stem
+    click.echo(f"Use it:\n  from {target.package}.{module} import {names}")
 
 
 @dataclass(frozen=True)
@@ -258,10 +306,6 @@ def find_target(directory: Path, *, working_directory: Path) -> CopyTarget:
         raise ScaffoldError(
             f"{directory} is a file; --into takes the package's folder, such as src/mylib/training"
         )
-    if not directory.parent.is_dir():
-        raise ScaffoldError(
-            f"{directory.parent} is not a folder; create it first, or correct --into"
-        )
     if any((directory / marker).exists() for marker in PROJECT_MARKERS):
         raise ScaffoldError(
             f"{directory} is a project's root, not a package in it; "
@@ -273,7 +317,9 @@ def find_target(directory: Path, *, working_directory: Path) -> CopyTarget:
             f"{directory} is a link that leads out of {root}; nothing is written outside a project"
         )
     top = directory
-    while top.parent != root and (top.parent / "__init__.py").is_file():
+    while top.parent != root and (
+        (top.parent / "__init__.py").is_file() or not top.parent.exists()
+    ):
         top = top.parent
     names = directory.relative_to(top.parent).parts
     for name in names or ("",):
@@ -301,7 +347,7 @@ def plan_addition(
     bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
 ) -> WritePlan:
     """Plan the copy of one technique; refuse files in the way unless `overwrite`."""
-    version = read_distribution(bundle).version
+    version = bundle.version
     known = read_lock(target.root) or Lock(version)
     if known.directory not in (None, target.inside_root):
         raise ScaffoldError(
@@ -352,7 +398,7 @@ def _refuse_conflicts(plan: WritePlan, compared: Sequence[Comparison], target: C
 
 
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
-    version = read_distribution(bundle).version
+    version = bundle.version
     if technique.kind is Kind.TOOL:
         click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
     else:
@@ -382,7 +428,7 @@ def update_command(directory: Path, dry_run: bool) -> None:
     root = Path(os.path.abspath(directory))
     _require_lock(root)
     with only_writer(root):
-        plan = plan_release(find_bundle(), root)
+        plan = plan_release(find_bundle(), root, dry_run=dry_run)
         if not dry_run:
             write_changes(plan)
     _echo_plan(plan)
@@ -397,17 +443,20 @@ def update_command(directory: Path, dry_run: bool) -> None:
         raise click.exceptions.Exit(EXIT_CONFLICT)
 
 
-def plan_release(bundle: Bundle, root: Path) -> WritePlan:
+def plan_release(bundle: Bundle, root: Path, *, dry_run: bool) -> WritePlan:
     """Plan the merge of this release into the project at `root`."""
     lock = _require_lock(root)
-    version = read_distribution(bundle).version
+    version = bundle.version
     if _numbers(version) < _numbers(lock.version):
         raise ScaffoldError(
             f"{root} is from curry-train {lock.version}, and this is {version}; "
             "run a version that is as new"
         )
     compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    return plan_update(root, replace(lock, version=version), compared)
+    wheel = compare_wheel(bundle, root, lock)
+    more = wheel_changes(bundle, root, wheel, dry_run=dry_run)
+    digest = sources_digest(bundle) if wheel else None
+    return plan_update(root, replace(lock, version=version, wheel=digest), compared, more=more)
 
 
 def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, SourceFile]:
@@ -453,7 +502,9 @@ def diff_command(directory: Path, patch: bool) -> None:
     """
     root = Path(os.path.abspath(directory))
     lock = _require_lock(root)
-    compared = compare_files(root, lock, files_of_lock(find_bundle(), lock))
+    bundle = find_bundle()
+    compared = compare_files(root, lock, files_of_lock(bundle, lock))
+    compared += compare_wheel(bundle, root, lock)
     for entry in compared:
         click.echo(f"{entry.state:<17}{entry.path}")
         if patch:
