@@ -1,4 +1,4 @@
-"""The command `curry-train`: pages that fit a screen, examples that run, ways to start it.
+"""The command `curry-train`: pages of help, examples that run, ways to start it.
 
 Run: `python -m pytest tests/cli/test_command_line.py`.
 """
@@ -19,7 +19,7 @@ from tree import ROOT
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.options import UnusableInput
-from curry_train.cli.screen import BRIEF_OPTIONS, LazyGroup, ScreenCommand
+from curry_train.cli.screen import LazyGroup, ScreenCommand
 from curry_train.core.wording import provenance
 from curry_train.gates.verdict import GATES_WORTH_A_PROCESS
 
@@ -32,8 +32,17 @@ NAMED_SCRIPTS = (
     *("validate_checkpointing.py", "gen_checkpoint_tests.py", "memory_savings_benchmark.py"),
     *("plan_memory.py", "scaffold.py"),
 )
-SCREEN_LINES = 24
 SCREEN_COLUMNS = 80
+SHARED_OPTIONS = (
+    "device",
+    "dtype",
+    "batch_size",
+    "seed",
+    "blocks",
+    "json_path",
+    "trainer",
+    "script",
+)
 
 
 def pages(group=main, path=()):
@@ -64,34 +73,61 @@ def help_of(*path, group=main):
 ALL_PAGES = list(pages())
 
 
-def faults_of_page(text):
-    """Return what keeps a page from being read on a terminal of 80 x 24."""
+def faults_of_page(path, text):
+    """Return what is wrong with a page: its width, its example, and options without a line."""
     lines = text.splitlines()
     faults = []
-    if len(lines) > SCREEN_LINES:
-        faults.append(f"{len(lines)} lines")
     if max(map(len, lines)) > SCREEN_COLUMNS:
         faults.append(f"{max(map(len, lines))} columns")
     if not lines[-1].startswith("Example: curry-train"):
         faults.append("no example at the end")
+    for option in command_at(path).params:
+        if isinstance(option, click.Argument):
+            continue
+        # Its own line, and a text after it or below.
+        found = [
+            number
+            for number, line in enumerate(lines)
+            if f"{line} ".startswith(f"  {first(option)} ")
+        ]
+        described = (
+            found
+            and option.help
+            and option.help.split()[0] in " ".join(lines[found[0] : found[0] + 2])
+        )
+        if option.hidden or not described:
+            faults.append(f"no line for {option.opts[0]}")
     return faults
 
 
+def first(option):
+    return ", ".join(option.opts)
+
+
 @pytest.mark.parametrize("path", ALL_PAGES, ids=" ".join)
-def test_each_page_of_help_fits_a_screen_and_ends_with_an_example(path):
-    assert not faults_of_page(help_of(*path))
+def test_each_page_has_a_line_for_each_option_and_ends_with_an_example(path):
+    assert not faults_of_page(path, help_of(*path))
 
 
-def test_a_page_that_is_too_long_or_has_no_example_is_caught():
+def test_a_hidden_option_and_one_without_a_text_are_caught(monkeypatch):
     @click.command(cls=ScreenCommand)
+    @click.option("--hidden", hidden=True, help="Text.")
+    @click.option("--silent")
+    @click.option("--said", help="Text.")
     def planted():
         """Do nothing."""
 
-    for number in range(SCREEN_LINES):
-        planted = click.option(f"--option-{number}", help="Text.")(planted)
     group = LazyGroup("curry-train", commands={"planted": planted})
-    faults = faults_of_page(help_of("planted", group=group))
-    assert faults == [f"{SCREEN_LINES + 4} lines", "no example at the end"]
+    monkeypatch.setitem(main.commands, "planted", planted)
+    faults = faults_of_page(["planted"], help_of("planted", group=group))
+    assert faults == ["no example at the end", "no line for --hidden", "no line for --silent"]
+
+
+def test_every_option_of_a_model_is_in_the_section_of_the_model():
+    text = help_of("plan")
+    section = text[text.index("Model:") : text.index("Options:")]
+    for name in ("model", "trainer", "script", "model-config", "factory", "dtype", "seed"):
+        assert f"\n  --{name} " in section
 
 
 def test_discovery_finds_every_command():
@@ -149,7 +185,7 @@ def differing_options(commands):
     seen = {}
     for path, command in commands:
         for option in command.params:
-            if option.name in (*BRIEF_OPTIONS, "blocks") and isinstance(option, click.Option):
+            if option.name in SHARED_OPTIONS and isinstance(option, click.Option):
                 facts = (option.opts, option.type.to_info_dict())
                 seen.setdefault(option.name, {}).setdefault(str(facts), []).append(" ".join(path))
     return {name: places for name, places in seen.items() if len(places) > 1}

@@ -122,15 +122,6 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_a_screen_and_has_an_example(name: str, tmp_path: Path) -> None:
-    shown = scaffold(REAL, name, "--help", cwd=tmp_path).stdout.splitlines()
-    assert len(shown) <= 24
-    assert max(map(len, shown)) <= 80
-    if name != "list":
-        assert shown[-1].startswith("Example: ")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -193,7 +193,11 @@ def test_owned_project_passes_its_own_tests_without_the_package(
     environment: Path, clone: Bundle, tmp_path: Path
 ) -> None:
     assert scaffold(clone, "new", "run", "--own", cwd=tmp_path).returncode == 0
-    write(tmp_path / "run/conftest.py", "import sys\n\nsys.modules['curry_train'] = None\n")
+    here = "Path(curry_train.__file__).parents[1] == Path(__file__).parent"
+    write(
+        tmp_path / "run/conftest.py",
+        f"from pathlib import Path\n\nimport curry_train\n\nassert {here}\n",
+    )
     ran = shell(f"make test PYTHON={environment}/bin/python", cwd=tmp_path / "run")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout

@@ -390,7 +390,7 @@ CONFIGURATIONS = {
 def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architecture):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGURATIONS[architecture] | {"architectures": [architecture]}))
-    words = ["memory", "--model", "org/name", "--config", str(path), "--json", "-"]
+    words = ["memory", "--model", "org/name", "--model-config", str(path), "--json", "-"]
     ended = CliRunner().invoke(main, words)
     assert ended.exit_code == 0, ended.stderr
     found = json.loads(ended.stdout)

@@ -54,41 +54,10 @@ def _writable(path: str | None) -> str | None:
     return path
 
 
-def model_option(
-    name: str,
-    *,
-    more: str = ".",
-    refused: tuple[str, ...] = ("--script", "--trainer"),
-    **settings: Any,
-) -> OptionDecorator:
-    """Add `--model` with the same values in every command; `more` ends its help.
-
-    `refused` are options that stand for it in other commands.
-    """
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in refused:
-            refuse = click.option(
-                option, metavar="VALUE", hidden=True, expose_value=False, callback=_refuse_training
-            )
-            command = refuse(command)
-        return _model_option(name, more=more, **settings)(command)
-
-    return decorate
-
-
-def _model_option(name: str, *, more: str, **settings: Any) -> OptionDecorator:
+def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:
+    """Add `--model` with the same values in every command; `more` ends its help."""
     text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory{more}"
     return click.option("--model", name, metavar="MODEL", help=text, **settings)
-
-
-def _refuse_training(context: click.Context, option: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        raise click.UsageError(
-            f"{context.info_name} takes no {option.opts[0]}, give a factory as --model: "
-            "`curry-train memory --script FILE --factory kept.py` writes one",
-            context,
-        )
 
 
 def training_options(
@@ -105,17 +74,17 @@ def training_options(
             *args: Any,
             trainer: str | None,
             script: str | None,
-            config: str | None,
+            model_config: str | None,
             arguments: tuple[str, ...],
             factory_path: str | None,
             **settings: Any,
         ) -> Any:
             given = settings[name] if multiple else [settings[name]]
             specs = [one for one in given if one is not None]
-            if config is not None:
+            if model_config is not None:
                 # The name is for people; the architecture is in the file.
-                model = specs[-1] if specs else Path(config).stem
-                specs = [*specs[:-1], f"{CONFIG_PREFIX}{config}:{model}"]
+                model = specs[-1] if specs else Path(model_config).stem
+                specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{model}"]
             if trainer is not None:
                 specs.append(f"{TRAINER_PREFIX}{trainer}")
             if script is not None:
@@ -130,14 +99,26 @@ def training_options(
             click.get_current_context().meta[FACTORY_KEY] = factory_path
             return command(*args, **settings)
 
-        text = f"; or --trainer FACTORY, or --script FILE. {more}".strip()
         options = (
             click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-            output_option("Write the factory.", "--factory", "factory_path", hidden=True),
-            click.option("--script", metavar="FILE", hidden=True),
-            click.option("--config", metavar="FILE", hidden=True),
-            click.option("--trainer", metavar="FACTORY", hidden=True),
-            _model_option(name, more=text, multiple=multiple),
+            output_option(
+                "Write the factory that stands for --script, to use it as --model.",
+                *("--factory", "factory_path"),
+                metavar="FILE",
+            ),
+            click.option(
+                "--model-config",
+                metavar="FILE",
+                help="A config.json of Hugging Face; --model is a name for it then.",
+            ),
+            click.option(
+                "--script",
+                metavar="FILE",
+                help="In place of --model: run this script to its first optimizer step, with "
+                "the ARGUMENTS after --.",
+            ),
+            trainer_option(),
+            model_option(name, more=f". {more}".rstrip(), multiple=multiple),
         )
         changed: Callable[..., Any] = run
         for option in options:
@@ -145,6 +126,16 @@ def training_options(
         return changed
 
     return decorate
+
+
+def trainer_option() -> OptionDecorator:
+    """Add `--trainer`, which stands for `--model`."""
+    return click.option(
+        "--trainer",
+        metavar="FACTORY",
+        help="In place of --model: pkg.module:function that returns a Trainer of Hugging Face or "
+        "Lightning, or an Accelerator with its training.",
+    )
 
 
 # The path of --factory in the context of a command.
@@ -207,7 +198,7 @@ def plot_option(text: str) -> OptionDecorator:
 
 def device_option(**settings: Any) -> OptionDecorator:
     """Add `--device`; auto is CUDA where available, else the CPU."""
-    settings = {"default": "auto", "help": "auto is CUDA where available."} | settings
+    settings = {"default": "auto", "help": "auto is CUDA where available, else the CPU."} | settings
     return click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), **settings)
 
 

@@ -266,7 +266,8 @@ def sharding_options(command: Any) -> Any:
         click.option(
             "--parallel",
             metavar="KIND",
-            help=f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
+            help="How ranks share the training: "
+            f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
         ),
         click.option(
             "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
@@ -277,16 +278,21 @@ def sharding_options(command: Any) -> Any:
             multiple=True,
             callback=_meshes,
             metavar="SIZES",
-            help="Ranks, as dp=8,tp=8; --fits takes several.",
+            help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
         ),
         click.option(
-            "--rank", default=0, type=click.IntRange(0), show_default=True, help="The rank to plan."
+            "--rank",
+            default=0,
+            type=click.IntRange(0),
+            show_default=True,
+            help="The rank to plan for.",
         ),
         click.option(
             "--reshard-after-forward",
             callback=_reshard,
             metavar="HOW",
-            help="yes, no, or to how many ranks. [default: as torch]",
+            help="Reshard parameters after forward: yes, no, or to how many ranks.  "
+            "[default: as torch does]",
         ),
         click.option(
             "--gather-in",
@@ -299,7 +305,7 @@ def sharding_options(command: Any) -> Any:
             "links",
             callback=_links,
             metavar="RATES",
-            help="Bytes a second in and between nodes of 8, as 450GB,50GB.",
+            help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
         ),
     )
     for option in reversed(options):
@@ -314,70 +320,81 @@ def sharding_options(command: Any) -> Any:
     "budget_bytes",
     callback=_bytes,
     metavar="SIZE",
-    help="Memory per rank, such as 24GiB; of a GPU, all of the card.",
+    help="Memory per rank, such as 24GiB; for a GPU, that of the whole card.",
 )
 @click.option(
     "--fits",
     metavar="GPU",
-    help="Instead of a budget: the fewest such GPUs, as h100.",
+    help="In place of --budget: find the fewest GPUs of this kind, such as h100.",
 )
 @click.option(
     "--global-batch",
     type=click.IntRange(1),
-    help="Samples per optimizer step.  [default: 1, or the trainer's]",
+    help="Samples per optimizer step.  [default: the trainer's, or 1]",
 )
 @click.option(
     "--microbatch",
     type=click.IntRange(1),
-    help="Samples per microbatch; default: every divisor.",
+    help="Samples per microbatch.  [default: try every divisor of the global batch]",
 )
 @click.option(
     "--target",
     metavar="NAME",
-    help=f"{', '.join(PROFILES)}, measured [this device]",
+    help=f"Device to plan for: {', '.join(PROFILES)}, or measured: this device, the default.",
 )
 @dtype_option(default=None)
 @click.option(
     "--optimizer",
     metavar="NAME",
-    help=f"{optimizers_in_short()}, bytes per parameter, or pkg.module:function.",
+    help=f"{optimizers_in_short()}, bytes of state per parameter, or pkg.module:function.",
 )
 @click.option(
     "--context",
     "context_bytes",
     callback=_bytes,
     metavar="SIZE",
-    help="Memory of a GPU that the process takes beside tensors. [default: 512MiB]",
+    help="Memory of a GPU that a process takes besides its tensors.  [default: 512MiB]",
 )
 @sharding_options
-@click.option("--lengths", metavar="LIST", callback=_lengths, help="Shorter batches, as 512,1024.")
+@click.option(
+    "--lengths",
+    metavar="LIST",
+    callback=_lengths,
+    help="Lengths of shorter batches that come too, such as 512,1024.",
+)
 @blocks_option()
 @click.option(
     "--without",
     multiple=True,
     type=click.Choice([kind for kind in OPTION_KINDS if kind != NONE_KIND]),
     metavar="KIND",
-    help=f"Leave out {', '.join(kind for kind in OPTION_KINDS if kind != NONE_KIND)}. Repeatable.",
+    help="Do not use this way to save memory: "
+    f"{', '.join(kind for kind in OPTION_KINDS if kind != NONE_KIND)}. Repeatable.",
 )
 @click.option(
     "--also",
     multiple=True,
     metavar="PATTERN",
-    help="Cheap modules that regions may recompute too.",
+    help="More modules that are cheap, which regions may recompute too. Repeatable.",
 )
 @click.option(
     "--chunked-loss/--whole-loss",
     default=None,
-    help="Default: try both.",
+    help="Compute the loss in chunks of tokens, or whole.  [default: try both]",
 )
 @seed_option()
-@click.option("--explain", is_flag=True, help="Show every candidate.")
+@click.option("--explain", is_flag=True, help="Print every candidate.")
 @click.option("--verify", is_flag=True, help="Measure a planned step on this device.")
-@output_option("Write the plan for `Plan.load`.", "--out")
-@plot_option("Draw cost against budget; needs matplotlib.")
-@output_option("Write the steps as a page.", "--html", "page_path", metavar="FILE")
+@output_option("Write the plan as JSON, which Plan.load reads.", "--out")
+@plot_option("Draw step time against memory as PNG; needs matplotlib.")
 @output_option(
-    "Write the steps as torch's memory snapshot.", "--snapshot", "snapshot_out", metavar="FILE"
+    "Write the planned steps as a page for a browser.", "--html", "page_path", metavar="FILE"
+)
+@output_option(
+    "Write the planned steps as a memory snapshot of torch.",
+    "--snapshot",
+    "snapshot_out",
+    metavar="FILE",
 )
 @json_option()
 def plan_command(

@@ -1,4 +1,4 @@
-"""Help, text and tables that fit a terminal, and groups that import a command when it runs.
+"""Help, text and tables for a terminal, and groups that import a command when it runs.
 
     @click.command("memory", cls=ScreenCommand, example="--model transformer")
 
@@ -29,21 +29,24 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 SCREEN_WIDTH = 80
-LONGEST_OPTION_COLUMN = 20
 
-# Options that mean the same in every command share the last lines of a page; README explains them.
-BRIEF_OPTIONS = (
-    *("context_bytes", "device", "dtype", "batch_size", "ranks", "lengths", "seed"),
-    *("page_path", "snapshot_out", "json_path", "rank", "reshard_after_forward", "precision"),
-    *("meshes", "also", "microbatch", "without", "links", "chunked_loss"),
-)
-BRIEF_LABEL = "Also: "
-
-# Suffixes that click appends to a help text: the range of a number, which its error message has
-# as well, and that an option is required, which the usage line shows.
-_SUFFIX_PATTERN = re.compile(
-    r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]|;? ?required(?=\])|  \[required\]"
-)
+# The sections of a page of help; options that are in none of them are in OTHER_SECTION.
+SECTIONS = {
+    "Model": (
+        *("--model", "--trainer", "--script", "--model-config", "--factory"),
+        *("--device", "--dtype", "--batch-size", "--seed", "--blocks"),
+    ),
+    "Options": (),
+    "Ranks": (
+        *("--parallel", "--ranks", "--mesh", "--rank", "--reshard-after-forward", "--gather-in"),
+        *("--link",),
+    ),
+    "Output": ("--explain", "--out", "--plot", "--html", "--json"),
+}
+OTHER_SECTION = "Options"
+WIDEST_OPTION = 24
+# What click appends for the range of a number, which its error message has as well.
+_RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
 
 # Exit status of a command whose reader has ended, as of a process that SIGPIPE ends.
@@ -100,8 +103,8 @@ def errors_that_fit() -> Iterator[None]:
         raise
 
 
-class ScreenHelp(click.Command):
-    """Render help in few lines: summary, options, exit status and one example.
+class ScreenCommand(click.Command):
+    """Show a line for each option, in sections, and one example.
 
     `example` is what follows the name of the command in a call that works.
     """
@@ -153,39 +156,31 @@ class ScreenHelp(click.Command):
             place = f"{error.filename}: " if error.filename else ""
             raise ResultNotWritten(f"{place}{error.strerror}") from error
 
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        summary, status = _paragraphs(self.help or "")
-        usage = [ctx.command_path, *_required(self, ctx), *self.collect_usage_pieces(ctx)]
-        lines = [f"Usage: {' '.join(usage)}", *summary, "", *self.body_lines(ctx)]
-        formatter.write("\n".join([*lines, *status, *self.example_lines(ctx)]) + "\n")
-
-    def body_lines(self, ctx: click.Context) -> list[str]:
-        """Return a line or two for each option, and those of every command after them."""
-        brief = []
-        rows = []
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of each section; a group has its commands first."""
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
+        rows: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
         for option in self.get_params(ctx):
             record = option.get_help_record(ctx)
-            if record is None or "--help" in option.opts or isinstance(option, click.Argument):
+            if record is None or isinstance(option, click.Argument):
                 continue
-            if option.name in BRIEF_OPTIONS:
-                brief.append(_brief_option(option))
-            else:
-                rows.append((_plain_metavar(record[0]), _SUFFIX_PATTERN.sub("", record[1])))
-        return [*_table(rows), *_wrapped(BRIEF_LABEL + ", ".join([*brief, "--help"]), "  ")]
+            written = re.sub("INTEGER( RANGE)?", "N", record[0])
+            titles = (title for title, names in SECTIONS.items() if option.opts[0] in names)
+            section = rows[next(titles, OTHER_SECTION)]
+            section.append((written, _RANGE_PATTERN.sub("", record[1])))
+        for title, section in rows.items():
+            if section:
+                with formatter.section(title):
+                    formatter.write_dl(section, col_max=WIDEST_OPTION)
 
-    def example_lines(self, ctx: click.Context) -> list[str]:
-        """Return the example as one shell command, continued where it is longer than a line."""
-        if self.example is None:
-            return []
-        runner = "python " if ctx.command_path.split()[0].endswith(".py") else ""
-        return [f"Example: {runner}{ctx.command_path} {self.example}".rstrip()]
-
-
-class ScreenCommand(ScreenHelp):
-    """A command whose help fits a screen."""
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.example is not None:
+            runner = "python " if ctx.command_path.split()[0].endswith(".py") else ""
+            formatter.write(f"\nExample: {runner}{ctx.command_path} {self.example}".rstrip() + "\n")
 
 
-class LazyGroup(ScreenHelp, click.Group):
+class LazyGroup(ScreenCommand, click.Group):
     """A group of commands in modules beside this one, so that `--help` does not import torch.
 
     `lazy` maps the name of a command to its place, as `module:attribute`, and its summary.
@@ -234,10 +229,10 @@ class LazyGroup(ScreenHelp, click.Group):
                 rows.append((name, self.commands[name].get_short_help_str(SCREEN_WIDTH)))
         return rows
 
-    def body_lines(self, ctx: click.Context) -> list[str]:
-        """Return a line for each command."""
-        pages = f"A page for each: {ctx.command_path} COMMAND --help"
-        return [*_table(self.summaries(ctx)), "", pages]
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write a line for each command."""
+        with formatter.section(f"Commands, with a page each by {ctx.command_path} COMMAND --help"):
+            formatter.write_dl(self.summaries(ctx))
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         found = [
@@ -246,62 +241,6 @@ class LazyGroup(ScreenHelp, click.Group):
             if name.startswith(incomplete)
         ]
         return found + click.Command.shell_complete(self, ctx, incomplete)
-
-
-def _paragraphs(text: str) -> tuple[list[str], list[str]]:
-    """Return a help text as lines, those of its paragraph on the exit status apart."""
-    summary: list[str] = []
-    status: list[str] = []
-    for paragraph in text.strip().split("\n\n"):
-        lines = status if paragraph.startswith("Exit status:") else summary
-        lines += _wrapped(" ".join(paragraph.split()), "")
-    return summary, status
-
-
-def _required(command: click.Command, ctx: click.Context) -> list[str]:
-    """Return the required options as the usage line shows them."""
-    written = []
-    for option in command.get_params(ctx):
-        record = option.get_help_record(ctx)
-        if option.required and isinstance(option, click.Option) and record:
-            written.append(_plain_metavar(record[0]))
-    return written
-
-
-def _plain_metavar(written: str) -> str:
-    """Return an option as in `--ranks N` or `--scale auto|log`, without click's types."""
-    name, _, value = written.partition(" ")
-    if value in ("INTEGER RANGE", "INTEGER"):
-        value = "N"
-    return f"{name} {value.strip('[]')}".strip()
-
-
-def _brief_option(option: click.Parameter) -> str:
-    """Return an option with its values, such as `--device auto|cuda|cpu`; the default is first."""
-    name = option.opts[0]
-    if option.secondary_opts:
-        return "|".join([*option.opts, *option.secondary_opts])
-    if isinstance(option.type, click.Choice):
-        return f"{name} {'|'.join(option.type.choices)}"
-    if option.name == "json_path":
-        return f"{name} PATH"
-    if option.metavar:
-        return f"{name} {option.metavar}"
-    default = option.default
-    return f"{name} N [default: {default}]" if isinstance(default, int) and default else f"{name} N"
-
-
-def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Return rows in two columns; a first cell longer than its column pushes its text right."""
-    column = max((len(cell) for cell, _ in rows if len(cell) <= LONGEST_OPTION_COLUMN), default=0)
-    lines = []
-    for cell, text in rows:
-        lines += _wrapped(f"  {cell:<{column}}  {text}", " " * (column + 4))
-    return lines
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
 # Ctrl-C.

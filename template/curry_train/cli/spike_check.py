@@ -353,7 +353,7 @@ MOST_RISES = 6  # rises of the loss to print
     "--steps", type=click.IntRange(18), default=240, show_default=True, help="Steps of each run."
 )
 @click.option(
-    "--at", type=click.IntRange(2), help="First bad step; default: two thirds of the steps."
+    "--at", type=click.IntRange(2), help="First bad step.  [default: two thirds of the steps]"
 )
 @click.option(
     "--windows",

@@ -41,6 +41,7 @@ from .options import (
     output_option,
     seed_option,
     settle_blocks,
+    trainer_option,
 )
 from .screen import ScreenCommand
 
@@ -317,8 +318,8 @@ def _tuple(texts: Sequence[str]) -> str:
 
 
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
-@model_option("model", more="; or --trainer FACTORY.", refused=("--script",))
-@click.option("--trainer", metavar="FACTORY", hidden=True)
+@model_option("model")
+@trainer_option()
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
