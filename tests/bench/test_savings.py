@@ -27,13 +27,8 @@ from curry_train.bench.savings import (
     step_bytes,
 )
 from curry_train.cli import savings as command
-from curry_train.cli.savings import (
-    choose_cases,
-    pareto,
-    plot_savings,
-    savings_command,
-    savings_table,
-)
+from curry_train.cli.figures import choose_cases, pareto, plot_savings
+from curry_train.cli.savings import savings_command, savings_table
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Strategy
 from curry_train.workloads.models import transformer
@@ -398,7 +393,7 @@ def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkey
     ended = run("--redraw", "before.json")
     assert (ended.exit_code, ended.output) == (0, "wrote out/savings.png\n")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["savings.png"]
-    assert "mark: the median; thin line: the 95% interval of the median" in labels[0]
+    assert labels[0] == "step time / that of none in the same round"
     (tmp_path / "before.json").write_text('{"rows": [{"strategy": "full"}]}')
     ended = run("--redraw", "before.json")
     assert ended.exit_code == 2

@@ -17,7 +17,8 @@ from tree import ROOT
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
-from curry_train.cli.bench import bench_command, bench_table, plot_bench
+from curry_train.cli.bench import bench_command, bench_table
+from curry_train.cli.figures import plot_bench
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 

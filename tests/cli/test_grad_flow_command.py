@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from curry_train.cli.grad_flow import NONFINITE_COLOUR, plot_flow
+from curry_train.cli.figures import NONFINITE_COLOUR, plot_flow
 from curry_train.cli.main import main
 from curry_train.primitives.grad_flow import (
     AFTER_BACKWARD,

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from snapshot_files import Training, write
 
+from curry_train.cli.figures import plot_course
 from curry_train.cli.memory_page import (
     OWNER_COLOURS,
     course_of_blocks,
-    plot_course,
     write_page,
 )
 from curry_train.plan.owners import ALL_OWNERS, OwnedBlocks
@@ -143,5 +143,7 @@ def test_a_long_record_is_drawn_at_its_highest_moments(page):
 
 def test_every_owner_has_a_colour(page, tmp_path):
     assert set(OWNER_COLOURS) >= set(ALL_OWNERS)
-    plot_course(course_of_blocks(page[0], title="cost $1 and $2"), tmp_path / "a.png")
+    plot_course(
+        course_of_blocks(page[0], title="cost $1 and $2"), OWNER_COLOURS, tmp_path / "a.png"
+    )
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

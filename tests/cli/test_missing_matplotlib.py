@@ -125,5 +125,15 @@ def test_wrong_options_are_reported_before_missing_matplotlib(missing, command, 
     assert "matplotlib" not in output
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_picture_of_another_format_is_refused_before_the_work(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [*COMMANDS[command][0], "--plot", "x.xyz"]
+    ended = CliRunner().invoke(FOUND[command], words)
+    assert ended.exit_code == 2
+    assert "x.xyz: a picture is a PNG, name it x.png" in " ".join(ended.output.split())
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_run_is_reported_before_missing_matplotlib(missing):
     assert "there is no run absent" in call("runs plot", "absent")

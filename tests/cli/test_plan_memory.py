@@ -13,7 +13,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from curry_train.cli.plan import plan_command, plot_plan
+from curry_train.cli.figures import plot_plan
+from curry_train.cli.plan import plan_command
 from curry_train.plan.device import PROFILES
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import Plan

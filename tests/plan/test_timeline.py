@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curry_train.cli import memory
+from curry_train.cli.figures import plot_course
 from curry_train.cli.main import main
-from curry_train.cli.memory_page import GROUP_COLOURS, course_of_timeline, plot_course
+from curry_train.cli.memory_page import GROUP_COLOURS, course_of_timeline
 from curry_train.core.measure import REST_LAYER, measure_memory
 from curry_train.plan import profiler
 from curry_train.plan import timeline as step_lives
@@ -347,7 +348,9 @@ def read_size(path):
 
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_plot_is_a_picture(tmp_path, name):
-    plot_course(course_of_timeline(measure_timeline(*case_of(name))), tmp_path / "step.png")
+    plot_course(
+        course_of_timeline(measure_timeline(*case_of(name))), GROUP_COLOURS, tmp_path / "step.png"
+    )
     assert read_size(tmp_path / "step.png") == (1650, 690)
 
 
@@ -358,7 +361,7 @@ def test_plot_colours_every_owner():
 def test_plot_without_matplotlib_names_the_install_command(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match=r"pip install 'matplotlib>=3\.8'"):
-        plot_course(course_of_timeline(small_step()), tmp_path / "step.png")
+        plot_course(course_of_timeline(small_step()), GROUP_COLOURS, tmp_path / "step.png")
     ended = run("--model", "mlp", "--plot", str(tmp_path / "step.png"))
     assert ended.exit_code == 2
     assert "pip install 'matplotlib" in ended.output

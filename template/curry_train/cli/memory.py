@@ -31,7 +31,8 @@ from ..plan.snapshot import (
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
 from ..workloads.models import load_workload
-from .memory_page import course_of_blocks, course_of_timeline, plot_course, write_page
+from .figures import plot_course
+from .memory_page import OWNER_COLOURS, course_of_blocks, course_of_timeline, write_page
 from .options import (
     UnusableInput,
     blocks_text,
@@ -343,7 +344,7 @@ def report_snapshot(
     if plot_path or html_path:
         course = course_of_blocks(fullest.owned, title=fullest.name)
         if plot_path:
-            plot_course(course, plot_path)
+            plot_course(course, OWNER_COLOURS, plot_path)
         if html_path:
             write_page(course, html_path)
     if json_path:
@@ -468,7 +469,7 @@ def measure_model(
     click.echo("\n\n".join(tables), err=json_path == "-")
     course = course_of_timeline(timeline, lives.lives)
     if plot_path:
-        plot_course(course, plot_path)
+        plot_course(course, OWNER_COLOURS, plot_path)
     if html_path:
         write_page(course, html_path)
     if json_path:

@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..core.measure import Life
 from ..core.wording import format_mebibytes
@@ -31,8 +30,7 @@ from ..plan.owners import (
     RESTS_OWNER,
     OwnedBlocks,
 )
-from ..plan.profiler import BYTES_PER_MIB, STEP_PHASES, Timeline
-from .options import require_matplotlib
+from ..plan.profiler import STEP_PHASES, Timeline
 
 # From Paul Tol's palettes for colour-blind readers. Bytes that live through the whole step are at
 # the bottom, in grey or blue.
@@ -58,7 +56,6 @@ OWNER_COLOURS = {
     WORKSPACES_OWNER: "#AA4499",
     RESTS_OWNER: "#FFAABB",
 }
-PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
 # Points of a picture; a longer record is drawn at its highest moments.
 MOST_POINTS = 1500
 # Blocks that a page names; the smaller ones are only counted.
@@ -182,107 +179,6 @@ def _moments(allocated: Sequence[int], peak_index: int) -> tuple[int, ...]:
         chosen.add(max(range(start, end), key=allocated.__getitem__) - 1)
         chosen.add(end - 2)
     return tuple(sorted(chosen))
-
-
-# The picture.
-
-
-def plot_course(course: MemoryCourse, path: str | Path) -> None:
-    """Write a PNG: bytes by owner over the record, and at its peak."""
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    course_axes, owner_axes = figure.subplots(1, 2, width_ratios=(2.7, 1))
-    # A dollar sign of a file's name would begin a formula.
-    figure.suptitle(course.title.replace("$", r"\$"), x=0.01, ha="left")
-    _draw_course(course_axes, course)
-    _draw_owners(owner_axes, course)
-    figure.savefig(path, format="png", dpi=150)
-
-
-def _draw_course(axes: Any, course: MemoryCourse) -> None:
-    layers = []
-    for owned in course.owners.values():
-        layers.append([figure / BYTES_PER_MIB for figure in owned])
-    place = course.peak_place
-    peak = course.totals[place] / BYTES_PER_MIB
-    highest = max(peak, *(figure / BYTES_PER_MIB for figure in course.reserved), 1e-9)
-    axes.stackplot(
-        course.moments,
-        layers,
-        colors=[OWNER_COLOURS[owner] for owner in course.owners],
-        step="post",
-        linewidth=0,
-        zorder=2,
-    )
-    if course.reserved:
-        reserved = [figure / BYTES_PER_MIB for figure in course.reserved]
-        line = {"drawstyle": "steps-post", "color": "black", "linewidth": 1, "zorder": 3}
-        axes.plot(course.moments, reserved, label="reserved", **line)
-        axes.legend(loc="lower right", fontsize=8, frameon=False)
-    axes.set_xlim(course.moments[0], course.end)
-    axes.set_ylim(0, highest * 1.22)
-    _draw_phases(axes, course, highest)
-
-    moment = course.moments[place]
-    left = moment < course.end / 2
-    look = {"marker": "v", "color": "black", "markersize": 6, "zorder": 4, "clip_on": False}
-    axes.plot([moment], [peak], **look)
-    axes.annotate(
-        course.peak_text,
-        (moment, peak),
-        xytext=(8 if left else -8, 4),
-        textcoords="offset points",
-        ha="left" if left else "right",
-        va="bottom",
-        fontsize=9,
-        fontweight="bold",
-        zorder=5,
-    )
-    axes.set_xlabel(course.unit)
-    axes.set_ylabel("MiB alive")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_phases(axes: Any, course: MemoryCourse, highest: float) -> None:
-    """Shade the phases; name those that are wide enough."""
-    for number, (phase, start, end) in enumerate(course.phases):
-        axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
-        axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
-        if (end - start) * 80 < course.end * len(phase):
-            continue
-        axes.text(
-            (start + end) / 2,
-            highest * 1.19,
-            phase,
-            ha="center",
-            va="top",
-            fontsize=9,
-            color="#333333",
-        )
-
-
-def _draw_owners(axes: Any, course: MemoryCourse) -> None:
-    """Draw a bar for each owner, in the stacking order of the course."""
-    owned = {owner: figures[course.peak_place] for owner, figures in course.owners.items()}
-    widths = [held / BYTES_PER_MIB for held in owned.values()]
-    longest = max([*widths, 1e-9])
-    colours = [OWNER_COLOURS[owner] for owner in owned]
-
-    # A colour key at the left, for owners whose bar is too short to show its colour.
-    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=colours)
-    bars = axes.barh(list(owned), widths, color=colours)
-    whole = max(sum(owned.values()), 1)
-    labels = [f"{format_mebibytes(held)}  ({held / whole:.0%})" for held in owned.values()]
-    axes.bar_label(bars, labels, padding=3, fontsize=9)
-    axes.set_xlim(-0.1 * longest, 1.55 * longest)
-    axes.set_title("MiB at the peak, by owner", fontsize=10, loc="left")
-    axes.set_xticks([])
-    axes.tick_params(left=False)
-    axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
 
 
 # The page.

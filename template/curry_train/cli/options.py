@@ -171,13 +171,8 @@ def output_option(
 ) -> OptionDecorator:
     """Add an option for an output file, which is checked before the work begins."""
     path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
-    return click.option(
-        *names,
-        type=path,
-        callback=lambda context, option, value: _writable(value),
-        help=text,
-        **settings,
-    )
+    settings = {"callback": lambda context, option, value: _writable(value)} | settings
+    return click.option(*names, type=path, help=text, **settings)
 
 
 def json_option(**settings: Any) -> OptionDecorator:
@@ -193,7 +188,14 @@ def json_option(**settings: Any) -> OptionDecorator:
 
 def plot_option(text: str) -> OptionDecorator:
     """Add `--plot`, the path of a PNG."""
-    return output_option(text, "--plot", "plot_path")
+
+    def check(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
+        if path is not None and Path(path).suffix != ".png":
+            name = Path(path).with_suffix(".png")
+            raise click.BadParameter(f"{path}: a picture is a PNG, name it {name}")
+        return _writable(path)
+
+    return output_option(text, "--plot", "plot_path", callback=check)
 
 
 def device_option(**settings: Any) -> OptionDecorator:

@@ -30,10 +30,11 @@ from ..plan.pipeline import PipelinePeaks, is_pipeline, pipeline_peaks, samples_
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
-from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
+from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from ..plan.timeline import record_step_storages, timeline_of
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
+from .figures import plot_fewest, plot_plan
 from .options import (
     DTYPES,
     UnusableInput,
@@ -50,162 +51,6 @@ from .options import (
     training_options,
 )
 from .screen import ScreenCommand, messages_on_screen
-
-# Plot of a plan: predicted step time against memory, for each microbatch.
-
-# Of Paul Tol's palettes for colour-blind readers: a colour for each microbatch.
-MICROBATCH_COLOURS = (
-    "#4477AA",
-    "#EE6677",
-    "#228833",
-    "#AA3377",
-    "#CCBB44",
-    "#66CCEE",
-    "#222255",
-    "#882255",
-    "#44AA99",
-    "#777777",
-)
-WIDEST_BUDGET_RATIO = 2.0  # largest budget drawn, as a multiple of the plan's
-POINT_SPACING_FRACTION = (
-    0.03  # smallest distance between points of a line, as a fraction of the budget
-)
-BYTES_PER_GIB = 2**30
-BYTES_PER_MIB = 2**20
-PLAN_PLOT_NOTE = (
-    "Each line is one microbatch. Each step of a line is another choice of blocks to recompute: "
-    "more memory, less recompute.\n"
-    "Dots are rows of the table (--explain); those right of the budget are too large."
-)
-
-
-def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[Candidate]]:
-    """Write a PNG and return the drawn candidates by their name in the legend.
-
-    Each microbatch is a line: the predicted time of an optimizer step at each budget that it fits.
-    """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.6), layout="constrained")
-    axes = figure.add_subplot()
-    size, unit = (
-        (BYTES_PER_GIB, "GiB") if plan.budget_bytes >= BYTES_PER_GIB else (BYTES_PER_MIB, "MiB")
-    )
-    rows = sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss))
-    microbatches = sorted({row.microbatch for row in rows})
-    most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
-    step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
-
-    lines: dict[str, list[Candidate]] = {}
-    for row in rows:
-        front = trade_off(planner, row, most, step_bytes=step)
-        if not front:
-            continue
-        chunked = ", chunked loss" if row.chunked_loss else ""
-        name = f"{row.steps} x {row.microbatch} samples{chunked}"
-        lines[name] = front
-        colour = MICROBATCH_COLOURS[microbatches.index(row.microbatch) % len(MICROBATCH_COLOURS)]
-        _draw_plan_line(axes, row, front, size=size, colour=colour, name=name)
-    _draw_chosen_plan(axes, plan, size=size)
-
-    per_rank = " of each rank" if plan.ranks > 1 else ""
-    axes.set_xlabel(f"predicted peak memory{per_rank}, {unit}")
-    samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
-    axes.set_ylabel(f"predicted time of one optimizer step ({samples} samples), ms")
-    axes.set_title(
-        f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
-        f"{plan.microbatch} samples, {format_bytes(plan.peak_bytes)}, "
-        f"{1e3 * plan.step_seconds:,.1f} ms",
-        loc="left",
-        fontsize=11,
-    )
-    figure.supxlabel(PLAN_PLOT_NOTE, x=0.01, ha="left", fontsize=8, color="#555555")
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png", dpi=120)
-    return lines
-
-
-def _draw_plan_line(
-    axes: Any, row: Candidate, front: Sequence[Candidate], *, size: int, colour: str, name: str
-) -> None:
-    """Draw the trade-off of a microbatch, with a dot at the row of the plan's table."""
-    axes.plot(
-        [candidate.peak_bytes / size for candidate in front],
-        _milliseconds(front),
-        "--" if row.chunked_loss else "-",
-        color=colour,
-        label=name,
-        drawstyle="steps-post",
-        linewidth=1.5,
-    )
-    marked = [candidate for candidate in front if candidate.options == row.options]
-    axes.plot(
-        [candidate.peak_bytes / size for candidate in marked],
-        _milliseconds(marked),
-        "o",
-        color=colour,
-        markersize=6,
-    )
-
-
-def _draw_chosen_plan(axes: Any, plan: Plan, *, size: int) -> None:
-    """Draw the budget, the area above it, and a star at the chosen plan."""
-    budget = plan.budget_bytes / size
-    left, right = axes.get_xlim()
-    axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
-    axes.set_xlim(left, max(right, budget))
-    axes.axvline(
-        budget, color="black", linestyle=":", label=f"the budget, {format_bytes(plan.budget_bytes)}"
-    )
-    axes.plot(
-        plan.peak_bytes / size,
-        1e3 * plan.step_seconds,
-        label="the plan",
-        marker="*",
-        markersize=17,
-        color="black",
-        linestyle="none",
-        zorder=5,
-    )
-    axes.plot([], [], "o", color="#555555", markersize=6, label="a row of the table")
-
-
-def trade_off(
-    planner: Planner, row: Candidate, most_bytes: int, *, step_bytes: int
-) -> list[Candidate]:
-    """Return the Pareto front of peak and step time for a microbatch, up to `most_bytes`.
-
-    It begins with the smallest peak. Figures come from the estimate of the whole step where there
-    is one, else from the chain of blocks. A row that fits appears as it is in the table.
-    """
-    estimated = list(planner.whole_steps.looked_at(row))
-    if row.step_seconds is not None:
-        estimated.append(row)
-    by_options = {(*candidate.options.items(),): candidate for candidate in estimated}
-    found = [candidate for candidate in by_options.values() if candidate.peak_bytes <= most_bytes]
-
-    budget = most_bytes
-    while (solved := planner.whole_steps.solve(row, budget)).peak_bytes <= budget:
-        found.append(by_options.get((*solved.options.items(),), solved))
-        budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
-
-    front: list[Candidate] = []
-    for candidate in sorted(found, key=lambda one: (one.peak_bytes, _seconds(one))):
-        if not front or _seconds(candidate) < _seconds(front[-1]):
-            front.append(candidate)
-    return front
-
-
-def _seconds(candidate: Candidate) -> float:
-    return float("inf") if candidate.step_seconds is None else candidate.step_seconds
-
-
-def _milliseconds(candidates: Sequence[Candidate]) -> list[float]:
-    return [1e3 * _seconds(candidate) for candidate in candidates]
-
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -632,30 +477,6 @@ def _print_fewest(
         write_json(json_path, provenance(torch.device("cpu")) | found.to_json())
     if found.best is None:
         sys.exit(1)
-
-
-def plot_fewest(found: FewestGpus, path: str) -> None:
-    """Draw the peak of one GPU over their number, and the memory that a GPU has."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    axes = figure.add_subplot()
-    several = len({one.num_gpus for one in found.attempts}) < len(found.attempts)
-    names = [
-        f"{one.num_gpus}\n{one.sharding.mesh_text}" if several else str(one.num_gpus)
-        for one in found.attempts
-    ]
-    peaks = [one.peak_bytes / BYTES_PER_GIB for one in found.attempts]
-    colours = ["#4C72B0" if one.fits else "#BBBBBB" for one in found.attempts]
-    bars = axes.bar(names, peaks, color=colours)
-    axes.bar_label(bars, [one.change.name for one in found.attempts], fontsize=7)
-    axes.axhline(found.attempts[0].limit_bytes / BYTES_PER_GIB, color="black", linestyle=":")
-    axes.set_xlabel("number of GPUs")
-    axes.set_ylabel("predicted reserved memory of a GPU, GiB")
-    title = f"{found.workload} on {found.device}, {found.global_batch} samples a step"
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png", dpi=120)
 
 
 def _plan_json(plan: Plan) -> dict[str, Any]:

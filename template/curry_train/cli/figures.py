@@ -1,0 +1,522 @@
+"""Draw the pictures of the commands as PNG.
+
+    plot_bench(bench, "bench.png")
+    plot_savings(rows, "savings.png", device="cpu")
+
+Colours are from Paul Tol's palettes for colour-blind readers.
+
+Proof: `python -m pytest tests/cli/test_bench_command.py tests/bench/test_savings.py`.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from ..bench.report import MEASURED_OUTCOME, Bench, Figures
+from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
+from ..core.timing import NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
+from ..core.wording import format_bytes, format_mebibytes, format_seconds
+from ..plan.fewest import FewestGpus
+from ..plan.planner import Planner
+from ..plan.saved import Candidate, Plan
+from ..primitives.grad_flow import LayerFlow, StepFlow
+from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE
+from .options import require_matplotlib
+
+if TYPE_CHECKING:
+    from .memory_page import MemoryCourse
+
+COLOURS = (
+    *("#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#222255"),
+    *("#EE8866", "#999933", "#882255", "#117733", "#332288", "#AA4499", "#DDAA33"),
+)
+GREY = "#555555"
+MARKERS = "osD^vP<X>hpd8H"
+BYTES_PER_MIB = 2**20
+BYTES_PER_GIB = 2**30
+
+
+def _new_figure(width: float, height: float, title: str, note: str = "") -> Any:
+    """Return an empty figure with its title, and a note below."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    # A dollar sign of a file's name would begin a formula.
+    figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=12)
+    if note:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=GREY)
+    return figure
+
+
+def _frame(axes: Any, x: str, y: str = "", *, grid: str = "both") -> None:
+    """Name the axes, and leave out what is above and right of them."""
+    axes.set_xlabel(x, fontsize=9, loc="left")
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis=grid, color="#E4E4E4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    figure.savefig(path, format="png", dpi=150)
+
+
+# bench: step times, ratios to the plain step and peak memory.
+
+VERDICT_COLOURS = {"slower": "#EE6677", "faster": "#228833"}
+ALIKE_COLOUR = "#4477AA"
+# Steps slower than this multiple of the slowest configuration's median are only counted.
+FARTHEST_STEP_RATIO = 1.6
+
+
+def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]:
+    """Write a PNG of the measured configurations and return their names."""
+    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
+    names = [row.name for row in rows]
+    figure = _new_figure(
+        *(11.5, 1.9 + 0.52 * len(rows)),
+        f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
+        f"{device or bench.device}: one optimizer step",
+        f"{bench.rounds} rounds in turns; dots: steps, line: median, bar: 10% to 90%; brackets: "
+        "95% interval of the median ratio to the plain step of the same round",
+    )
+    times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.7, 1))
+    slowest = max(row.step.median for row in rows if row.step)
+    scale, unit = (1.0, "s") if slowest >= 1 else (1000.0, "ms")
+    end = min(1.02 * max(max(row.seconds) for row in rows), FARTHEST_STEP_RATIO * slowest)
+    for place, row in enumerate(rows):
+        _draw_times(times, place, row, scale, end)
+    times.set_xlim(0, scale * end)
+    _frame(times, f"step time, {unit}, and ratio to the plain step", grid="x")
+
+    peaks = [(row.peak_bytes or 0) / BYTES_PER_MIB for row in rows]
+    bars = memory.barh(range(len(rows)), peaks, height=0.5, color="#B8B8B8")
+    memory.bar_label(bars, [_peak_label(row) for row in rows], padding=4, fontsize=9)
+    memory.set_xlim(0, 1.42 * max(peaks))
+    _frame(memory, "peak of a step, MiB", grid="x")
+    times.set_yticks(range(len(rows)), names, fontsize=9)
+    times.set_ylim(len(rows) - 0.4, -0.6)
+    _save(figure, path)
+    return names
+
+
+def _draw_times(axes: Any, place: int, row: Figures, scale: float, end: float) -> None:
+    """Draw the steps of a configuration; a label at the right has its figures."""
+    if row.step is None:
+        return
+    colour = GREY if row.ratio is None else VERDICT_COLOURS.get(row.ratio.verdict, ALIKE_COLOUR)
+    lower, median, upper = (scale * row.step.lower, scale * row.step.median, scale * row.step.upper)
+    axes.barh(place, upper - lower, left=lower, height=0.5, color=colour, alpha=0.25)
+    # Spread the dots so that they do not overlap; a fixed pattern keeps plots reproducible.
+    heights = [place + 0.09 * ((turn * 7) % 5 - 2) for turn in range(len(row.seconds))]
+    steps = [scale * seconds for seconds in row.seconds]
+    axes.plot(steps, heights, ".", color=colour, markersize=4, alpha=0.55)
+    axes.vlines(median, place - 0.3, place + 0.3, colour, linewidth=2.5)
+    label = format_seconds(row.step.median)
+    if row.ratio is not None:
+        label += f", {row.ratio.median:.2f}x"
+        if row.ratio.verdict != TOO_FEW_VERDICT:
+            label += f" [{row.ratio.lower:.2f}, {row.ratio.upper:.2f}]"
+        if row.ratio.verdict == NO_DIFFERENCE_VERDICT:
+            label += ", no difference seen"
+    if beyond := sum(seconds > end for seconds in row.seconds):
+        label += f"; {beyond} much slower"
+    right = axes.get_yaxis_transform()
+    axes.text(1.02, place, label, transform=right, fontsize=9, color=colour, va="center")
+
+
+def _peak_label(row: Figures) -> str:
+    if not row.peak_bytes:
+        return "not measured"
+    share = "" if row.peak_ratio is None or row.ratio is None else f"  ({row.peak_ratio:.0%})"
+    return format_mebibytes(row.peak_bytes) + share
+
+
+# savings: peak memory against step time and recomputed FLOPs, a line of panels for each case.
+
+MOST_CASES = 4
+SAVINGS_NOTE = (
+    "mark: the median; thin line: its 95% interval; dashed: the Pareto front; on grey, another "
+    "strategy is better in both"
+)
+
+
+def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> list[str]:
+    """Write a PNG and return the labels of the cases in it.
+
+    Of many cases, only the last of each workload is drawn.
+    """
+    cases = choose_cases(rows)
+    names = list(dict.fromkeys(row.strategy for row in rows))
+    title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
+    figure = _new_figure(11.5, 0.5 + 4.0 * len(cases), title, SAVINGS_NOTE)
+    for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
+        for row in case:
+            index = names.index(row.strategy)
+            look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            _draw_strategy(panels, row, look)
+        _draw_front(panels[0], [(row.seconds.ratio, row) for row in case if row.seconds])
+        _draw_front(panels[1], [(_recomputed(row), row) for row in case])
+        _frame(panels[0], "step time / that of none in the same round", "peak, MiB")
+        _frame(panels[1], "recomputed FLOPs, % of one forward")
+        panels[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold")
+        panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
+    _save(figure, path)
+    return [case[0].label for case in cases]
+
+
+def choose_cases(rows: Sequence[SavingsRow]) -> list[list[SavingsRow]]:
+    """Group the measured rows by case.
+
+    Of too many cases, take the last of each workload, usually its largest.
+    """
+    groups = []
+    for _, group in itertools.groupby(rows, key=lambda row: row.label):
+        measured = [row for row in group if row.outcome == MEASURED_OUTCOME]
+        if measured:
+            groups.append(measured)
+    if len(groups) > MOST_CASES:
+        groups = list({group[0].workload: group for group in groups}.values())[:MOST_CASES]
+    if not groups:
+        raise ValueError("nothing was measured, so there is nothing to draw; see the rows for why")
+    return groups
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the Pareto front from left to right; lower is better in both coordinates."""
+    front: list[tuple[float, float]] = []
+    for point in sorted(set(points)):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
+
+
+def _recomputed(row: SavingsRow) -> float | None:
+    return None if row.recompute_ratio is None else 100 * row.recompute_ratio
+
+
+def _draw_strategy(panels: Any, row: SavingsRow, look: dict[str, Any]) -> None:
+    """Draw the mark of a strategy in both panels, with its name for the legend."""
+    if row.peak_bytes is None:
+        return
+    peak = row.peak_bytes / BYTES_PER_MIB
+    label = row.strategy
+    if row.strategy != REFERENCE_STRATEGY and not row.modules:
+        label += " (changes nothing)"
+    elif row.strategy != REFERENCE_STRATEGY and row.peak_ratio is not None:
+        label += f" {row.peak_ratio:.0%}"
+    look |= {"linestyle": "none", "markersize": 8, "markeredgecolor": "white", "zorder": 4}
+    panels[1].plot([_recomputed(row) or 0], [peak], label=label, **look)
+    seconds = row.seconds
+    if seconds is None or seconds.ratio is None:
+        return
+    panels[0].plot([seconds.ratio], [peak], **look)
+    if seconds.ratio_lower is not None:
+        ends = (seconds.ratio_lower, seconds.ratio_upper)
+        panels[0].hlines(peak, *ends, look["color"], linewidth=0.9, alpha=0.5)
+
+
+def _draw_front(axes: Any, places: Sequence[tuple[float | None, SavingsRow]]) -> None:
+    """Draw the Pareto front as dashed steps, and the area above it in grey."""
+    points = [
+        (place, row.peak_bytes / BYTES_PER_MIB)
+        for place, row in places
+        if place is not None and row.peak_bytes is not None
+    ]
+    top = 1.22 * max((peak for _, peak in points), default=1.0)
+    axes.margins(x=0.1)
+    axes.set_ylim(0, top)
+    if front := pareto(points):
+        left, right = axes.get_xlim()
+        x = [front[0][0], *(place for place, _ in front), right]
+        y = [top, *(peak for _, peak in front), front[-1][1]]
+        axes.plot(x, y, color="#999999", linewidth=1.0, linestyle="--", drawstyle="steps-post")
+        axes.fill_between(x, y, top, step="post", color="#F3F3F3", linewidth=0, zorder=0)
+        axes.set_xlim(left, right)
+
+
+# grad-flow: layers by probed steps, a panel for each quantity.
+
+PANELS = {
+    "activation": "activation, rms",
+    "gradient": "gradient, rms",
+    "update": "update / weight (white lines: 1e-4, 1e-2)",
+}
+NONFINITE_COLOUR = "#E4002B"
+NOT_SEEN_COLOUR = "#E8E8E8"
+ZERO_COLOUR = "black"
+MOST_NAMES = 60  # more names than this are unreadable beside each other
+COLOUR_DECADES = 8  # decades of the colour scale; smaller values share its darkest colour
+
+
+def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "") -> None:
+    """Write a PNG: red marks inf or nan in a layer, grey a layer that was not called."""
+    if not records:
+        raise ValueError("no step was probed, so there is nothing to draw")
+    names = list(records[-1].layers)
+    height = min(22.0, max(3.4, 1.8 + 0.17 * len(names)))
+    figure = _new_figure(11 + 0.07 * max(map(len, names)), height, title or "layers by steps")
+    panels = figure.subplots(1, len(PANELS), sharey=True)
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    for axes, (kind, label) in zip(panels, PANELS.items(), strict=True):
+        cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
+        grid = numpy.array([[value for value, _ in row] for row in cells], dtype=float)
+        bad = numpy.array([[is_bad for _, is_bad in row] for row in cells])
+        bounds = UPDATE_RATIO_RANGE if kind == "update" else ()
+        image, ticks = _draw_cells(axes, grid, bad, bounds)
+        bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
+        bar.set_label(label, fontsize=10)
+        bar.minorticks_off()
+        bar.set_ticks(ticks, labels=[f"{tick:.0e}" for tick in ticks], fontsize=8)
+        for bound in bounds:
+            bar.ax.axvline(bound, color="white", linewidth=1.5)
+        _mark_steps(axes, records)
+
+    every = -(-len(names) // MOST_NAMES)
+    rows = range(0, len(names), every)
+    size = 7 if len(names) > 30 else 8
+    panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=size, family="monospace")
+    legend: list[Any] = [
+        Patch(color=NONFINITE_COLOUR, label="inf or nan"),
+        Patch(color=NOT_SEEN_COLOUR, label="not seen"),
+        Patch(color=ZERO_COLOUR, label="exactly 0"),
+        Line2D([], [], color=NONFINITE_COLOUR, marker="v", linestyle="none", label="skipped step"),
+    ]
+    figure.legend(handles=legend, loc="outside lower right", ncols=4, frameon=False, fontsize=8)
+    _save(figure, path)
+
+
+def _cell(layer: LayerFlow, kind: str) -> tuple[float | None, bool]:
+    """Return the drawn figure of a layer, and whether values behind it are inf or nan."""
+    spread = layer.gradient if kind == "gradient" else layer.activation
+    update = layer.update
+    if kind == "update" and update is not None:
+        return update.ratio, not math.isfinite(update.distance + update.weight_norm)
+    if kind == "update" or spread is None:
+        return None, False
+    return spread.rms, spread.nonfinite > 0
+
+
+def _draw_cells(axes: Any, grid: Any, bad: Any, bounds: Sequence[float]) -> tuple[Any, Any]:
+    """Draw values on a logarithmic scale; return the image and the ticks of its scale."""
+    import matplotlib
+    from matplotlib.colors import ListedColormap, LogNorm
+
+    good = grid[numpy.isfinite(grid) & (grid > 0) & ~bad]
+    highest = float(good.max()) if good.size else 1.0
+    lowest = max(float(good.min()), highest / 10**COLOUR_DECADES) if good.size else 0.1
+    lowest = min([lowest, *bounds])
+    highest = max([highest, *bounds])
+    # Span at least a decade, so that noise does not look like a slope.
+    widening = max(1.0, math.sqrt(10 * lowest / highest))
+    lowest /= widening
+    highest *= widening
+
+    # Without the darkest end of viridis, which is left to values that are exactly 0.
+    colours = ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0.15, 1.0, 256)))
+    hidden = ~numpy.isfinite(grid) | (grid <= 0) | bad
+    shown = numpy.ma.masked_where(hidden, numpy.clip(grid, lowest, None))
+    axes.set_facecolor(NOT_SEEN_COLOUR)
+    options = {"aspect": "auto", "interpolation": "nearest"}
+    image = axes.imshow(shown, norm=LogNorm(lowest, highest), cmap=colours, **options)
+    for cells, colour in ((grid == 0) & ~bad, ZERO_COLOUR), (bad, NONFINITE_COLOUR):
+        masked = numpy.ma.masked_where(~cells, cells)
+        axes.imshow(masked, cmap=ListedColormap([colour]), **options)
+    return image, numpy.geomspace(lowest, highest, 4)
+
+
+def _mark_steps(axes: Any, records: Sequence[StepFlow]) -> None:
+    """Name a few steps below the panel, and mark those that were skipped above it."""
+    last = len(records) - 1
+    places = sorted({round(place) for place in numpy.linspace(0, last, min(last + 1, 6))})
+    axes.set_xticks(places, [str(records[place].step) for place in places], fontsize=8)
+    axes.set_xlabel("step", fontsize=9)
+    skipped = [index for index, record in enumerate(records) if not record.stepped]
+    if skipped:
+        look = {"color": NONFINITE_COLOUR, "markersize": 6, "clip_on": False}
+        axes.plot(skipped, [-0.5] * len(skipped), "v", **look)
+
+
+# memory: bytes by owner over a step or a record, and at its peak.
+
+PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
+
+
+def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
+    """Write a PNG: bytes by owner over the record, and at its peak."""
+    figure = _new_figure(11, 4.6, course.title)
+    course_axes, owner_axes = figure.subplots(1, 2, width_ratios=(2.7, 1))
+    _draw_course(course_axes, course, colours)
+    _draw_owners(owner_axes, course, colours)
+    _save(figure, path)
+
+
+def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
+    layers = [[size / BYTES_PER_MIB for size in owned] for owned in course.owners.values()]
+    reserved = [size / BYTES_PER_MIB for size in course.reserved]
+    peak = course.totals[course.peak_place] / BYTES_PER_MIB
+    highest = max([peak, *reserved, 1e-9])
+    own = [colours[owner] for owner in course.owners]
+    axes.stackplot(course.moments, layers, colors=own, step="post", linewidth=0, zorder=2)
+    if reserved:
+        line = {"drawstyle": "steps-post", "color": "black", "linewidth": 1, "zorder": 3}
+        axes.plot(course.moments, reserved, label="reserved", **line)
+        axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.set_xlim(course.moments[0], course.end)
+    axes.set_ylim(0, highest * 1.22)
+    for number, (phase, start, end) in enumerate(course.phases):
+        axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
+        axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
+        if (end - start) * 80 >= course.end * len(phase):
+            middle = (start + end) / 2
+            axes.text(middle, highest * 1.19, phase, ha="center", va="top", fontsize=9, color=GREY)
+
+    moment = course.moments[course.peak_place]
+    side, away = ("left", 8) if moment < course.end / 2 else ("right", -8)
+    axes.plot([moment], [peak], "v", color="black", markersize=6, zorder=4, clip_on=False)
+    place = {"xytext": (away, 4), "textcoords": "offset points", "ha": side, "va": "bottom"}
+    axes.annotate(course.peak_text, (moment, peak), fontsize=9, fontweight="bold", **place)
+    _frame(axes, course.unit, "MiB alive", grid="y")
+
+
+def _draw_owners(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
+    """Draw a bar for each owner, in the stacking order of the course."""
+    owned = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
+    widths = [held / BYTES_PER_MIB for held in owned.values()]
+    longest = max([*widths, 1e-9])
+    own = [colours[owner] for owner in owned]
+    # A colour key at the left, for owners whose bar is too short to show its colour.
+    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=own)
+    bars = axes.barh(list(owned), widths, color=own)
+    whole = max(sum(owned.values()), 1)
+    labels = [f"{format_mebibytes(held)}  ({held / whole:.0%})" for held in owned.values()]
+    axes.bar_label(bars, labels, padding=3, fontsize=9)
+    axes.set_xlim(-0.1 * longest, 1.55 * longest)
+    axes.set_title("MiB at the peak, by owner", fontsize=10, loc="left")
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines[:].set_visible(False)
+
+
+# plan: predicted step time against memory, a line for each microbatch.
+
+WIDEST_BUDGET_RATIO = 2.0  # largest budget drawn, as a multiple of the plan's
+POINT_SPACING_FRACTION = 0.03  # smallest distance of points of a line, as a fraction of the budget
+PLAN_PLOT_NOTE = (
+    "Each line is one microbatch. Each step of a line is another choice of blocks to recompute: "
+    "more memory, less recompute.\n"
+    "Dots are rows of the table (--explain); those right of the budget are too large."
+)
+
+
+def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[Candidate]]:
+    """Write a PNG and return the drawn candidates by their name in the legend.
+
+    Each microbatch is a line: the predicted time of an optimizer step at each budget that it fits.
+    """
+    size, unit = BYTES_PER_MIB, "MiB"
+    if plan.budget_bytes >= BYTES_PER_GIB:
+        size, unit = BYTES_PER_GIB, "GiB"
+    figure = _new_figure(
+        *(10, 5.6),
+        f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
+        f"{plan.microbatch} samples, {format_bytes(plan.peak_bytes)}, "
+        f"{1e3 * plan.step_seconds:,.1f} ms",
+        PLAN_PLOT_NOTE,
+    )
+    axes = figure.add_subplot()
+    most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
+    step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
+    lines: dict[str, list[Candidate]] = {}
+    microbatches = sorted({row.microbatch for row in plan.candidates})
+    for row in sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss)):
+        front = trade_off(planner, row, most, step_bytes=step)
+        if not front:
+            continue
+        name = f"{row.steps} x {row.microbatch} samples{', chunked loss' * row.chunked_loss}"
+        lines[name] = front
+        colour = COLOURS[microbatches.index(row.microbatch) % len(COLOURS)]
+        marked = [index for index, one in enumerate(front) if one.options == row.options]
+        axes.plot(
+            [candidate.peak_bytes / size for candidate in front],
+            [1e3 * _seconds(candidate) for candidate in front],
+            "--o" if row.chunked_loss else "-o",
+            color=colour,
+            label=name,
+            drawstyle="steps-post",
+            markevery=marked,
+        )
+    _draw_chosen_plan(axes, plan, size)
+    per_rank = " of each rank" if plan.ranks > 1 else ""
+    samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
+    time = f"predicted time of one optimizer step ({samples} samples), ms"
+    _frame(axes, f"predicted peak memory{per_rank}, {unit}", time)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    _save(figure, path)
+    return lines
+
+
+def _draw_chosen_plan(axes: Any, plan: Plan, size: int) -> None:
+    """Draw the budget, the area above it, and a star at the chosen plan."""
+    budget = plan.budget_bytes / size
+    left, right = axes.get_xlim()
+    axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
+    axes.set_xlim(left, max(right, budget))
+    label = f"the budget, {format_bytes(plan.budget_bytes)}"
+    axes.axvline(budget, color="black", linestyle=":", label=label)
+    place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])
+    axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
+
+
+def trade_off(
+    planner: Planner, row: Candidate, most_bytes: int, *, step_bytes: int
+) -> list[Candidate]:
+    """Return the Pareto front of peak and step time for a microbatch, up to `most_bytes`.
+
+    It begins with the smallest peak. Figures come from the estimate of the whole step where there
+    is one, else from the chain of blocks. A row that fits appears as it is in the table.
+    """
+    estimated = list(planner.whole_steps.looked_at(row))
+    if row.step_seconds is not None:
+        estimated.append(row)
+    by_options = {(*candidate.options.items(),): candidate for candidate in estimated}
+    found = [candidate for candidate in by_options.values() if candidate.peak_bytes <= most_bytes]
+    budget = most_bytes
+    while (solved := planner.whole_steps.solve(row, budget)).peak_bytes <= budget:
+        found.append(by_options.get((*solved.options.items(),), solved))
+        budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
+
+    front: list[Candidate] = []
+    for candidate in sorted(found, key=lambda one: (one.peak_bytes, _seconds(one))):
+        if not front or _seconds(candidate) < _seconds(front[-1]):
+            front.append(candidate)
+    return front
+
+
+def _seconds(candidate: Candidate) -> float:
+    return math.inf if candidate.step_seconds is None else candidate.step_seconds
+
+
+def plot_fewest(found: FewestGpus, path: str) -> None:
+    """Draw the peak of one GPU over their number, and the memory that a GPU has."""
+    title = f"{found.workload} on {found.device}, {found.global_batch} samples a step"
+    figure = _new_figure(7, 3.5, title)
+    axes = figure.add_subplot()
+    names = [f"{one.num_gpus}\n{one.sharding.mesh_text}" for one in found.attempts]
+    peaks = [one.peak_bytes / BYTES_PER_GIB for one in found.attempts]
+    colours = [ALIKE_COLOUR if one.fits else "#BBBBBB" for one in found.attempts]
+    bars = axes.bar(names, peaks, color=colours)
+    axes.bar_label(bars, [one.change.name for one in found.attempts], fontsize=7)
+    axes.axhline(found.attempts[0].limit_bytes / BYTES_PER_GIB, color="black", linestyle=":")
+    _frame(
+        axes, "number of GPUs and their mesh", "predicted reserved memory of a GPU, GiB", grid="y"
+    )
+    _save(figure, path)
