@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy>=1.26", "click>=8.1", "rich>=13"]
+# dependencies = ["torch>=2.11", "numpy>=1.26", "click>=8.1", "rich>=13", "jinja2>=3.1"]
 # ///
 """Write a pytest file that runs every gate on your model.
 

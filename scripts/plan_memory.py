@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.11", "numpy>=1.26", "click>=8.1", "rich>=13"]
+# dependencies = ["torch>=2.11", "numpy>=1.26", "click>=8.1", "rich>=13", "jinja2>=3.1"]
 # ///
 """Find the fastest way to train a model within a memory budget, before any device runs.
 

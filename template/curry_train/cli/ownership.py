@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 
 from ..core.wording import did_you_mean
+from .screen import render_template
 
 PACKAGE = "curry_train"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
@@ -292,19 +293,14 @@ def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> Iterator[str]:
 
 def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, SourceFile]:
     """Return the files of a new project called `name`, with the run-time rooms if `own`."""
-    import jinja2
-
     check_project_name(name)
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True
-    )
     files = {}
     for path in _files_below(bundle.project):
         content = (bundle.project / path).read_bytes()
         place = path.removesuffix(TEMPLATE_SUFFIX)
         if path != place:
-            template = environment.from_string(content.decode())
-            content = template.render(name=name, version=bundle.version, own=own).encode()
+            values = {"name": name, "version": bundle.version, "own": own}
+            content = render_template(bundle.project / path, **values).encode()
         files[place] = SourceFile(content, f"project/{path}")
     if not files:
         raise ScaffoldError(

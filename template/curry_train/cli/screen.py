@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/cli/test_command_line.py`.
 import difflib
 import errno
 import importlib
+import json
 import multiprocessing
 import os
 import re
@@ -295,7 +296,27 @@ def ended_by_interrupt() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-# Text that commands print: paragraphs and tables.
+# Text that commands write and print: templates, paragraphs and tables.
+
+
+def literal(text: str) -> str:
+    """Return a string as an expression of Python, as formatters write it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def render_template(place: Path, **values: Any) -> str:
+    """Render a template; in one of HTML values are escaped."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(place.parent),
+        autoescape=".html" in place.name,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["literal"] = literal
+    return environment.get_template(place.name).render(**values)
 
 
 def fill_screen(text: str, *, indent: str = "  ") -> str:

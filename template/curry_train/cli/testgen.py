@@ -11,7 +11,6 @@ import fnmatch
 import importlib
 import importlib.machinery
 import importlib.metadata
-import json
 import os
 import re
 import shlex
@@ -21,7 +20,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
-from string import Template
 from typing import Any
 
 import click
@@ -43,7 +41,7 @@ from .options import (
     settle_blocks,
     trainer_option,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, literal, render_template
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -53,78 +51,7 @@ COMMAND_PATTERN = re.compile(
 )
 LONGEST_SHOWN_DIFFERENCE = 24  # lines
 GENERATED_LINE_WIDTH = 88  # formatters leave lines up to this length unchanged by default
-DEVICE_EXPRESSIONS = {
-    "auto": 'torch.device("cuda" if torch.cuda.is_available() else "cpu")',
-    "cpu": 'torch.device("cpu")',
-    "cuda": 'torch.device("cuda")',
-}
-WITHOUT_CUDA = '    if not torch.cuda.is_available():\n        pytest.skip("no CUDA device")\n'
-
-TEST_FILE_TEMPLATE = Template('''\
-r"""The gates of $package, one test each, on
-$model
-
-$mark $version.
-Change the command instead of this file: it renders the file again, and with --check it
-says whether the file is still what it renders.
-
-$command
-"""
-
-import sys
-from fnmatch import fnmatch
-from pathlib import Path
-
-import pytest
-import torch
-
-$paths
-from $package.gates import discover
-from $package.workloads import Case, load_workload
-
-MODEL = $literal
-PATTERNS = $patterns
-
-
-def is_chosen(gate):
-    if gate.thorough and gate.name not in PATTERNS:
-        return False
-    return any(fnmatch(gate.name, pattern) for pattern in PATTERNS)
-
-
-GATES = {gate.name: gate for gate in discover() if is_chosen(gate)}
-
-
-@pytest.fixture(scope="module")
-def case():
-${skip}    return Case(
-        load_workload(MODEL),
-        device=$device,
-        dtype=torch.$dtype,
-        batch_size=$batch_size,
-        seed=$seed,
-        blocks=$blocks,
-    )$chosen
-
-
-def test_gates_are_found():
-    assert GATES, f"no gate of $package matches {PATTERNS}"
-
-
-@pytest.mark.parametrize("name", GATES)
-def test_gate_holds(name, case):
-    verdict = GATES[name].run(case)
-    if verdict.passed is None:
-        pytest.skip(verdict.hint)
-    message = [
-        f"{name} does not hold for {MODEL}",
-        f"measured: {verdict.measured}",
-        f"required: {verdict.required}",
-        f"what to do: {verdict.hint}",
-    ]
-    if not verdict.passed:
-        pytest.fail("\\n".join(message), pytrace=False)
-''')
+AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
 
 @dataclass(frozen=True)
@@ -178,22 +105,19 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
     chosen = settle_blocks(case)[0].blocks != recipe.blocks
     patterns = _checked_patterns(recipe)
     roots = {Path.cwd().resolve(), *filter(None, map(import_root, _imported(recipe)))}
-    return TEST_FILE_TEMPLATE.substitute(
-        package=recipe.package,
-        model=recipe.source,
+    path = Path(recipe.source).expanduser().resolve() if _is_file(recipe.source) else None
+    return render_template(
+        Path(__file__).with_name("test_gates.py.jinja"),
+        recipe=recipe,
         mark=GENERATED_FILE_MARK,
         version=__version__,
         command=_wrapped(shlex.join(command), recipe.words()),
-        paths="".join(_path_line(root, recipe.out) for root in sorted(roots)),
-        literal=_model_literal(recipe),
-        patterns=_tuple(patterns),
-        skip=WITHOUT_CUDA if recipe.device == "cuda" else "",
-        device=DEVICE_EXPRESSIONS[recipe.device],
-        dtype=recipe.dtype,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        blocks="None" if recipe.blocks is None else _literal(recipe.blocks),
-        chosen=".with_running_blocks()[0]" if chosen else "",
+        roots=[_path_expression(root, recipe.out) for root in sorted(roots)],
+        prefix="" if recipe.source == recipe.model else f"{literal(TRAINER_PREFIX)} + ",
+        path=path and _path_expression(path, recipe.out),
+        patterns=patterns,
+        device=AUTO_DEVICE if recipe.device == "auto" else literal(recipe.device),
+        chosen=chosen,
     )
 
 
@@ -262,33 +186,12 @@ def _is_file(model: str) -> bool:
     return model.rpartition(":")[0].endswith(".py")
 
 
-def _model_literal(recipe: Recipe) -> str:
-    """Return the expression of the model; a file is found from anywhere."""
-    if not _is_file(recipe.source):
-        return _literal(recipe.model)
-    path = _path_expression(Path(recipe.source).expanduser().resolve(), recipe.out)
-    prefix = "" if recipe.source == recipe.model else f"{_literal(TRAINER_PREFIX)} + "
-    line = f"{prefix}str({path})"
-    return line if len(line) + 8 <= GENERATED_LINE_WIDTH else f"{prefix}str(\n    {path}\n)"
-
-
-def _path_line(root: Path, out: Path) -> str:
-    """Return the statement that makes modules in `root` importable from a file at `out`."""
-    folder = _path_expression(root, out)
-    line = f"sys.path.insert(0, str({folder}))\n"
-    return (
-        line
-        if len(line) <= GENERATED_LINE_WIDTH
-        else f"sys.path.insert(\n    0,\n    str({folder}),\n)\n"
-    )
-
-
 def _path_expression(path: Path, out: Path) -> str:
     """Return the expression of a path in a file at `out`; both can move together."""
     names = PurePath(os.path.relpath(path, out.resolve().parent)).parts
     expression = f"Path(__file__).resolve().parents[{names.count('..')}]"
     below = PurePath(*[name for name in names if name != ".."]).as_posix()
-    return expression if below == "." else f"{expression} / {_literal(below)}"
+    return expression if below == "." else f"{expression} / {literal(below)}"
 
 
 def _wrapped(first: str, words: Sequence[str]) -> str:
@@ -301,17 +204,6 @@ def _wrapped(first: str, words: Sequence[str]) -> str:
         else:
             lines.append(pair)
     return textwrap.indent(" \\\n    ".join(lines), "    ")
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _tuple(texts: Sequence[str]) -> str:
-    """Write a tuple as formatters leave it: several texts stand on a line each."""
-    if len(texts) == 1:
-        return f"({_literal(texts[0])},)"
-    return "(\n" + "".join(f"    {_literal(text)},\n" for text in texts) + ")"
 
 
 # Command `gen-tests`.
