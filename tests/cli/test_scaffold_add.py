@@ -111,13 +111,14 @@ def test_add_into_a_project_of_new(bundle: Bundle, tmp_path: Path) -> None:
 
 
 def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = _folder(tmp_path / "work/sub").parent
     other = _folder(tmp_path / "other")
-    inside = find_target(Path("sub/training"), working_directory=work)
+    monkeypatch.chdir(work)
+    inside = find_target(Path("sub/training"))
     assert (inside.root, inside.package, inside.search_path) == (work, "training", work / "sub")
-    outside = find_target(other / "training", working_directory=work)
+    outside = find_target(other / "training")
     assert (outside.root, outside.package, outside.search_path) == (other, "training", other)
 
 

@@ -4,7 +4,6 @@ Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import pytest
 from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, shell, tree, write
 
 from curry_train.cli.main import COMMANDS as GROUP_COMMANDS
+from curry_train.cli.merge import Base, Lock
 from curry_train.cli.ownership import TECHNIQUES, Bundle
 from curry_train.cli.scaffold import COMMANDS
 
@@ -150,7 +150,7 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
         (["add", "sac", "--into", "class"], "can't import a folder called 'class'"),
         (["add", "sac", "--into", "json"], "imports another module as json"),
         (["add", "sac", "--into", "torch"], "imports another module as torch"),
-        (["add", "sac", "--into", "file"], "file is a file"),
+        (["add", "sac", "--into", "file"], "file is a file, and a folder must go there"),
         (["add", "sac", "--into", "file/package"], "file is a file, and a folder must go there"),
         (["add", "sac", "--into", "/"], "can't import a folder called ''"),
         (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),
@@ -161,10 +161,10 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
         (["update", "gone"], "gone has no curry-train.lock"),
         (["diff", "damaged"], "curry-train.lock is damaged"),
         (["update", "damaged"], "curry-train.lock is damaged"),
-        (["diff", "first_edition"], "curry-train.lock is damaged (format 1"),
-        (["diff", "torn"], "a base does not have its recorded hash"),
-        (["diff", "hostile"], "names ../secret, which lies outside the project"),
-        (["update", "hostile"], "names ../secret, which lies outside the project"),
+        (["diff", "first_edition"], "curry-train.lock is damaged"),
+        (["diff", "torn"], "curry-train.lock is damaged"),
+        (["diff", "hostile"], "hostile/../secret leads out of"),
+        (["update", "hostile"], "hostile/../secret leads out of"),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(
@@ -181,15 +181,10 @@ def test_a_mistake_gets_one_line_and_status_2(
     write(place / "hole/sac.py/notes.txt", "")
     write(place / "damaged/curry-train.lock", '{"format": 2')
     write(place / "first_edition/curry-train.lock", '{"format": 1}')
-    record = {"source": "", "version": "", "sha256": "0", "base": None}
-    head = {
-        "format": 2, "version": "0", "project": None, "own": False, "wheel": None,
-        "directory": "a", "package": "a", "techniques": [],
-    }  # fmt: skip
-    hostile = json.dumps(head | {"files": {"../secret": record}})
-    write(place / "hostile/curry-train.lock", hostile)
-    torn = json.dumps(head | {"files": {"a": record | {"base": "eJwDAAAAAAE="}}})
-    write(place / "torn/curry-train.lock", torn)
+    hostile = Lock("0", files={"../secret": Base("0", b"x")}).to_bytes()
+    (write(place / "hostile/curry-train.lock", "")).write_bytes(hostile)
+    torn = Lock("0", files={"a": Base("0", b"x" * 99)}).to_bytes().replace(b'"eN', b'"eX')
+    (write(place / "torn/curry-train.lock", "")).write_bytes(torn)
     before = tree(tmp_path)
     refused = scaffold(bundle, *arguments, cwd=place)
     assert refused.returncode == 2

@@ -118,25 +118,17 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle: Bundle, project: Path) 
 
 
 def test_update_leaves_files_of_the_user_in_the_way(bundle: Bundle, project: Path) -> None:
-    (bundle.project / "logo.png").write_bytes(b"\0theirs")
-    scaffold(bundle, "update", cwd=project)
     write(project / "data.py", "MINE = 1\n")
-    logo = project / "logo.png"
-    logo.write_bytes(b"\0mine")
-    (bundle.project / "logo.png").write_bytes(b"\0newer")
     write(bundle.project / "data.py", "THEIRS = 1\n")
     write(bundle.package / "core/blocks.py", "NEWER = 1\n")
     done = scaffold(bundle, "update", cwd=project)
     assert done.returncode == 1
     assert "in the way data.py" in done.stdout
-    assert "in the way logo.png" in done.stdout
     assert (project / "data.py").read_text() == "MINE = 1\n"
-    assert logo.read_bytes() == b"\0mine"
     lock = read_lock(project)
     assert lock is not None
     assert "data.py" not in lock.files
     (project / "data.py").unlink()
-    logo.unlink()
     assert scaffold(bundle, "update", cwd=project).returncode == 0
     assert (project / "data.py").read_text() == "THEIRS = 1\n"
 

@@ -47,7 +47,7 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rendered") / "project"
     for path, file in project_files(find_bundle(), name="my_project", own=False).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(file.content)
+        (folder / path).write_bytes(file)
     return folder
 
 

@@ -1,7 +1,7 @@
 """Compare a project with what it was copied from, merge by git, and write it file by file.
 
-`curry-train.lock` names each copied file's origin, version and hash, and holds its text
-compressed: this base makes a three-way merge possible without a network.
+`curry-train.lock` names each copied file's version and holds its text compressed: this base makes a
+three-way merge possible without a network.
 
 Files are staged in one folder first and then replaced, the lock last. Where a project is tracked
 by git, git restores what it had before.
@@ -11,23 +11,20 @@ Proof: `python -m pytest tests/cli/test_scaffold_merge.py`.
 
 import base64
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
 
-from .ownership import ScaffoldError, SourceFile
+from .ownership import ScaffoldError
 
 LOCK_NAME = "curry-train.lock"
-LOCK_FORMAT = 2
 STAGING_FOLDER = ".curry-train-staging"
 
 # What git writes around the lines that both sides changed.
@@ -40,16 +37,11 @@ MOST_CONFLICTS = 127  # the highest exit status of `git merge-file` that is a nu
 
 
 @dataclass(frozen=True)
-class Record:
-    """One copied file: its origin, the version that it came from, its hash and its text.
+class Base:
+    """The content that a file was copied with, and the version that it is from."""
 
-    `base` is None for a file that is not text.
-    """
-
-    source: str
     version: str
-    sha256: str
-    base: bytes | None = field(repr=False)
+    content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -68,30 +60,15 @@ class Lock:
     directory: str | None = None
     package: str | None = None
     techniques: tuple[str, ...] = ()
-    files: Mapping[str, Record] = field(default_factory=dict, repr=False)
+    files: Mapping[str, Base] = field(default_factory=dict, repr=False)
 
     def to_bytes(self) -> bytes:
-        """Return the lock as JSON with a line for each file."""
-        head = {"format": LOCK_FORMAT} | {
-            name: value for name, value in vars(self).items() if name != "files"
+        """Return the lock as JSON."""
+        files = {
+            path: [base.version, base64.b64encode(zlib.compress(base.content, 9)).decode()]
+            for path, base in sorted(self.files.items())
         }
-        lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
-        rows = [
-            f"  {json.dumps(path)}: {json.dumps(_record_fields(record))}"
-            for path, record in sorted(self.files.items())
-        ]
-        return "\n".join(["{", *lines, ' "files": {', ",\n".join(rows), " }", "}", ""]).encode()
-
-
-def digest(content: bytes) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def record_of(file: SourceFile, version: str) -> Record:
-    """Record a file that is copied from `version`."""
-    base = file.content if _is_text(file.content) else None
-    return Record(file.source, version, digest(file.content), base)
+        return (json.dumps(vars(self) | {"files": files}, indent=1) + "\n").encode()
 
 
 def read_lock(root: Path) -> Lock | None:
@@ -101,57 +78,15 @@ def read_lock(root: Path) -> Lock | None:
         return None
     try:
         document = json.loads(path.read_bytes())
-        if document["format"] != LOCK_FORMAT:
-            raise ValueError(f"format {document['format']!r}, and this curry-train reads 2")
-        files = {name: _read_record(row) for name, row in document["files"].items()}
-        lock = Lock(
-            _typed(document["version"], str),
-            _typed(document["project"], str | None),
-            _typed(document["own"], bool),
-            _typed(document["wheel"], str | None),
-            _typed(document["directory"], str | None),
-            _typed(document["package"], str | None),
-            tuple(_typed(name, str) for name in document["techniques"]),
-            files,
-        )
+        files = {
+            name: Base(version, zlib.decompress(base64.b64decode(packed, validate=True)))
+            for name, (version, packed) in document.pop("files").items()
+        }
+        return Lock(**document | {"techniques": tuple(document["techniques"]), "files": files})
     except (ValueError, KeyError, TypeError, AttributeError, zlib.error) as error:
         raise ScaffoldError(
             f"{path} is damaged ({error}); take it back from version control, or delete it"
         ) from error
-    for name in (lock.directory or "", *lock.files):
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ScaffoldError(
-                f"{path} names {name}, which lies outside the project; take it back or delete it"
-            )
-    return lock
-
-
-def _record_fields(record: Record) -> dict[str, str | None]:
-    packed = None
-    if record.base is not None:
-        packed = base64.b64encode(zlib.compress(record.base, 9)).decode()
-    return vars(record) | {"base": packed}
-
-
-def _read_record(row: Mapping[str, Any]) -> Record:
-    base = None
-    if row["base"] is not None:
-        base = zlib.decompress(base64.b64decode(row["base"], validate=True))
-        if digest(base) != row["sha256"]:
-            raise ValueError("a base does not have its recorded hash")
-    source = _typed(row["source"], str)
-    return Record(source, _typed(row["version"], str), _typed(row["sha256"], str), base)
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not {kind}")
-    return value
-
-
-def _is_text(content: bytes) -> bool:
-    """Return whether git merges the content instead of taking it for binary."""
-    return b"\0" not in content
 
 
 # Plan of the files that a command writes
@@ -176,9 +111,9 @@ class Comparison:
 
     path: str
     state: FileState
-    record: Record | None
-    yours: bytes | None = field(repr=False)
-    wanted: SourceFile | None = field(repr=False)
+    base: Base | None = None
+    yours: bytes | None = field(default=None, repr=False)
+    wanted: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -191,9 +126,9 @@ class Change:
     after: bytes | None = field(repr=False)
 
     @property
-    def writes(self) -> bool:
-        """Return whether the plan changes this file."""
-        return self.before != self.after
+    def is_conflict(self) -> bool:
+        """Return whether the user has to settle this file."""
+        return self.action in ("conflict", "in the way")
 
 
 @dataclass(frozen=True)
@@ -202,91 +137,66 @@ class WritePlan:
 
     root: Path
     changes: tuple[Change, ...]
-    conflicts: int = 0
 
     @property
     def writes(self) -> list[Change]:
         """Return the changes that write something."""
-        return [change for change in self.changes if change.writes]
+        return [change for change in self.changes if change.before != change.after]
 
 
-def compare_files(
-    root: Path, lock: Lock | None, wanted: Mapping[str, SourceFile]
-) -> list[Comparison]:
+def compare_files(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Comparison]:
     """Compare every file that the lock records or the bundle would write now."""
-    records = lock.files if lock else {}
     compared = []
-    for path in sorted({*records, *wanted}):
+    for path in sorted({*lock.files, *wanted}):
         place = destination(root, path)
         yours = place.read_bytes() if place.exists() else None
-        record = records.get(path)
-        state = _state(record, yours, wanted.get(path))
-        compared.append(Comparison(path, state, record, yours, wanted.get(path)))
+        base = lock.files.get(path)
+        state = _state(None if base is None else base.content, yours, wanted.get(path))
+        compared.append(Comparison(path, state, base, yours, wanted.get(path)))
     return compared
 
 
-def _state(record: Record | None, yours: bytes | None, wanted: SourceFile | None) -> FileState:
+def _state(base: bytes | None, yours: bytes | None, wanted: bytes | None) -> FileState:
     if wanted is None:
         return FileState.GONE
     if yours is None:
-        return FileState.MISSING if record else FileState.NEW
-    if yours == wanted.content:
+        return FileState.NEW if base is None else FileState.MISSING
+    if yours == wanted:
         return FileState.SAME
-    if record is None:
+    if base is None:
         return FileState.FOREIGN
-    if digest(yours) == record.sha256:
+    if yours == base:
         return FileState.NEWER
-    return FileState.EDITED if digest(wanted.content) == record.sha256 else FileState.BOTH
+    return FileState.EDITED if wanted == base else FileState.BOTH
 
 
-def plan_update(
-    root: Path, lock: Lock, compared: Sequence[Comparison], *, more: Sequence[Change] = ()
-) -> WritePlan:
-    """Plan what brings a project to the bundle's version and keeps every edit."""
-    records = {}
-    changes = list(more)
-    conflicts = 0
-    for comparison in compared:
-        change = _updated(comparison)
-        changes.append(change)
-        conflicts += change.action in ("conflict", "in the way")
-        record = comparison.record
-        if comparison.wanted and change.action not in ("missing", "in the way"):
-            record = _fresh_record(record, comparison.wanted, lock.version)
-        if record and change.action not in ("delete", "yours now"):
-            records[comparison.path] = record
-    changes.append(_lock_change(root, replace(lock, files=records)))
-    return WritePlan(root, tuple(changes), conflicts)
-
-
-def plan_copy(
+def make_plan(
     root: Path,
     lock: Lock,
     compared: Sequence[Comparison],
+    decide: Callable[[Comparison], Change],
     *,
-    overwrite: bool = False,
     more: Sequence[Change] = (),
 ) -> WritePlan:
-    """Plan what writes the wanted files; those that differ are conflicts, or replaced."""
-    records = dict(lock.files)
+    """Plan the files that were compared, and the lock that names them."""
+    files = dict(lock.files)
     changes = list(more)
-    conflicts = 0
-    for comparison in compared:
-        if comparison.wanted is None:
+    for entry in compared:
+        change = decide(entry)
+        changes.append(change)
+        if change.action in ("delete", "yours now"):
+            files.pop(entry.path, None)
+        elif entry.wanted is None or change.action in ("missing", "in the way"):
             continue
-        wanted = comparison.wanted.content
-        action = "replace"
-        if comparison.yours is None:
-            action = "create"
-        elif comparison.state is FileState.SAME:
-            action = "same"
-        elif not overwrite:
-            action = "conflict"
-            conflicts += 1
-        changes.append(Change(comparison.path, action, comparison.yours, wanted))
-        records[comparison.path] = _fresh_record(comparison.record, comparison.wanted, lock.version)
-    changes.append(_lock_change(root, replace(lock, files=records)))
-    return WritePlan(root, tuple(changes), conflicts)
+        # A base that is the same keeps its version, so that locks differ only where files do.
+        elif entry.base is None or entry.base.content != entry.wanted:
+            files[entry.path] = Base(lock.version, entry.wanted)
+    place = destination(root, LOCK_NAME)
+    before = place.read_bytes() if place.exists() else None
+    after = replace(lock, files=files).to_bytes()
+    action = "create" if before is None else "replace"
+    changes.append(Change(LOCK_NAME, "same" if before == after else action, before, after))
+    return WritePlan(root, tuple(changes))
 
 
 def destination(root: Path, path: str) -> Path:
@@ -294,45 +204,46 @@ def destination(root: Path, path: str) -> Path:
     place = (root / path).resolve()
     if not place.is_relative_to(root.resolve()):
         raise ScaffoldError(f"{root / path} leads out of {root} to {place}; remove that link first")
-    for folder in place.parents:
-        if folder.is_dir():
-            break
-        if folder.exists():
-            raise ScaffoldError(
-                f"{folder} is a file, and a folder must go there; move it away first"
-            )
+    folder = next(folder for folder in place.parents if folder.exists())
+    if not folder.is_dir():
+        raise ScaffoldError(f"{folder} is a file, and a folder must go there; move it away first")
     if place.is_dir():
         raise ScaffoldError(f"{place} is a folder, and a file must go there; move it away first")
     return place
 
 
-def _updated(comparison: Comparison) -> Change:
-    path = comparison.path
-    yours = comparison.yours
-    theirs = comparison.wanted.content if comparison.wanted else None
-    match comparison.state:
+def copied(entry: Comparison, *, overwrite: bool = False) -> Change:
+    """Write a wanted file; one that differs is a conflict, or replaced."""
+    action = "replace" if overwrite else "conflict"
+    if entry.yours is None:
+        action = "create"
+    elif entry.state is FileState.SAME:
+        action = "same"
+    return Change(entry.path, action, entry.yours, entry.wanted)
+
+
+def updated(entry: Comparison) -> Change:
+    """Bring a file to the bundle's version and keep every edit."""
+    is_edited = entry.yours is not None and (
+        entry.base is None or entry.yours != entry.base.content
+    )
+    match entry.state:
         case FileState.NEW:
-            return Change(path, "create", yours, theirs)
+            return Change(entry.path, "create", None, entry.wanted)
         case FileState.NEWER:
-            return Change(path, "replace", yours, theirs)
+            return Change(entry.path, "replace", entry.yours, entry.wanted)
         case FileState.BOTH:
-            return _merged(comparison)
-        case FileState.EDITED if _has_conflict(yours):
-            return Change(path, "conflict", yours, yours)
-        case FileState.GONE:
-            edited = yours is not None and digest(yours) != getattr(comparison.record, "sha256", "")
-            return (
-                Change(path, "yours now", yours, yours)
-                if edited
-                else Change(path, "delete", yours, None)
-            )
+            return _merged(entry)
+        case FileState.GONE if not is_edited:
+            return Change(entry.path, "delete", entry.yours, None)
     actions = {
         FileState.SAME: "same",
-        FileState.EDITED: "keep",
+        FileState.EDITED: "conflict" if _has_conflict(entry.yours) else "keep",
         FileState.MISSING: "missing",
+        FileState.GONE: "yours now",
         FileState.FOREIGN: "in the way",
     }
-    return Change(path, actions[comparison.state], yours, yours)
+    return Change(entry.path, actions[entry.state], entry.yours, entry.yours)
 
 
 def _has_conflict(content: bytes | None) -> bool:
@@ -341,51 +252,28 @@ def _has_conflict(content: bytes | None) -> bool:
     return OURS_MARKER.encode() in lines and THEIRS_MARKER.encode() in lines
 
 
-def _merged(comparison: Comparison) -> Change:
-    assert comparison.yours is not None
-    assert comparison.wanted is not None
-    base = comparison.record.base if comparison.record else None
-    if base is None or not all(map(_is_text, (comparison.yours, comparison.wanted.content))):
-        return Change(comparison.path, "in the way", comparison.yours, comparison.yours)
-    if _has_conflict(comparison.yours):
+def _merged(entry: Comparison) -> Change:
+    """Merge both edits of a file by git; conflicts are marked in the text."""
+    if _has_conflict(entry.yours):
         raise ScaffoldError(
-            f"{comparison.path} has an unresolved conflict from an earlier update; "
+            f"{entry.path} has an unresolved conflict from an earlier update; "
             f"resolve it first: look for {OURS_MARKER!r}"
         )
-    merged, conflicts = _merge_by_git(base, comparison.yours, comparison.wanted.content)
-    return Change(comparison.path, "conflict" if conflicts else "merge", comparison.yours, merged)
-
-
-def _merge_by_git(base: bytes, yours: bytes, theirs: bytes) -> tuple[bytes, int]:
-    """Merge two edits of `base`; return the text, with markers, and its number of conflicts."""
-    command = ["git", "merge-file", "-p"]
+    base = entry.base.content if entry.base else b""
+    sides = {"yours": entry.yours or b"", "base": base, "curry-train": entry.wanted or b""}
+    labels = [word for label in sides for word in ("-L", label)]
     with tempfile.TemporaryDirectory() as folder:
-        for label, content in (("yours", yours), ("base", base), ("curry-train", theirs)):
+        for label, content in sides.items():
             Path(folder, label).write_bytes(content)
-            command += ["-L", label]
-        command += ["yours", "base", "curry-train"]
         try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, check=False)
+            done = subprocess.run(
+                ["git", "merge-file", "-p", *labels, *sides], cwd=folder, capture_output=True
+            )
         except FileNotFoundError as error:
             raise ScaffoldError("merging your edits needs git; install it first") from error
     if done.returncode > MOST_CONFLICTS:
-        raise ScaffoldError(f"git merge-file failed: {done.stderr.decode().strip()}")
-    return done.stdout, done.returncode
-
-
-def _fresh_record(record: Record | None, wanted: SourceFile, version: str) -> Record:
-    """Keep a record whose content is unchanged, so that locks differ only where files do."""
-    if record is not None and record.sha256 == digest(wanted.content):
-        return record
-    return record_of(wanted, version)
-
-
-def _lock_change(root: Path, lock: Lock) -> Change:
-    place = destination(root, LOCK_NAME)
-    before = place.read_bytes() if place.exists() else None
-    after = lock.to_bytes()
-    action = "create" if before is None else "replace"
-    return Change(LOCK_NAME, "same" if before == after else action, before, after)
+        raise ScaffoldError(f"git can't merge {entry.path}: {done.stderr.decode().strip()}")
+    return Change(entry.path, "conflict" if done.returncode else "merge", entry.yours, done.stdout)
 
 
 # Writing
@@ -417,7 +305,7 @@ def write_changes(plan: WritePlan) -> None:
         staging.mkdir()
         for number, change in enumerate(plan.writes):
             if change.after is not None:
-                write_file(staging / str(number), change.after)
+                _write(staging / str(number), change.after)
         for number, change in enumerate(plan.writes):
             place = destination(plan.root, change.path)
             if change.after is None:
@@ -429,6 +317,15 @@ def write_changes(plan: WritePlan) -> None:
             (staging / str(number)).replace(place)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write(place: Path, content: bytes) -> None:
+    """Write a file; an error names it, which that of a full disk does not."""
+    try:
+        place.write_bytes(content)
+    except OSError as error:
+        error.filename = error.filename or str(place)
+        raise
 
 
 @contextlib.contextmanager
@@ -454,12 +351,3 @@ def only_writer(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-def write_file(place: Path, content: bytes) -> None:
-    """Write a file; an error names it, which that of a full disk does not."""
-    try:
-        place.write_bytes(content)
-    except OSError as error:
-        error.filename = error.filename or str(place)
-        raise

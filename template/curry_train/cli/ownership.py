@@ -192,14 +192,6 @@ class Bundle:
         raise ScaffoldError(f"no technique is called {name!r}; {did_you_mean(name, known)}")
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """The content for one file, and where in the bundle it comes from."""
-
-    content: bytes
-    source: str
-
-
 def find_bundle(package: Path = PACKAGE_FOLDER) -> Bundle:
     """Find what is copied: inside an installed package, or next to the package of a clone."""
     inside = package / BUNDLED_FOLDER
@@ -250,13 +242,13 @@ def public_names(package: Path, technique: Technique) -> tuple[str, ...]:
 
 def technique_files(
     bundle: Bundle, techniques: Sequence[Technique], *, directory: str, package: str
-) -> dict[str, SourceFile]:
+) -> dict[str, bytes]:
     """Return the files of techniques in `directory`, imported as `package`, with their tests.
 
     A technique of its own is flat: its relative imports become those of siblings. Rooms stay as
     they are.
     """
-    files: dict[str, SourceFile] = {}
+    files: dict[str, bytes] = {}
     for technique in techniques:
         modules = technique_modules(bundle, technique)
         for path in modules:
@@ -265,14 +257,13 @@ def technique_files(
             if technique.kind is Kind.OWNED:
                 content = RELATIVE_IMPORT.sub(rb"\1from .\2 import ", content)
                 place = f"{directory}/{PurePosixPath(path).name}"
-            file = SourceFile(content, f"{PACKAGE}/{path}")
-            if files.setdefault(place, file).source != file.source:
-                raise ScaffoldError(f"{files[place].source} and {path} would both become {place}")
+            if files.setdefault(place, content) != content:
+                raise ScaffoldError(f"{path} and another module would both become {place}")
         test = bundle.tests / technique.test
         if technique.kind is Kind.OWNED and test.is_file():
             sibling = f"from {package}.".encode() + rb"\1 import "
             content = TEST_IMPORT.sub(sibling, test.read_bytes())
-            files[f"tests/{technique.test}"] = SourceFile(content, f"tests/{technique.test}")
+            files[f"tests/{technique.test}"] = content
     return dict(sorted(files.items()))
 
 
@@ -291,9 +282,8 @@ def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> Iterator[str]:
 # Projects
 
 
-def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, SourceFile]:
+def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     """Return the files of a new project called `name`, with the run-time rooms if `own`."""
-    check_project_name(name)
     files = {}
     for path in _files_below(bundle.project):
         content = (bundle.project / path).read_bytes()
@@ -301,14 +291,14 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, SourceFi
         if path != place:
             values = {"name": name, "version": bundle.version, "own": own}
             content = render_template(bundle.project / path, **values).encode()
-        files[place] = SourceFile(content, f"project/{path}")
+        files[place] = content
     if not files:
         raise ScaffoldError(
             f"{bundle.project} holds no project to copy; take a whole copy of curry-train"
         )
     if own:
         for path in (*TRAINER_MODULES, *_modules_of(bundle, RUN_TIME_ROOMS), "py.typed"):
-            files[f"{PACKAGE}/{path}"] = SourceFile(_with_origin(bundle, path), f"{PACKAGE}/{path}")
+            files[f"{PACKAGE}/{path}"] = _with_origin(bundle, path)
     return dict(sorted(files.items()))
 
 

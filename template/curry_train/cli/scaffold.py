@@ -11,10 +11,10 @@ import difflib
 import importlib.util
 import os
 import shlex
-import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from .merge import (
     Lock,
     WritePlan,
     compare_files,
+    copied,
+    make_plan,
     only_writer,
-    plan_copy,
-    plan_update,
     read_lock,
+    updated,
     write_changes,
     write_project,
 )
@@ -41,7 +42,6 @@ from .ownership import (
     Bundle,
     Kind,
     ScaffoldError,
-    SourceFile,
     Technique,
     build_wheel,
     check_project_name,
@@ -54,7 +54,7 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import SCREEN_WIDTH, LazyGroup, ScreenCommand
+from .screen import LazyGroup, ScreenCommand, fill_screen
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
@@ -87,7 +87,7 @@ class ScaffoldCommand(ScreenCommand):
 
 @click.command("new", cls=ScaffoldCommand, example="my-run")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--name", metavar="NAME", help="A Python identifier. [default: from DIR]")
+@click.option("--name", metavar="NAME", help="Name of the project.  [default: from DIR]")
 @click.option("--own", is_flag=True, help="Copy the run-time rooms instead of the wheel.")
 @click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
 def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> None:
@@ -99,61 +99,61 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
     Exit status: 0 made or there already, 2 wrong usage; nothing is written then.
     """
     bundle = find_bundle()
-    plan = plan_project(
-        bundle, directory, name=name, own=own, working_directory=Path.cwd(), dry_run=dry_run
-    )
-    made = all(change.action == "same" for change in plan.changes if change.path != LOCK_NAME)
-    if made:
-        click.echo(f"Nothing to do: {plan.root} holds this project already, every file the same.")
+    root = Path(os.path.abspath(directory))
+    name = root.name.replace("-", "_") if name is None else name
+    files = project_files(bundle, name=name, own=own)
+    known = _project_in(root, name=name, own=own)
+    lock = known or Lock(bundle.version, name, own, None if own else sources_digest(bundle))
+    compared = compare_files(root, lock, files)
+    wheel = compare_wheel(bundle, root, lock)
+    if known is not None:
+        _refuse_differences(root, [*compared, *wheel])
+        click.echo(f"Nothing to do: {root} holds this project already, every file the same.")
         return
+    more = wheel_changes(bundle, root, wheel, dry_run=dry_run)
+    plan = make_plan(root, lock, compared, copied, more=more)
     if not dry_run:
         write_project(plan)
-    _echo_plan(plan)
-    click.echo(_outcome(plan, what="a new project", dry_run=dry_run))
+    _echo_plan(plan, what="a new project", dry_run=dry_run)
     if not dry_run:
         click.echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
 
 
-def plan_project(
-    bundle: Bundle,
-    directory: Path,
-    *,
-    name: str | None,
-    own: bool,
-    working_directory: Path,
-    dry_run: bool,
-) -> WritePlan:
-    """Plan a project in `directory`, which must be absent, empty, or this project already."""
-    directory = Path(os.path.abspath(working_directory / directory))
-    name = directory.name.replace("-", "_") if name is None else name
+def _project_in(root: Path, *, name: str, own: bool) -> Lock | None:
+    """Return the lock of this same project, or None for a folder that is absent or empty."""
     check_project_name(name)
-    known = _check_directory(directory, name=name, own=own)
-    if known is None and directory == working_directory:
+    if root.is_symlink():
+        raise ScaffoldError(f"{root} is a link; name the folder itself")
+    if root.exists() and not root.is_dir():
+        raise ScaffoldError(f"{root} is a file; name a folder that does not exist yet")
+    if not root.parent.is_dir():
+        raise ScaffoldError(f"{root.parent} is not a folder; create it first")
+    lock = read_lock(root)
+    if lock is None and root.is_dir() and any(root.iterdir()):
         raise ScaffoldError(
-            f"{directory} is the current directory, which can't be replaced; "
-            "run this from its parent"
+            f"{root} exists and is not empty; name a new folder, "
+            "or use 'curry-train add' for a repository"
         )
-    files = project_files(bundle, name=name, own=own)
-    lock = known or Lock(bundle.version, name, own, None if own else sources_digest(bundle))
-    compared = compare_files(directory, known, files)
-    wheel = compare_wheel(bundle, directory, known or lock)
-    differing = [
-        entry
-        for entry in [*compared, *wheel]
-        if known and entry.state not in (FileState.SAME, FileState.GONE)
-    ]
-    if differing:
+    if lock is None and root == Path.cwd():
         raise ScaffoldError(
-            "\n".join(
-                [
-                    f"{directory} holds this project with differences; nothing was written",
-                    *[f"  {entry.path}: {entry.state}" for entry in differing],
-                    "'curry-train diff' shows them; 'curry-train update' merges",
-                ]
-            )
+            f"{root} is the current directory, which can't be replaced; run this from its parent"
         )
-    more = wheel_changes(bundle, directory, wheel, dry_run=dry_run)
-    return plan_copy(directory, lock, compared, more=more)
+    if lock is not None and lock.project != name:
+        owner = f"the project {lock.project}" if lock.project else "a repository of your own"
+        raise ScaffoldError(f"{root} holds {owner} already; name a new folder for {name}")
+    if lock is not None and lock.own != own:
+        kind = "with --own" if lock.own else "without --own"
+        raise ScaffoldError(f"{root} was made {kind}; name a new folder for the other kind")
+    return lock
+
+
+def _refuse_differences(root: Path, compared: list[Comparison]) -> None:
+    equal = (FileState.SAME, FileState.GONE)
+    lines = [f"  {entry.path}: {entry.state}" for entry in compared if entry.state not in equal]
+    if lines:
+        head = f"{root} holds this project with differences; nothing was written"
+        advice = "'curry-train diff' shows them; 'curry-train update' merges"
+        raise ScaffoldError("\n".join([head, *lines, advice]))
 
 
 def compare_wheel(bundle: Bundle, root: Path, lock: Lock) -> list[Comparison]:
@@ -161,23 +161,18 @@ def compare_wheel(bundle: Bundle, root: Path, lock: Lock) -> list[Comparison]:
     if lock.wheel is None:
         return []
     path = f"wheels/{wheel_name(bundle)}"
-    state = FileState.NEWER
-    if not (root / path).is_file():
-        state = FileState.NEW
-    elif lock.wheel == sources_digest(bundle):
-        state = FileState.SAME
-    return [Comparison(path, state, None, None, None)]
+    state = FileState.SAME if lock.wheel == sources_digest(bundle) else FileState.NEWER
+    return [Comparison(path, state if (root / path).is_file() else FileState.NEW)]
 
 
 def wheel_changes(
-    bundle: Bundle, root: Path, compared: Sequence[Comparison], *, dry_run: bool
+    bundle: Bundle, root: Path, compared: list[Comparison], *, dry_run: bool
 ) -> list[Change]:
     """Plan to write the wheel where it is not up to date, and to delete those before it."""
     changes = []
     for entry in compared:
         if entry.state is FileState.SAME:
-            changes.append(Change(entry.path, "same", None, None))
-            continue
+            return [Change(entry.path, "same", None, None)]
         for old in root.glob(f"wheels/{PACKAGE}-*.whl"):
             if old != root / entry.path:
                 changes.append(Change(f"wheels/{old.name}", "delete", b"", None))
@@ -187,41 +182,10 @@ def wheel_changes(
     return changes
 
 
-def _check_directory(directory: Path, *, name: str, own: bool) -> Lock | None:
-    """Return the lock of this same project, or None for a folder that is absent or empty."""
-    if directory.is_symlink():
-        raise ScaffoldError(f"{directory} is a link; name the folder itself")
-    if directory.exists() and not directory.is_dir():
-        raise ScaffoldError(f"{directory} is a file; name a folder that does not exist yet")
-    if not directory.parent.is_dir():
-        raise ScaffoldError(
-            f"{directory.parent} is not a folder; create it first, or name another place"
-        )
-    lock = read_lock(directory)
-    if lock is None and directory.is_dir() and any(directory.iterdir()):
-        raise ScaffoldError(
-            f"{directory} exists and is not empty; name a new folder, "
-            "or use 'curry-train add' for a repository"
-        )
-    if lock is None:
-        return None
-    if lock.project != name:
-        owner = f"the project {lock.project}" if lock.project else "a repository of your own"
-        raise ScaffoldError(f"{directory} holds {owner} already; name a new folder for {name}")
-    if lock.own != own:
-        kind = "with --own" if lock.own else "without --own"
-        raise ScaffoldError(f"{directory} was made {kind}; name a new folder for the other kind")
-    return lock
-
-
 # add
 
 
-@click.command(
-    "add",
-    cls=ScaffoldCommand,
-    example="sac --into src/mylib/training",
-)
+@click.command("add", cls=ScaffoldCommand, example="sac --into src/mylib/training")
 @click.argument("technique", metavar="TECHNIQUE")
 @click.option(
     "--into",
@@ -259,15 +223,14 @@ def add_command(
             f"--into is missing: name the package that gets {chosen.name}, "
             "such as --into src/mylib/training"
         )
-    target = find_target(directory, working_directory=Path.cwd())
+    target = find_target(directory)
     with only_writer(target.root):
         plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
-        _echo_plan(plan)
         if not dry_run:
             write_changes(plan)
-    click.echo(_outcome(plan, what=chosen.name, dry_run=dry_run))
+    _echo_plan(plan, what=chosen.name, dry_run=dry_run)
     if chosen.kind is Kind.OWNED:
-        click.echo(f"Next:\n  {target.test_command(chosen.test, working_directory=Path.cwd())}")
+        click.echo(f"Next:\n  {target.test_command(chosen.test)}")
     names = ", ".join(public_names(bundle.package, chosen))
     module = "runs" if chosen.kind is Kind.ROOM else Path(chosen.home).stem
     click.echo(f"Use it:\n  from {target.package}.{module} import {names}")
@@ -287,35 +250,32 @@ class CopyTarget:
         """Return the folder relative to the project's root."""
         return self.directory.relative_to(self.root).as_posix()
 
-    def test_command(self, test: str, *, working_directory: Path) -> str:
-        """Return the command that runs a copied test, typed in `working_directory`."""
+    def test_command(self, test: str) -> str:
+        """Return the command that runs a copied test, typed in the current folder."""
         command = f"python -m pytest tests/{test}"
         if self.search_path != self.root:
             path = shlex.quote(os.path.relpath(self.search_path, self.root))
             command = f"PYTHONPATH={path} {command}"
-        if working_directory != self.root:
-            root = min(os.path.relpath(self.root, working_directory), str(self.root), key=len)
+        if Path.cwd() != self.root:
+            root = min(os.path.relpath(self.root), str(self.root), key=len)
             command = f"cd {shlex.quote(root)} && {command}"
         return command
 
 
-def find_target(directory: Path, *, working_directory: Path) -> CopyTarget:
+def find_target(directory: Path) -> CopyTarget:
     """Find the project around a package's folder, which may not exist yet."""
-    directory = Path(os.path.abspath(working_directory / directory))
-    if directory.exists() and not directory.is_dir():
-        raise ScaffoldError(
-            f"{directory} is a file; --into takes the package's folder, such as src/mylib/training"
-        )
+    here = Path.cwd()
+    directory = Path(os.path.abspath(directory))
     if any((directory / marker).exists() for marker in PROJECT_MARKERS):
         raise ScaffoldError(
             f"{directory} is a project's root, not a package in it; "
             f"use --into {directory / 'techniques'}"
         )
-    root = _find_root(directory, working_directory)
-    if not directory.resolve().is_relative_to(root.resolve()):
-        raise ScaffoldError(
-            f"{directory} is a link that leads out of {root}; nothing is written outside a project"
-        )
+    root = here if here in directory.parents else directory.parent
+    for folder in directory.parents:
+        if any((folder / marker).exists() for marker in PROJECT_MARKERS):
+            root = folder
+            break
     top = directory
     while top.parent != root and (
         (top.parent / "__init__.py").is_file() or not top.parent.exists()
@@ -336,74 +296,63 @@ def find_target(directory: Path, *, working_directory: Path) -> CopyTarget:
     return CopyTarget(directory, root, ".".join(names), top.parent)
 
 
-def _find_root(directory: Path, working_directory: Path) -> Path:
-    for folder in directory.parents:
-        if any((folder / marker).exists() for marker in PROJECT_MARKERS):
-            return folder
-    return working_directory if working_directory in directory.parents else directory.parent
-
-
 def plan_addition(
     bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
 ) -> WritePlan:
     """Plan the copy of one technique; refuse files in the way unless `overwrite`."""
-    version = bundle.version
-    known = read_lock(target.root) or Lock(version)
+    known = read_lock(target.root) or Lock(bundle.version)
     if known.directory not in (None, target.inside_root):
         raise ScaffoldError(
             f"{target.root / LOCK_NAME} has the techniques of this project in {known.directory}; "
             f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
         )
-    names = tuple(sorted({*known.techniques, technique.name}))
     lock = replace(
         known,
-        version=version,
+        version=bundle.version,
         directory=target.inside_root,
         package=target.package,
-        techniques=names,
+        techniques=tuple(sorted({*known.techniques, technique.name})),
     )
     files = technique_files(
         bundle, [technique], directory=target.inside_root, package=target.package
     )
     init = f"{target.inside_root}/__init__.py"
     if not (target.root / init).exists() or init in known.files:
-        files[init] = SourceFile(INIT_TEXT, "init")
-    compared = compare_files(target.root, known, files)
-    plan = plan_copy(target.root, lock, compared, overwrite=overwrite)
-    if plan.conflicts:
-        _refuse_conflicts(plan, compared, target)
+        files[init] = INIT_TEXT
+    compared = [entry for entry in compare_files(target.root, known, files) if entry.wanted]
+    plan = make_plan(target.root, lock, compared, partial(copied, overwrite=overwrite))
+    refused = {change.path for change in plan.changes if change.is_conflict}
+    if refused:
+        _refuse_conflicts([entry for entry in compared if entry.path in refused], target)
     return plan
 
 
 INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
 
 
-def _refuse_conflicts(plan: WritePlan, compared: Sequence[Comparison], target: CopyTarget) -> None:
-    reasons = {}
-    for entry in compared:
-        if entry.record is None:
-            reasons[entry.path] = "yours: curry-train did not write it"
-        elif entry.state is FileState.NEWER:
-            reasons[entry.path] = f"from an older version ({entry.record.version}), not edited"
-        else:
-            reasons[entry.path] = f"edited by you (it came from {entry.record.version})"
-    conflicts = [change.path for change in plan.changes if change.action == "conflict"]
+def _refuse_conflicts(conflicts: list[Comparison], target: CopyTarget) -> None:
     count = "1 file is" if len(conflicts) == 1 else f"{len(conflicts)} files are"
-    lines = [f"  {path}: {reasons[path]}" for path in conflicts]
+    lines = [f"{count} in the way; nothing was written"]
+    for entry in conflicts:
+        reason = "yours: curry-train did not write it"
+        if entry.base is not None and entry.state is FileState.NEWER:
+            reason = f"from an older version ({entry.base.version}), not edited"
+        elif entry.base is not None:
+            reason = f"edited by you (it came from {entry.base.version})"
+        lines.append(f"  {entry.path}: {reason}")
     advice = "'curry-train update' merges; --overwrite takes the bundle's version of these files"
-    foreign = [path for path in conflicts if reasons[path].startswith("yours")]
-    if foreign and read_lock(target.root) is None:
+    if read_lock(target.root) is None:
         advice = f"keep yours apart with --into {target.directory / 'techniques'}"
-    raise ScaffoldError("\n".join([f"{count} in the way; nothing was written", *lines, advice]))
+    raise ScaffoldError("\n".join([*lines, advice]))
 
 
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
-    version = bundle.version
     if technique.kind is Kind.TOOL:
         click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
     else:
         click.echo("Nothing is copied without --own.")
-        click.echo(f'Dependency:\n  "{DISTRIBUTION_NAME}=={version}"\nIn the training loop:')
+        pin = f'"{DISTRIBUTION_NAME}=={bundle.version}"'
+        click.echo(f"Dependency:\n  {pin}\nIn the training loop:")
     for line in technique.usage:
         click.echo(f"  {line}".rstrip())
     if technique.kind is Kind.ROOM:
@@ -425,16 +374,26 @@ def update_command(directory: Path, dry_run: bool) -> None:
 
     Exit status: 0 merged, 1 with conflicts to resolve, 2 wrong usage.
     """
+    bundle = find_bundle()
     root = Path(os.path.abspath(directory))
-    _require_lock(root)
     with only_writer(root):
-        plan = plan_release(find_bundle(), root, dry_run=dry_run)
+        lock = _lock_of(root)
+        if _numbers(bundle.version) < _numbers(lock.version):
+            raise ScaffoldError(
+                f"{root} is from curry-train {lock.version}, and this is {bundle.version}; "
+                "run a version that is as new"
+            )
+        compared = compare_files(root, lock, files_of_lock(bundle, lock))
+        wheel = compare_wheel(bundle, root, lock)
+        more = wheel_changes(bundle, root, wheel, dry_run=dry_run)
+        digest = sources_digest(bundle) if wheel else None
+        lock = replace(lock, version=bundle.version, wheel=digest)
+        plan = make_plan(root, lock, compared, updated, more=more)
         if not dry_run:
             write_changes(plan)
-    _echo_plan(plan)
-    click.echo(_outcome(plan, what="this release of curry-train", dry_run=dry_run))
-    if plan.conflicts:
-        count = "1 file needs" if plan.conflicts == 1 else f"{plan.conflicts} files need"
+    _echo_plan(plan, what="this release of curry-train", dry_run=dry_run)
+    if conflicts := sum(change.is_conflict for change in plan.changes):
+        count = "1 file needs" if conflicts == 1 else f"{conflicts} files need"
         click.echo(
             f"{count} you: resolve the lines between <<<<<<< and >>>>>>> of each 'conflict', and "
             "move each file 'in the way'",
@@ -443,38 +402,21 @@ def update_command(directory: Path, dry_run: bool) -> None:
         raise click.exceptions.Exit(EXIT_CONFLICT)
 
 
-def plan_release(bundle: Bundle, root: Path, *, dry_run: bool) -> WritePlan:
-    """Plan the merge of this release into the project at `root`."""
-    lock = _require_lock(root)
-    version = bundle.version
-    if _numbers(version) < _numbers(lock.version):
-        raise ScaffoldError(
-            f"{root} is from curry-train {lock.version}, and this is {version}; "
-            "run a version that is as new"
-        )
-    compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    wheel = compare_wheel(bundle, root, lock)
-    more = wheel_changes(bundle, root, wheel, dry_run=dry_run)
-    digest = sources_digest(bundle) if wheel else None
-    return plan_update(root, replace(lock, version=version, wheel=digest), compared, more=more)
-
-
-def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, SourceFile]:
+def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, bytes]:
     """Return what this bundle would write into the project that `lock` describes."""
-    files: dict[str, SourceFile] = {}
+    files: dict[str, bytes] = {}
     if lock.project is not None:
         files |= project_files(bundle, name=lock.project, own=lock.own)
     if lock.directory is not None and lock.package is not None:
-        known = {technique.name: technique for technique in bundle.techniques}
-        techniques = [known[name] for name in lock.techniques if name in known]
+        techniques = [one for one in bundle.techniques if one.name in lock.techniques]
         files |= technique_files(bundle, techniques, directory=lock.directory, package=lock.package)
         init = f"{lock.directory}/__init__.py"
         if init in lock.files:
-            files[init] = SourceFile(INIT_TEXT, "init")
+            files[init] = INIT_TEXT
     return files
 
 
-def _require_lock(root: Path) -> Lock:
+def _lock_of(root: Path) -> Lock:
     lock = read_lock(root)
     if lock is None:
         raise ScaffoldError(
@@ -501,7 +443,7 @@ def diff_command(directory: Path, patch: bool) -> None:
     Exit status: 0 compared, 2 wrong usage.
     """
     root = Path(os.path.abspath(directory))
-    lock = _require_lock(root)
+    lock = _lock_of(root)
     bundle = find_bundle()
     compared = compare_files(root, lock, files_of_lock(bundle, lock))
     compared += compare_wheel(bundle, root, lock)
@@ -512,21 +454,15 @@ def diff_command(directory: Path, patch: bool) -> None:
                 click.echo(line, nl=False)
     counts = Counter(entry.state for entry in compared)
     summary = ", ".join(f"{counts[state]} {state}" for state in FileState if counts[state])
-    click.echo(
-        textwrap.fill(f"{_files(len(compared))}: {summary}", SCREEN_WIDTH, subsequent_indent="  ")
-    )
+    click.echo(fill_screen(f"{_files(len(compared))}: {summary}"))
 
 
 def patch_lines(entry: Comparison) -> Iterator[str]:
     """Yield the unified diff from the user's file to the bundle's."""
-    if entry.wanted is None or entry.yours == entry.wanted.content:
+    if entry.wanted is None or entry.yours == entry.wanted:
         return
-    try:
-        before = (entry.yours or b"").decode().splitlines(keepends=True)
-        after = entry.wanted.content.decode().splitlines(keepends=True)
-    except UnicodeDecodeError:
-        yield f"Binary files a/{entry.path} and b/{entry.path} differ\n"
-        return
+    texts = [(side or b"").decode(errors="replace") for side in (entry.yours, entry.wanted)]
+    before, after = (text.splitlines(keepends=True) for text in texts)
     origin = "/dev/null" if entry.yours is None else f"a/{entry.path}"
     for line in difflib.unified_diff(before, after, origin, f"b/{entry.path}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
@@ -538,10 +474,7 @@ def list_command() -> None:
     bundle = find_bundle()
     for technique in bundle.techniques:
         click.echo(technique.name)
-        for line in textwrap.wrap(
-            technique.decides, SCREEN_WIDTH, initial_indent="  ", subsequent_indent="  "
-        ):
-            click.echo(line)
+        click.echo(fill_screen(f"  {technique.decides}"))
         click.echo(f"  {technique.home}; {added_size(bundle, technique)}")
 
 
@@ -554,29 +487,25 @@ def added_size(bundle: Bundle, technique: Technique) -> str:
     count = "1 module" if len(modules) == 1 else f"{len(modules)} modules"
     if technique.kind is Kind.ROOM:
         return f"add: prints the lines; with --own {count}, {lines:,} lines"
-    test = bundle.tests / technique.test
-    tests = ", 1 test" if test.is_file() else ""
+    tests = ", 1 test" if (bundle.tests / technique.test).is_file() else ""
     return f"add: {count}, {lines:,} lines{tests}"
 
 
 # Messages
 
 
-def _echo_plan(plan: WritePlan) -> None:
-    """Print a line for each file that is not as it came, and the number of the others."""
+def _echo_plan(plan: WritePlan, *, what: str, dry_run: bool) -> None:
+    """Print a line for each file that is not as it came, the number of the others, and the end."""
     for change in plan.changes:
         if change.action != "same":
             click.echo(f"{change.action:<11}{change.path}")
-    same = sum(change.action == "same" for change in plan.changes)
-    if same:
+    if same := sum(change.action == "same" for change in plan.changes):
         click.echo(f"{'same':<11}{_files(same)}")
-
-
-def _outcome(plan: WritePlan, *, what: str, dry_run: bool) -> str:
     if not plan.writes:
-        return f"Nothing to do: {what} is in {plan.root} already."
-    done = "Dry run: would write" if dry_run else "Wrote"
-    return f"{done} {_files(len(plan.writes))} for {what} in {plan.root}."
+        click.echo(f"Nothing to do: {what} is in {plan.root} already.")
+    else:
+        done = "Dry run: would write" if dry_run else "Wrote"
+        click.echo(f"{done} {_files(len(plan.writes))} for {what} in {plan.root}.")
 
 
 def _files(count: int) -> str:
