@@ -375,6 +375,18 @@ def run(monkeypatch, tmp_path):
     )
 
 
+def test_an_interrupted_measurement_leaves_no_folder(run, tmp_path, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure_savings", interrupted)
+    assert run("--model", "mlp").exit_code == 1
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    assert run("--model", "mlp").exit_code == 1
+    assert (tmp_path / "out").is_dir()
+
+
 def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkeypatch):
     import matplotlib.figure
 

@@ -274,10 +274,16 @@ def savings_command(
         cases, choices = _cases(models or ("transformer",), place, options)
         if limit is not None:
             check_limit(limit, place)
+        is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
         facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
-        rows = _measure(cases, names, repeats=repeats, limit=limit)
+        try:
+            rows = _measure(cases, names, repeats=repeats, limit=limit)
+        except BaseException:
+            if is_new:
+                out.rmdir()
+            raise
         data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
         write_json(str(out / "savings.json"), data)
         title = f"{facts['device']}, torch {facts['torch']}"
