@@ -6,14 +6,10 @@ python -m pytest tests/cli/test_bench_command.py
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
 import sys
 
 import pytest
-import torch
 from click.testing import CliRunner
-from tree import ROOT
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
@@ -123,14 +119,6 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path):
     assert plot_bench(alone, tmp_path / "alone.png") == ["plain"]
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_runs(run, monkeypatch):
-    monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("curry_train.cli.bench.measure_levers", None)
-    ended = run("--model", "mlp", *QUICK, "--plot", "bench.png")
-    assert ended.exit_code == 2
-    assert "pip install 'matplotlib" in ended.output
-
-
 @needs_matplotlib
 def test_the_command_writes_table_picture_and_json(run, tmp_path):
     levers = [
@@ -155,12 +143,6 @@ def test_the_command_writes_table_picture_and_json(run, tmp_path):
     assert (tmp_path / "bench.png").is_file()
 
 
-def test_json_on_standard_output_is_json_alone(run):
-    ended = run("--model", "mlp", *QUICK, "--json", "-")
-    assert json.loads(ended.stdout)["rows"][0]["name"] == "plain"
-    assert "10-90%" in ended.stderr
-
-
 def test_two_models_of_the_user_are_compared(run, toys):
     ended = run("--model", "bench_toys:small", "--against", "bench_toys:large", *QUICK)
     assert ended.exit_code == 0, ended.output
@@ -181,49 +163,3 @@ def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
     assert ended.exit_code == 0, ended.output
     assert "tokens/s" in ended.output
     assert "changes the training result" not in ended.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "bert"], "no workload is called 'bert'"),
-        (["--model", "mlp", "--lever", "ful"], "no lever is called 'ful'; did you mean 'full'?"),
-        (["--model", "mlp", "--against", "absent:build"], "can't import absent"),
-        (["--model", "mlp", "--optimizer", "adamx"], "no optimizer is called 'adamx'"),
-        (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
-        (["--model", "mlp", "--steps", "0"], "0 is not in the range x>=1"),
-        (
-            ["--model", "mlp", "--peak", "fast"],
-            "'fast' is not a peak: give TFLOP/s, such as 989, or 'measured'",
-        ),
-        (["--model", "mlp", "--peak", "-3"], "'-3' is not a peak"),
-        (["--model", "mlp", "--plot", "absent/bench.png"], "create it first"),
-        (
-            ["--model", "bench_toys:small", "--against", "bench_toys:other"],
-            "can't take the batch of bench_toys:small",
-        ),
-        ([], "give either --model, --trainer or --script"),
-    ],
-)
-def test_wrong_usage_ends_with_2_and_one_message(run, toys, arguments, message):
-    ended = run(*arguments, "--batch-size", "2")
-    assert ended.exit_code == 2, ended.output
-    assert message in " ".join(ended.output.split())
-    assert "Traceback" not in ended.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_ends_with_status_3(run):
-    assert run("--model", "mlp", "--device", "cuda").exit_code == 3
-
-
-def test_bench_is_a_command_of_curry_train():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "template"), "COLUMNS": "80"}
-    done = subprocess.run(
-        [sys.executable, "-m", "curry_train", "bench", "--help"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--lever" in done.stdout

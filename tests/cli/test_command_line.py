@@ -209,12 +209,6 @@ def test_options_mean_the_same_in_every_command():
     assert not differing_options(shared_options())
 
 
-def test_an_option_with_other_values_in_one_command_is_caught():
-    planted = click.Command("planted", params=[click.Option(["--device"], type=click.Choice("ab"))])
-    found = differing_options([*shared_options(), (("planted",), planted)])
-    assert list(found) == ["device"]
-
-
 # Examples.
 
 
@@ -345,23 +339,6 @@ def test_the_installed_command_is_the_same_group():
     assert getattr(importlib.import_module(module), attribute) is main
 
 
-def test_built_metadata_has_the_command_that_uvx_and_pipx_start(tmp_path):
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    package = tmp_path / "template/curry_train"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (tmp_path / "built").mkdir()
-    code = "from setuptools import build_meta as b; b.prepare_metadata_for_build_wheel('built')"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 0, ended.stderr
-    (written,) = tmp_path.glob("built/*.dist-info/entry_points.txt")
-    expected = ["[console_scripts]", "curry-train", "=", "curry_train.cli.main:main"]
-    assert written.read_text(encoding="utf-8").split() == expected
-
-
 @pytest.mark.parametrize(
     ("started", "recorded"),
     [
@@ -403,12 +380,6 @@ def test_a_shell_completes_commands_without_importing_torch():
 def test_a_shell_completes_the_options_of_a_command():
     ended = complete("curry-train plan --bud", 2)
     assert ended.stdout.split() == ["plain,--budget"]
-
-
-def test_the_line_for_a_shells_start_file_prints_the_completion():
-    code = "from curry_train.cli.main import main; main(prog_name='curry-train')"
-    ended = in_a_new_process(code, _CURRY_TRAIN_COMPLETE="bash_source")
-    assert "complete -o nosort -F _curry_train_completion curry-train" in ended.stdout
 
 
 def test_an_error_breaks_between_words_and_keeps_its_lines():

@@ -386,38 +386,6 @@ def test_files_are_clean_and_formatted_under_any_line_length(repository, run, wi
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "bert", "--out", "t.py"], "no workload is called 'bert'"),
-        (["--model", "theirs.absent:build", "--out", "t.py"], "can't import theirs.absent"),
-        (
-            ["--model", "mlp", "--out", "t.py", "--gate", "recompute/all"],
-            "no gate matches 'recompute/all'; there are",
-        ),
-        (
-            ["--model", "mlp", "--out", "t.py", "--blocks", "x.*"],
-            "the pattern 'x.*' matches no module",
-        ),
-        (["--model", "mlp", "--out", "t.py", "--package", "absent"], "can't import absent.gates"),
-        (
-            ["--model", "mlp", "--out", "absent/t.py"],
-            "the folder of 'absent/t.py' does not exist: create it first",
-        ),
-        (["--model", "mlp", "--out", "t.py", "--check"], "there is no t.py to check"),
-        (["--model", "mlp", "--out", "tests"], "is a directory"),
-        (["--model", "mlp", "--out", "t.py", "--batch-size", "0"], "0 is not in the range"),
-        (["--model", "mlp"], "Missing option '--out'"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_writes_nothing(repository, run, arguments, message):
-    ended = run(*arguments)
-    assert ended.exit_code == 2
-    assert message in " ".join(ended.output.split())
-    assert "Traceback" not in ended.output
-    assert not (repository / "t.py").exists()
-
-
-@pytest.mark.parametrize(
     ("script", "shown"),
     [
         ("gen_checkpoint_tests.py", "gen_checkpoint_tests.py"),

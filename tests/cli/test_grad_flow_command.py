@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from curry_train.cli.figures import NONFINITE_COLOUR, plot_flow
@@ -93,12 +92,6 @@ def test_json_has_every_step_and_layer(run, tmp_path):
     }
 
 
-def test_json_to_standard_output_is_json_alone(run):
-    ended = run(*QUICK, "--steps", "1", "--json", "-")
-    assert json.loads(ended.stdout)["steps"]
-    assert "1 steps probed" in ended.stderr
-
-
 def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
@@ -109,28 +102,6 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_p
     assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
     data = json.loads((tmp_path / "own.json").read_text())
     assert data["steps"][0]["gradient"]["norm"] == "nan"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "message"),
-    [
-        (["--model", "mlpp"], 2, "no workload is called 'mlpp'"),
-        (
-            [*QUICK, "--layers", "blocks.*"],
-            2,
-            "layers 'blocks.*' matches no module; there are 0, 0.0",
-        ),
-        ([*QUICK, "--steps", "0"], 2, "Invalid value for '--steps'"),
-        ([*QUICK, "--plot", "nowhere/flow.png"], 2, "create it first"),
-        (["--model", "mlp", "--device", "cuda"], 3, "no CUDA device"),
-    ],
-)
-def test_wrong_usage_ends_without_a_traceback(run, arguments, status, message):
-    if status == 3 and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    ended = run(*arguments)
-    assert ended.exit_code == status
-    assert message in ended.output
 
 
 def test_a_plot_is_a_png_with_every_mark(tmp_path):

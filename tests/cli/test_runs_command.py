@@ -271,7 +271,7 @@ def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
 IN_AN_OWNED_COPY = """
 import sys
 import torch
-from mylib.training.attach import saving
+from mylib.training.runs import saving
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with saving(model, optimizer, runs="runs/theirs", journal=True, rollback_every=1) as run:

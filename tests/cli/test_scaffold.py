@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from scaffold_case import PACKAGE, REAL, ROOT, make_bundle, scaffold, times, tree, write
 
-from curry_train.cli.merge import read_lock
 from curry_train.cli.ownership import (
     TECHNIQUES,
     Bundle,
@@ -48,12 +47,6 @@ def test_table_of_techniques_has_every_skill_with_its_first_sentence() -> None:
         technique = table[skill.parent.name]
         assert technique.decides == sentence
         assert f"module: curry_train/{technique.home}\n" in skill.read_text()
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda technique: technique.name)
-def test_the_home_module_of_each_technique_exists(technique: Technique) -> None:
-    assert (REAL.package / technique.home).is_file()
-    assert technique.decides.endswith(".")
 
 
 @pytest.mark.parametrize("technique", OWNED, ids=lambda technique: technique.name)
@@ -122,14 +115,6 @@ def test_a_technique_that_imports_a_package_can_not_be_copied(bundle: Bundle) ->
     write(bundle.package / "primitives/sac.py", "from . import checkpointed\n")
     with pytest.raises(ScaffoldError, match="imports a whole package"):
         closure(bundle.package, "primitives/sac.py")
-
-
-def test_two_modules_of_one_name_can_not_share_a_folder(bundle: Bundle) -> None:
-    write(bundle.package / "core/sac.py", "X = 1\n")
-    with (bundle.package / "primitives/sac.py").open("a") as file:
-        file.write("from ..core.sac import X\n")
-    with pytest.raises(ScaffoldError, match=r"would both become owned/sac\.py"):
-        technique_files(bundle, [bundle.find("sac")], directory="owned", package="owned")
 
 
 def test_a_project_renders_its_templates_and_nothing_else(bundle: Bundle) -> None:
@@ -222,16 +207,6 @@ def test_new_writes_the_project_and_twice_changes_nothing(bundle: Bundle, tmp_pa
     assert again.stdout.startswith("Nothing to do")
 
 
-def test_the_lock_restores_every_text_without_the_bundle(bundle: Bundle, tmp_path: Path) -> None:
-    scaffold(bundle, "new", "my-run", cwd=tmp_path)
-    made = tree(tmp_path / "my-run")
-    lock = read_lock(tmp_path / "my-run")
-    assert lock is not None
-    assert (lock.version, lock.project, lock.own) == ("0.2.0", "my_run", False)
-    for path, base in lock.files.items():
-        assert base.content == made[path]
-
-
 def test_new_accepts_an_empty_folder_and_refuses_one_with_other_files(
     bundle: Bundle, tmp_path: Path
 ) -> None:
@@ -258,13 +233,6 @@ def test_new_on_an_edited_project_names_the_edits_and_writes_nothing(
     assert times(tmp_path) == before
 
 
-def test_new_does_not_mix_the_two_kinds_of_project(bundle: Bundle, tmp_path: Path) -> None:
-    scaffold(bundle, "new", "run", cwd=tmp_path)
-    refused = scaffold(bundle, "new", "run", "--own", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "was made without --own" in refused.error
-
-
 def test_new_dry_run_writes_nothing_and_lists_what_new_then_writes(
     bundle: Bundle, tmp_path: Path
 ) -> None:
@@ -277,10 +245,3 @@ def test_new_dry_run_writes_nothing_and_lists_what_new_then_writes(
         line.split()[1] for line in done.stdout.splitlines() if line.startswith("create ")
     ]
     assert sorted(listed) == sorted(tree(tmp_path / "run"))
-
-
-def test_lock_does_not_depend_on_where_the_bundle_is(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        bundle = make_bundle(tmp_path / f"bundle-{name}")
-        scaffold(bundle, "new", name, "--name", "run", cwd=tmp_path)
-    assert tree(tmp_path / "one") == tree(tmp_path / "two")

@@ -13,7 +13,6 @@ from warm_python import warm_python
 
 from curry_train.cli.merge import only_writer
 from curry_train.cli.ownership import TECHNIQUES, Bundle, Kind, Technique
-from curry_train.cli.scaffold import find_target
 
 OWNED = [technique for technique in TECHNIQUES if technique.kind is Kind.OWNED]
 ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
@@ -110,18 +109,6 @@ def test_add_into_a_project_of_new(bundle: Bundle, tmp_path: Path) -> None:
     assert "Nothing to do" in scaffold(bundle, "update", "run", cwd=tmp_path).stdout
 
 
-def test_add_without_a_project_uses_the_current_folder_or_the_packages_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work = _folder(tmp_path / "work/sub").parent
-    other = _folder(tmp_path / "other")
-    monkeypatch.chdir(work)
-    inside = find_target(Path("sub/training"))
-    assert (inside.root, inside.package, inside.search_path) == (work, "training", work / "sub")
-    outside = find_target(other / "training")
-    assert (outside.root, outside.package, outside.search_path) == (other, "training", other)
-
-
 def test_add_makes_the_package_with_the_folders_above_it(bundle: Bundle, tmp_path: Path) -> None:
     added = scaffold(bundle, "add", "grad-accum", "--into", "my_package/training", cwd=tmp_path)
     assert added.returncode == 0, added.stderr
@@ -209,16 +196,6 @@ def test_add_does_not_follow_a_link_out_of_the_project(
     assert refused.returncode == 2
     assert "out of" in refused.error
     assert tree(outside) == {}
-
-
-def test_add_writes_through_a_link_that_stays_in_the_project(
-    bundle: Bundle, repository: Path
-) -> None:
-    _folder(repository / "elsewhere")
-    (repository / "src/mylib/training").symlink_to(repository / "elsewhere")
-    arguments = ("add", "grad-accum", "--into", "src/mylib/training")
-    assert scaffold(bundle, *arguments, cwd=repository).returncode == 0
-    assert "grad_accum.py" in tree(repository / "elsewhere")
 
 
 def test_add_goes_to_one_package_of_a_project(bundle: Bundle, repository: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, shell, tree, write
+from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, tree, write
 
 from curry_train.cli.main import COMMANDS as GROUP_COMMANDS
 from curry_train.cli.merge import Base, Lock
@@ -93,21 +93,6 @@ def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: P
         technique.name for technique in TECHNIQUES
     ]
     assert max(map(len, lines)) <= 80
-
-
-def test_list_has_the_counts_of_what_add_writes(bundle: Bundle, tmp_path: Path) -> None:
-    write(tmp_path / "setup.py", "")
-    shown = scaffold(bundle, "list", cwd=tmp_path).stdout
-    assert "primitives/sac.py; add: 3 modules, 18 lines, 1 test" in shown
-    scaffold(bundle, "add", "sac", "--into", "owned", cwd=tmp_path)
-    copied = [path for path in (tmp_path / "owned").iterdir() if path.name != "__init__.py"]
-    assert len(copied) == 3
-    assert sum(len(path.read_text().splitlines()) for path in copied) == 18
-
-
-def test_list_ends_quietly_when_its_pipe_is_closed() -> None:
-    ran = shell(f"python {ROOT}/scripts/scaffold.py list | true", cwd=ROOT)
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Path) -> None:

@@ -61,16 +61,9 @@ def test_the_command_prints_and_draws_the_result(tmp_path, monkeypatch):
         "spike.json",
     ]
     done = CliRunner().invoke(runs_command, [*words, "--runs", "kept", *TINY])
-    assert done.exit_code == 0, done.output
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
     lines = done.stdout.splitlines()
     assert lines[0] == "planted: bad samples in steps 34 to 37 of 44"
-    progress = (
-        done.stderr.splitlines()
-    )  # where nobody looks: how long it will take, and a line for each training
-    assert re.fullmatch(r"three trainings of 44 steps, about \d+:\d\d in all", progress[0])
-    assert [re.sub(r"\d+:\d\d", "T", line) for line in progress[1:]] == [
-        f"{name}-001: 44 steps in T" for name in ("recovered", "without", "through")
-    ]
     assert lines[-2:] == ["equal to the bit to the run that never saw them", "drawn as spike.png"]
     assert max(map(len, lines)) <= 80
     facts = json.loads((tmp_path / "spike.json").read_text())

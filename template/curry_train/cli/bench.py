@@ -254,8 +254,8 @@ def bench_command(
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
-    echo_notes(workload, err=json_path == "-")
-    click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}", err=json_path == "-")
+    echo_notes(workload)
+    click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}")
     facts = provenance(place)
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])

@@ -144,8 +144,8 @@ def grad_flow_command(
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
-    echo_notes(workload, err=json_path == "-")
-    click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec), err=json_path == "-")
+    echo_notes(workload)
+    click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec))
     facts = provenance(place)
     dtype = dtype_name(case.dtype)
     if plot_path:

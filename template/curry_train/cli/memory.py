@@ -340,7 +340,7 @@ def report_snapshot(
         pairs = comparison(fullest.owned.owners | own, other)
         texts.append(comparison_text(pairs, against))
         results["against"] = {name: {"this": a, "other": b} for name, (a, b) in pairs.items()}
-    click.echo("\n\n".join(texts), err=json_path == "-")
+    click.echo("\n\n".join(texts))
     if plot_path or html_path:
         course = course_of_blocks(fullest.owned, title=fullest.name)
         if plot_path:
@@ -461,12 +461,12 @@ def measure_model(
 
     facts = provenance(place)
     dtype, size = dtype_name(case.dtype), case.batch_size
-    echo_notes(workload, err=json_path == "-")
+    echo_notes(workload)
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     tables = [header, blocks_text(choice), profile.table(), timeline.table()]
     if optimizer is not None and (note := host_note(optimizer)) is not None:
         tables.append(textwrap.fill(note, 80, subsequent_indent="  "))
-    click.echo("\n\n".join(tables), err=json_path == "-")
+    click.echo("\n\n".join(tables))
     course = course_of_timeline(timeline, lives.lives)
     if plot_path:
         plot_course(course, OWNER_COLOURS, plot_path)

@@ -142,7 +142,7 @@ def trainer_option() -> OptionDecorator:
 FACTORY_KEY = "curry_train.factory_path"
 
 
-def echo_notes(workload: Workload | None, *, err: bool) -> None:
+def echo_notes(workload: Workload | None) -> None:
     """Print what was read off the user's trainer or script, and what can't be taken over.
 
     The factory that stands for a script is printed, or written where `--factory` has a path.
@@ -150,16 +150,16 @@ def echo_notes(workload: Workload | None, *, err: bool) -> None:
     if workload is None:
         return
     for note in workload.notes:
-        click.echo(textwrap.fill(note, 80, subsequent_indent="  "), err=err)
+        click.echo(textwrap.fill(note, 80, subsequent_indent="  "))
     path = click.get_current_context().meta.get(FACTORY_KEY)
     if workload.factory and path is not None:
         Path(path).write_text(workload.factory, encoding="utf-8")
-        click.echo(f"wrote {path}: use it as --model {path}:build", err=err)
+        click.echo(f"wrote {path}: use it as --model {path}:build")
     elif workload.factory:
         text = textwrap.indent(workload.factory, "  ")
-        click.echo(f"the factory that was used, which --factory FILE writes:\n\n{text}", err=err)
+        click.echo(f"the factory that was used, which --factory FILE writes:\n\n{text}")
     if workload.notes:
-        click.echo(err=err)
+        click.echo()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

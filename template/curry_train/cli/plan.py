@@ -266,7 +266,7 @@ def plan_command(
 
     Exit status: 0 planned, 1 nothing fits, 2 wrong usage.
     """
-    console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     place = choose_device("auto")
     here = [] if target else [FOR_THIS_CPU if place.type == "cpu" else FOR_THIS_GPU]
     files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
@@ -297,7 +297,7 @@ def plan_command(
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
 
-    echo_notes(own, err=json_path == "-")
+    echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
     _print_plan(console, plan, text, place=place, measured=measured, out=out)
     if json_path:

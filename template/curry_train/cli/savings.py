@@ -10,14 +10,11 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..bench.savings import (
     MEASURED_OUTCOME,
@@ -61,7 +58,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import SCREEN_WIDTH, ScreenCommand, align, fill_screen
+from .screen import SCREEN_WIDTH, ScreenCommand, align, fill_screen, progress_on_screen
 
 # Table of savings, at most 80 columns wide.
 
@@ -292,13 +289,12 @@ def savings_command(
         raise UnusableInput(str(error)) from error
     if json_path:
         write_json(json_path, data)
-    echo = partial(click.echo, err=json_path == "-")
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
-        echo_notes(workload, err=json_path == "-")
-    echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
-    echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
-    echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
-    echo(f"\nwrote {out / 'savings.json'}\n{picture}")
+        echo_notes(workload)
+    click.echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
+    click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
+    click.echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
+    click.echo(f"\nwrote {out / 'savings.json'}\n{picture}")
     if any(row.is_wrong for row in rows):
         sys.exit(1)
 
@@ -332,15 +328,11 @@ def _cases(
 def _measure(
     cases: Sequence[CaseAtDepth], names: Sequence[str], *, repeats: int, limit: int | None
 ) -> list[SavingsRow]:
-    """Measure the cases one after the other, with a bar on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
+    """Measure the cases one after the other."""
     rows = list[SavingsRow]()
     hints: dict[Any, dict[str, int]] = {}
     steps = len(cases) * count_steps(len(names), repeats=repeats, limit=limit)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with progress_on_screen() as progress:
         task = progress.add_task("", total=steps, completed=-1)
         for case, depth in cases:
 

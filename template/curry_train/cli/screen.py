@@ -19,7 +19,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
@@ -45,6 +45,7 @@ SECTIONS = {
     "Output": ("--explain", "--out", "--plot", "--html", "--json"),
 }
 OTHER_SECTION = "Options"
+_HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 WIDEST_OPTION = 24
 # What click appends for the range of a number, which its error message has as well.
 _RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
@@ -104,6 +105,24 @@ def errors_that_fit() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def json_on_standard_output(ctx: click.Context) -> Iterator[None]:
+    """Keep standard output for the JSON of `--json -`, and standard error for all else.
+
+    What a factory or a script prints is among that. Ranks print for themselves.
+    """
+    if ctx.params.get("json_path") != "-" or "WORLD_SIZE" in os.environ:
+        yield
+        return
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
+        ctx.params["json_path"] = file.name
+        try:
+            with redirect_stdout(sys.stderr):
+                yield
+        finally:
+            sys.stdout.write(file.read())
+
+
 class ScreenCommand(click.Command):
     """Show a line for each option, in sections, and one example.
 
@@ -139,6 +158,13 @@ class ScreenCommand(click.Command):
             finally:
                 sys.stdout = before
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words; a shell leaves the ~ of `--json=~/a.json` and of `runs=~/a`."""
+        if not isinstance(self, click.Group):
+            home = str(Path.home())
+            args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
+        return super().parse_args(ctx, args)
+
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with errors_that_fit():
             return super().make_context(*args, **settings)
@@ -146,7 +172,7 @@ class ScreenCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a result file that can't be written ends it in one line."""
         try:
-            with errors_that_fit():
+            with errors_that_fit(), json_on_standard_output(ctx):
                 return super().invoke(ctx)
         except OSError as error:
             is_output = error.filename is not None and str(error.filename) in map(

@@ -13,7 +13,6 @@ import math
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +21,11 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from ..config import Config, load_config
-from ..core.wording import format_duration, provenance, unheard, write_json
+from ..core.wording import provenance, unheard, write_json
 from ..data import Dataset
-from ..loop import StepReport
 from ..runs.history import read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
 from ..runs.policy_config import SpikeConfig
@@ -47,7 +44,7 @@ from .options import (
 )
 from .resume_check import final_tensors
 from .runs_plot import plot_runs
-from .screen import ScreenCommand
+from .screen import ScreenCommand, progress_on_screen
 from .train import open_named_run
 
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
@@ -340,7 +337,6 @@ def _difference(folder: Path, recovered: dict[int, float], without: dict[int, fl
 
 # Command `runs spike-check`: plant bad samples and check the recovery from the spike.
 
-NUM_TIMED_STEPS = 5  # steps to time before the total time is estimated
 MOST_RISES = 6  # rises of the loss to print
 
 
@@ -394,7 +390,7 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
     if model:
         given.append(f"model={model}")
-    console = Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
+    console = Console(highlight=False, soft_wrap=False)
 
     with contextlib.ExitStack() as stack:
         if keep_path:
@@ -496,42 +492,12 @@ def _draw(found: SpikeCheck, folder: Path, path: str) -> None:
 
 @contextlib.contextmanager
 def _progress(steps: int) -> Iterator[Watch]:
-    """Print an estimate of the total time, then show a bar, or a line per run off a terminal."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    columns = (
-        BarColumn(12),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    """Show the steps of all three runs on a terminal."""
+    with progress_on_screen() as progress:
         task = progress.add_task("", total=3 * steps)
-        steps_before = 0
 
         @contextlib.contextmanager
         def watch(run: TrainingRun) -> Iterator[Hook]:
-            nonlocal steps_before
-            began = time.perf_counter()
-            after_first = 0.0
-
-            def advance(report: StepReport) -> None:
-                nonlocal after_first
-                if report.step == 1:
-                    # The estimate leaves out the first step, which takes much longer.
-                    after_first = time.perf_counter()
-                elif report.step == NUM_TIMED_STEPS and not steps_before:
-                    step_seconds = (time.perf_counter() - after_first) / (NUM_TIMED_STEPS - 1)
-                    total = format_duration(3 * steps * step_seconds)
-                    console.print(f"three trainings of {steps} steps, about {total} in all")
-                completed = steps_before + report.step
-                progress.update(task, completed=completed, description=run.folder.name)
-
-            yield advance
-            steps_before += steps
-            if not console.is_terminal:
-                duration = format_duration(time.perf_counter() - began)
-                console.print(f"{run.folder.name}: {steps} steps in {duration}")
+            yield lambda report: progress.update(task, advance=1, description=run.folder.name)
 
         yield watch

@@ -457,7 +457,7 @@ def _print_settings(
         style="dim",
     )
     for case in cases:
-        echo_notes(case.workload, err=console.stderr)
+        echo_notes(case.workload)
     return {"dtype": dtypes, "batch_size": sizes[0] if len(sizes) == 1 else sizes, "seed": seed}
 
 

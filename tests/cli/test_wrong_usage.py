@@ -1,0 +1,166 @@
+"""One line and status 2 for each mistake on a command line, in every command that runs a model.
+
+python -m pytest tests/cli/test_wrong_usage.py
+"""
+
+import json
+import shlex
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from curry_train.cli.main import main
+
+MODELS = """
+import torch
+from torch import nn
+
+def blocks():
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), torch.randn(8, 8)
+
+def loud():
+    print("building")
+    return blocks()
+
+def raises():
+    raise KeyError("weights")
+
+def wrong():
+    return 3
+
+def other():
+    return nn.Embedding(8, 8), torch.randint(8, (4, 3))
+
+def mismatch():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 31)
+"""
+
+MISTAKES = """
+bench                                       | give either --model, --trainer or --script
+bench --model bert                          | no workload is called 'bert'
+bench --model mlp --lever ful               | no lever is called 'ful'; did you mean 'full'?
+bench --model mlp --against absent:build    | can't import absent
+bench --model mlp --optimizer adamx         | no optimizer is called 'adamx'
+bench --model mlp --blocks layers.*         | the pattern 'layers.*' matches no module
+bench --model mlp --steps 0                 | 0 is not in the range x>=1
+bench --model mlp --peak fast               | 'fast' is not a peak: give TFLOP/s, such as 989, or 'measured'
+bench --model mlp --peak -3                 | '-3' is not a peak
+bench --model mlp --plot absent/bench.png   | create it first
+bench --model made.py:blocks --against made.py:other | can't take the batch of
+bench --model mlp now                       | 'now' is for no script: give --script FILE
+bench --model mlp --factory f.py            | --factory writes what --script has read
+grad-flow --model mlpp                      | no workload is called 'mlpp'
+grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no module; there are 0, 0.0
+grad-flow --model mlp --steps 0             | Invalid value for '--steps'
+grad-flow --model mlp --plot nowhere/f.png  | create it first
+train --trainer made.py:blocks              | No such option
+memory                                      | give either --model or --snapshot
+memory --model mlp --against made.py        | --against compares snapshots
+plan --model mlp                            | a plan needs a --budget
+PLAN --budget 24                            | '24' has no unit: write 24GiB
+PLAN --budget 0                             | must be at least 1 byte
+PLAN --budget -1                            | must be at least 1 byte
+PLAN --budget abc                           | 'abc' is not a memory size
+PLAN --budget 1e3GiB                        | '1e3GiB' is not a memory size
+PLAN --budget 24XB                          | has the unit 'XB'
+PLAN --microbatch 3                         | microbatch 3 does not divide the 8 samples of a rank: use one of 1, 2, 4, 8
+PLAN --microbatch 0                         | 0 is not in the range
+PLAN --parallel ddp --ranks 3               | can't be shared by 3 ranks: use a multiple of 3
+PLAN --ranks 2                              | 2 ranks need a way to share the training
+PLAN --parallel fsdp2                       | --parallel shares a training among ranks: give --ranks
+PLAN --parallel fsdp2 --mesh dp=2 --mesh dp=4 | --fits alone takes several meshes: give --mesh once
+PLAN --parallel ddp --ranks 2 --verify      | --verify runs one rank
+PLAN --target h10                           | there is no profile 'h10'. Did you mean 'h100'?
+PLAN --optimizer adam                       | no optimizer is called 'adam'; did you mean 'adamw'?
+PLAN --blocks nothing*                      | the pattern 'nothing*' matches no module
+PLAN --out missing/plan.json                | does not exist: create it first
+PLAN --json missing/plan.json               | does not exist: create it first
+PLAN --chunked-loss                         | has no output layer
+PLAN --without half                         | is not one of
+PLAN --lengths a                            | 'a' is no list of lengths, such as 512,1024
+PLAN --link fast                            | fast
+PLAN --reshard-after-forward 1              | '1' is neither yes, no, nor a number of ranks
+PLAN --model nothing                        | no workload is called 'nothing'
+PLAN --model made.py:none                   | has no callable 'none'
+PLAN --model absent:blocks                  | can't import absent
+PLAN --model made.py:raises                 | the factory raised KeyError: 'weights'
+PLAN --model made.py:wrong                  | the factory returned int
+PLAN --model made.py:mismatch               | a forward on the batch raised
+gen-tests --model mlp                       | Missing option '--out'
+gen-tests --out t.py                        | give either --model or --trainer
+gen-tests --model bert --out t.py           | no workload is called 'bert'
+gen-tests --model absent:build --out t.py   | can't import absent
+gen-tests --model mlp --out t.py --gate recompute/all | no gate matches 'recompute/all'; there are
+gen-tests --model mlp --out t.py --blocks x.* | the pattern 'x.*' matches no module
+gen-tests --model mlp --out t.py --package absent | can't import absent.gates
+gen-tests --model mlp --out absent/t.py     | the folder of 'absent/t.py' does not exist: create it first
+gen-tests --model mlp --out t.py --check    | there is no t.py to check
+gen-tests --model mlp --out folder          | is a directory
+gen-tests --model mlp --out t.py --batch-size 0 | 0 is not in the range
+savings --out out --batch-size 2,x          | 'x' is not a whole number from 1 up
+savings --out out --limit 3                 | '3' has no unit
+"""  # noqa: E501
+PLAN = "plan --model made.py:blocks --budget 1GiB --target cpu --global-batch 8 --whole-loss"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "made.py").write_text(MODELS)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("made", None)
+
+
+@pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
+def test_a_mistake_is_one_message_and_status_2_and_writes_nothing(row, folder):
+    line, _, message = row.partition("|")
+    ended = CliRunner().invoke(main, shlex.split(line.replace("PLAN", PLAN)))
+    assert ended.exit_code == 2, ended.output
+    assert message.strip() in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.output
+    assert ended.stdout == ""
+    left = {path.name for path in folder.iterdir()} - {"__pycache__"}
+    assert left == {"made.py", "folder"}
+
+
+QUICK = {
+    "bench": "bench --model made.py:loud --steps 2 --warmup 0",
+    "grad-flow": "grad-flow --model made.py:loud --steps 1",
+    "memory": "memory --model made.py:loud",
+    "plan": f"{PLAN} --model made.py:loud --without sac --without regions",
+    "savings": "savings --model made.py:loud --strategy full --repeats 1 --out out",
+    "train": "train data.source=workload steps=1 batch_size=2 microbatch=2",
+    "validate": "validate --model made.py:loud --gate grad-accum/equal",
+}
+
+
+@pytest.mark.parametrize("command", sorted(set(QUICK) - {"train"}))
+def test_json_on_standard_output_is_json_alone_where_a_factory_prints(command):
+    ended = CliRunner().invoke(main, shlex.split(f"{QUICK[command]} --json -"))
+    assert ended.exit_code == 0, ended.output
+    assert json.loads(ended.stdout)["command"]
+    assert "building" in ended.stderr
+
+
+def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder / "folder"))
+    (folder / "folder/net.py").write_text(MODELS)
+    line = "memory --model=~/net.py:blocks --json=~/found.json"
+    ended = CliRunner().invoke(main, shlex.split(line))
+    assert ended.exit_code == 0, ended.output
+    assert json.loads((folder / "folder/found.json").read_text())["workload"]
+    words = "train --show-config runs=~/kept data.source=workload"
+    shown = CliRunner().invoke(main, words.split())
+    assert f"runs: {folder}/folder/kept\n" in shown.stdout, shown.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("command", sorted(set(QUICK) - {"plan"}))
+def test_a_missing_device_ends_with_status_3(command):
+    ended = CliRunner().invoke(main, shlex.split(f"{QUICK[command]} --device cuda"))
+    assert ended.exit_code == 3
+    assert "no CUDA device" in ended.stderr
