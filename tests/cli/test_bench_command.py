@@ -86,10 +86,6 @@ def test_the_table_explains_missing_utilisation_and_too_few_rounds():
     ]
 
 
-def test_the_table_gives_a_long_name_a_line_of_its_own():
-    shown = bench_table(planted("chunked_loss+full+accumulate=2"))
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "\nchunked_loss+full+accumulate=2\n" in shown
 
 
 def test_figures_of_every_size_keep_to_80_columns():

@@ -163,9 +163,9 @@ def test_the_list_of_commands_is_shown_without_torch():
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["valdate"], "no command is called 'valdate': did you mean validate?"),
-        (["gradflow"], "no command is called 'gradflow': did you mean grad-flow?"),
-        (["runs", "lsit"], "no command is called 'lsit': did you mean list?"),
+        (["valdate"], "no command is called 'valdate': did you mean 'validate'?"),
+        (["gradflow"], "no command is called 'gradflow': did you mean 'grad-flow'?"),
+        (["runs", "lsit"], "no command is called 'lsit': did you mean 'list'?"),
         (["zzz"], f"no command is called 'zzz': there are {', '.join(PROMISED)}"),
     ],
 )
@@ -278,7 +278,7 @@ def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed(tmp_pa
     assert f"Usage: python {script} " in run_script("--help", folder=tmp_path).stdout
     unknown = run_script("valdate", folder=tmp_path)
     assert unknown.returncode == 2
-    assert "did you mean validate?" in unknown.stderr
+    assert "did you mean 'validate'?" in unknown.stderr
     assert f"Try 'python {script} --help'" in unknown.stderr
 
 

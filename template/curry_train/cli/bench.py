@@ -38,13 +38,10 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, align, fill_screen, messages_on_screen
+from .screen import ScreenCommand, fill_screen, messages_on_screen, table
 
 # Table of a benchmark, at most 80 columns wide.
 
-LONGEST_CONFIGURATION_NAME = (
-    18  # longest name, in characters, on the line of its figures; a longer one stands above
-)
 COLUMN_HEADS = ("", "step", "10-90%", "ratio", "95%", "{unit}/s", "MiB", "MFU", "HFU")
 
 
@@ -58,19 +55,15 @@ def bench_table(bench: Bench) -> str:
         f"one optimizer step is {plain.num_terms:,} {bench.unit} and "
         f"{_flops(plain.model_flops)} of the model; loading data is not included",
     ]
+    heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
+    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
     blocks = [
         "\n".join(fill_screen(line, indent="") for line in setup),
-        "\n".join(_grid(bench)),
+        table([heads, *map(_cells, rows)]),
         "\n".join(fill_screen(line) for line in _remarks(bench)),
         "\n".join(fill_screen(line, indent="  ") for line in _legend(bench)),
     ]
     return "\n\n".join(block for block in blocks if block)
-
-
-def _grid(bench: Bench) -> Iterator[str]:
-    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
-    heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
-    return align([heads, *map(_cells, rows)], longest_name=LONGEST_CONFIGURATION_NAME)
 
 
 def _cells(row: Figures) -> list[str]:

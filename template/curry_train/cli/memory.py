@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 
 import contextlib
 import json
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand
+from .screen import ScreenCommand, fill_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
@@ -105,12 +104,12 @@ class DeviceReport:
             f"{format_bytes(history.peak_reserved)}",
         ]
         lines += self._errors()
-        for note in (*self.notes,):
-            lines += textwrap.wrap(note, 80, initial_indent="  ", subsequent_indent="  ")
-        lines += ["", f"{'owner at the peak':<{NAME_WIDTH}} {'MiB':>12} {'share':>8}"]
-        lines += self._owner_rows()
-        lines += ["", *self._step_rows(), "", *self._lever_rows()]
-        return "\n".join(line.rstrip() for line in lines)
+        lines += [fill_screen(f"  {note}") for note in self.notes]
+        tables = [self._owner_rows(), self._step_rows(), self._lever_rows()]
+        lines += [f"\n{table(rows)}" for rows in tables]
+        if any(lever.owner == self.largest_owner for lever in self.levers):
+            lines.append(f"* for the largest owner, {self.largest_owner}")
+        return "\n".join(lines)
 
     def _errors(self) -> Iterator[str]:
         for index, event in self.history.out_of_memory():
@@ -123,27 +122,29 @@ class DeviceReport:
                 "reserved but unallocated"
             )
 
-    def _owner_rows(self) -> Iterator[str]:
+    def _owner_rows(self) -> list[list[str]]:
         whole = self.history.peak_allocated
-        rows = self.owned.lines()
+        rows = [["owner at the peak", "MiB", "share"]]
+        lines = self.owned.lines()
         for owner, size in self.owned.owners.items():
-            yield _row(owner, size, whole)
-            own = [line for line in rows if line.owner == owner]
+            rows.append(_row(owner, size, whole))
+            own = [line for line in lines if line.owner == owner]
             for line in own[:MOST_LINES]:
                 blocks = "" if line.num_blocks == 1 else f" ({line.num_blocks} blocks)"
                 room = NAME_WIDTH - 2 - len(blocks)
-                yield _row(f"  {printable(line.line, longest=room)}{blocks}", line.num_bytes, whole)
+                name = f"  {printable(line.line, longest=room)}{blocks}"
+                rows.append(_row(name, line.num_bytes, whole))
         free = self.history.reserved_at_peak - whole
-        yield f"{FREE_OWNER + ' (reserved, not allocated)':<{NAME_WIDTH}} {_mib(free):>12}"
+        return [*rows, [f"{FREE_OWNER} (reserved, not allocated)", _mib(free), ""]]
 
-    def _step_rows(self) -> Iterator[str]:
-        yield f"{'step, by events':<{NAME_WIDTH - 13}} {'allocated':>12} {'reserved MiB':>12}"
+    def _step_rows(self) -> list[list[str]]:
         steps = self._steps()
+        rows = [["step, by events", "allocated", "reserved MiB"]]
         for start, end, allocated, reserved in steps[:MOST_STEPS]:
-            name = f"{start:,} to {end:,}"
-            yield f"{name:<{NAME_WIDTH - 13}} {_mib(allocated):>12} {_mib(reserved):>12}"
+            rows.append([f"{start:,} to {end:,}", _mib(allocated), _mib(reserved)])
         if len(steps) > MOST_STEPS:
-            yield f"{len(steps) - MOST_STEPS} more"
+            rows.append([f"{len(steps) - MOST_STEPS} more", "", ""])
+        return rows
 
     def _steps(self) -> list[tuple[int, int, int, int]]:
         """Return the events of each step, and its most allocated and reserved bytes."""
@@ -156,20 +157,14 @@ class DeviceReport:
             rows.append((start, end, allocated, reserved))
         return rows
 
-    def _lever_rows(self) -> Iterator[str]:
-        largest = self.largest_owner
-        title = f"{'what lowers the peak, by replay':<{NAME_WIDTH - 1}}"
-        yield f"{title} {'allocated':>11} reserved MiB"
-        if not self.levers:
-            yield "  nothing that is known here takes off 0.5%"
+    def _lever_rows(self) -> list[list[str]]:
+        rows = [["what lowers the peak, by replay", "allocated", "reserved MiB"]]
         for lever in self.levers:
-            marked = " *" if lever.owner == largest else ""
-            first, *more = textwrap.wrap(lever.change + marked, NAME_WIDTH - 4)
-            saved = f"{_mib(lever.allocated_saved):>11} {_mib(lever.reserved_saved):>12}"
-            yield f"  {first:<{NAME_WIDTH - 3}} {saved}"
-            yield from (f"    {line}" for line in more)
-        if any(lever.owner == largest for lever in self.levers):
-            yield f"  * for the largest owner, {largest}"
+            change = lever.change + " *" * (lever.owner == self.largest_owner)
+            rows.append([change, _mib(lever.allocated_saved), _mib(lever.reserved_saved)])
+        if not self.levers:
+            rows.append(["nothing that is known here takes off 0.5%", "", ""])
+        return rows
 
     @property
     def largest_owner(self) -> str:
@@ -223,8 +218,8 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / BYTES_PER_MIB:,.3f}"
 
 
-def _row(name: str, size: int, whole: int) -> str:
-    return f"{name:<{NAME_WIDTH}} {_mib(size):>12} {size / max(whole, 1):>8.1%}"
+def _row(name: str, size: int, whole: int) -> list[str]:
+    return [name, _mib(size), f"{size / max(whole, 1):.1%}"]
 
 
 # Compare a snapshot with another one, or with a plan.
@@ -290,14 +285,11 @@ def comparison(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, 
 
 def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
     """Format both figures and their difference, the largest difference first."""
-    lines = [
-        f"against {printable(path)}, MiB:",
-        f"{'':<32} {'this':>15} {'the other':>15} {'more':>14}",
-    ]
+    rows = [["", "this", "the other", "more"]]
     for name, (ours, theirs) in pairs.items():
         more = f"{(ours - theirs) / BYTES_PER_MIB:+,.3f}"
-        lines.append(f"{printable(name):<32} {_mib(ours):>15} {_mib(theirs):>15} {more:>14}")
-    return "\n".join(lines)
+        rows.append([printable(name), _mib(ours), _mib(theirs), more])
+    return f"against {printable(path)}, MiB:\n{table(rows)}"
 
 
 def _fullest(snapshot: MemorySnapshot) -> BlockHistory:
@@ -465,7 +457,7 @@ def measure_model(
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     tables = [header, blocks_text(choice), profile.table(), timeline.table()]
     if optimizer is not None and (note := host_note(optimizer)) is not None:
-        tables.append(textwrap.fill(note, 80, subsequent_indent="  "))
+        tables.append(fill_screen(note))
     click.echo("\n\n".join(tables))
     course = course_of_timeline(timeline, lives.lives)
     if plot_path:

@@ -58,7 +58,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import SCREEN_WIDTH, ScreenCommand, align, fill_screen, progress_on_screen
+from .screen import SCREEN_WIDTH, ScreenCommand, fill_screen, progress_on_screen, table
 
 # Table of savings, at most 80 columns wide.
 
@@ -100,7 +100,7 @@ def _block(label: str, rows: list[SavingsRow], limit: int | None, shows_unused: 
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
-    lines = [title[:SCREEN_WIDTH], *align(cells), *_remarks(rows)]
+    lines = [title[:SCREEN_WIDTH], table(cells), *_remarks(rows)]
     if unused:
         advice = "--strategy NAME measures one and gives the reason"
         lines.append(fill_screen(f"no use here: {', '.join(unused)}; {advice}", indent="    "))

@@ -5,9 +5,9 @@
 Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
 
-import difflib
 import errno
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import click
 from click.shell_completion import CompletionItem
+
+from ..core.wording import did_you_mean
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -236,15 +238,9 @@ class LazyGroup(ScreenCommand, click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         unknown = args[0] not in self.list_commands(ctx) and not args[0].startswith("-")
         if unknown and not ctx.resilient_parsing:
-            self.refuse_command(ctx, args[0])
+            advice = did_you_mean(args[0], self.list_commands(ctx))
+            ctx.fail(f"no command is called {args[0]!r}: {advice}")
         return super().resolve_command(ctx, args)
-
-    def refuse_command(self, ctx: click.Context, name: str) -> NoReturn:
-        """Raise a usage error that suggests the nearest command."""
-        nearest = difflib.get_close_matches(name, self.list_commands(ctx), n=1, cutoff=0.5)
-        names = ", ".join(self.list_commands(ctx))
-        advice = f"did you mean {nearest[0]}?" if nearest else f"there are {names}"
-        ctx.fail(f"no command is called {name!r}: {advice}")
 
     def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
         """Return name and summary of each command, without importing those that are lazy."""
@@ -369,23 +365,24 @@ def wrapped(text: str, *, begun: int = 0) -> str:
     return "\n".join(lines)
 
 
-def align(cells: Sequence[Sequence[str]], *, longest_name: int = SCREEN_WIDTH) -> Iterator[str]:
-    """Yield the lines of a table: names at the left, figures at the right of their columns.
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as a table on a screen: names at the left, figures at the right."""
+    # Here, because the list of commands is shown without rich.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    A name longer than `longest_name` has a line of its own.
-    """
-    columns = list(zip(*cells, strict=True))
-    widths = [max(map(len, column)) for column in columns[1:]]
-    fitting = [len(name) for name in columns[0] if len(name) <= longest_name]
-    name_width = max(fitting, default=longest_name)
-    gap = "  " if name_width + sum(widths) + 2 * len(widths) <= SCREEN_WIDTH else " "
-    for name, *others in cells:
-        figures = gap.join(cell.rjust(width) for cell, width in zip(others, widths, strict=True))
-        start = name
-        if len(name) > name_width:
-            yield name if len(name) <= SCREEN_WIDTH else f"{name[: SCREEN_WIDTH - 3]}..."
-            start = ""
-        yield f"{start.ljust(name_width)}{gap}{figures}".rstrip()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    gap = 2 if sum(widths) + 2 * len(widths) <= SCREEN_WIDTH else 1
+    grid = Table.grid(padding=(0, gap, 0, 0))
+    for number in range(len(widths)):
+        grid.add_column(justify="right" if number else "left", no_wrap=number > 0)
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    console = Console(width=SCREEN_WIDTH, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 # Progress of long work.
