@@ -86,8 +86,6 @@ def test_the_table_explains_missing_utilisation_and_too_few_rounds():
     ]
 
 
-
-
 def test_figures_of_every_size_keep_to_80_columns():
     found = planted("full", seconds=(0.0123, 0.0144))
     for row in found.rows:

@@ -32,6 +32,7 @@ from .options import (
     case_of,
     choose_device,
     echo_notes,
+    parsed,
     plot_option,
     require_matplotlib,
     run_options,
@@ -156,17 +157,15 @@ def _levers() -> str:
     return f"Repeatable; + joins several: {', '.join(list_levers())}."
 
 
-def _peak(context: click.Context, option: click.Parameter, text: str | None) -> float | str | None:
-    if text is None or text == MEASURED_PEAK:
+def _peak(text: str) -> float | str:
+    if text == MEASURED_PEAK:
         return text
     try:
         rate = float(text) * FLOPS_PER_TFLOP
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise click.BadParameter(
-            f"{text!r} is not a peak: give TFLOP/s, such as 989, or {MEASURED_PEAK!r}"
-        )
+        raise ValueError(f"{text!r} is not a peak: give TFLOP/s, such as 989, or {MEASURED_PEAK!r}")
     return rate
 
 
@@ -193,7 +192,7 @@ def _peak(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--peak",
     metavar="TFLOPS",
-    callback=_peak,
+    callback=parsed(_peak),
     help="Or measured, for MFU and HFU; default: the data sheet.",
 )
 @plot_option("Draw times and peaks as PNG; needs matplotlib.")

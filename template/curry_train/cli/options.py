@@ -3,10 +3,12 @@
 Proof: `python -m pytest tests/cli/test_cli.py`.
 """
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import shlex
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +54,30 @@ def _writable(path: str | None) -> str | None:
     if path not in (None, "-") and not Path(path).parent.is_dir():
         raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
     return path
+
+
+def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return the callback of an option that parses its text; a ValueError is wrong usage."""
+
+    def callback(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+def new_folder(stack: contextlib.ExitStack, path: str | None) -> Path:
+    """Return a folder that is absent or empty, or a temporary one where no path was given."""
+    if path is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    folder = Path(path)
+    if folder.exists() and any(folder.iterdir()):
+        raise UnusableInput(f"{folder} is not empty: give a new folder")
+    return folder
 
 
 def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:

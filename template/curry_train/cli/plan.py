@@ -45,6 +45,7 @@ from .options import (
     echo_notes,
     json_option,
     output_option,
+    parsed,
     plot_option,
     require_matplotlib,
     seed_option,
@@ -59,50 +60,27 @@ FOR_THIS_CPU = "This plan is for this CPU; --target h100 plans for a GPU without
 FOR_THIS_GPU = "This plan is for this GPU; --target names another device, such as h100."
 
 
-def _bytes(context: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    if text is None:
-        return None
+def _lengths(text: str) -> tuple[int, ...]:
     try:
-        return parse_bytes(text)
+        return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+        raise ValueError(f"{text!r} is no list of lengths, such as 512,1024") from error
 
 
-def _lengths(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(",")) if text else ()
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no list of lengths, such as 512,1024") from error
-
-
-def _meshes(
-    context: click.Context, option: click.Parameter, texts: tuple[str, ...]
-) -> list[dict[str, int]]:
-    try:
-        return [parse_mesh(text) for text in texts]
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
-
-
-def _links(context: click.Context, option: click.Parameter, text: str | None) -> Links | None:
-    try:
-        return parse_links(text) if text else None
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from error
+def _meshes(texts: tuple[str, ...]) -> list[dict[str, int]]:
+    return [parse_mesh(text) for text in texts]
 
 
 # Values of --reshard-after-forward beside a number of ranks.
 RESHARD_WORDS = {"yes": True, "no": False}
 
 
-def _reshard(
-    context: click.Context, option: click.Parameter, text: str | None
-) -> bool | int | None:
-    if text is None or text in RESHARD_WORDS:
-        return None if text is None else RESHARD_WORDS[text]
+def _reshard(text: str) -> bool | int:
+    if text in RESHARD_WORDS:
+        return RESHARD_WORDS[text]
     if text.isdecimal() and int(text) > 1:
         return int(text)
-    raise click.BadParameter(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
+    raise ValueError(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
 
 
 def sharding_options(command: Any) -> Any:
@@ -121,7 +99,7 @@ def sharding_options(command: Any) -> Any:
             "--mesh",
             "meshes",
             multiple=True,
-            callback=_meshes,
+            callback=parsed(_meshes),
             metavar="SIZES",
             help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
         ),
@@ -134,7 +112,7 @@ def sharding_options(command: Any) -> Any:
         ),
         click.option(
             "--reshard-after-forward",
-            callback=_reshard,
+            callback=parsed(_reshard),
             metavar="HOW",
             help="Reshard parameters after forward: yes, no, or to how many ranks.  "
             "[default: as torch does]",
@@ -148,7 +126,7 @@ def sharding_options(command: Any) -> Any:
         click.option(
             "--link",
             "links",
-            callback=_links,
+            callback=parsed(parse_links),
             metavar="RATES",
             help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
         ),
@@ -163,7 +141,7 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--budget",
     "budget_bytes",
-    callback=_bytes,
+    callback=parsed(parse_bytes),
     metavar="SIZE",
     help="Memory per rank, such as 24GiB; for a GPU, that of the whole card.",
 )
@@ -196,7 +174,7 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--context",
     "context_bytes",
-    callback=_bytes,
+    callback=parsed(parse_bytes),
     metavar="SIZE",
     help="Memory of a GPU that a process takes besides its tensors.  [default: 512MiB]",
 )
@@ -204,7 +182,8 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--lengths",
     metavar="LIST",
-    callback=_lengths,
+    default="",
+    callback=parsed(lambda text: _lengths(text) if text else ()),
     help="Lengths of shorter batches that come too, such as 512,1024.",
 )
 @blocks_option()

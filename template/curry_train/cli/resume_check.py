@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +29,7 @@ from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
 from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
 from ..trainer import train_run
-from .options import UnusableInput, choose_device, model_option
+from .options import UnusableInput, choose_device, model_option, new_folder
 from .runs import JSON_OPTION, console_for, end
 from .screen import ScreenCommand, messages_on_screen
 from .train import open_named_run
@@ -266,12 +265,7 @@ def resume_check_command(
     kill_step = kill_at or max(2, steps * 2 // 3)
     given = [*words, *([f"model={model}"] if model else [])]
     with contextlib.ExitStack() as stack:
-        if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="resume-check-")))
-        else:
-            folder = Path(out)
-            if folder.exists() and any(folder.iterdir()):
-                raise UnusableInput(f"{out} is not empty: give a new folder")
+        folder = new_folder(stack, out)
         try:
             show_message = stack.enter_context(messages_on_screen())
             show_message("straight, killed, resumed")

@@ -53,6 +53,7 @@ from .options import (
     dtype_option,
     echo_notes,
     json_option,
+    parsed,
     samples_of,
     seed_option,
     settle_blocks,
@@ -169,22 +170,12 @@ DEFAULT_SAMPLES = 8  # where the factory has no batch of its own
 CaseAtDepth = tuple[Case, int | None]
 
 
-def _parse_limit(context: click.Context, option: click.Parameter, value: str | None) -> int | None:
-    """Parse `--limit 2GiB`."""
-    try:
-        return None if value is None else parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def _parse_numbers(
-    context: click.Context, option: click.Parameter, values: Sequence[str]
-) -> list[int]:
+def _numbers(values: Sequence[str]) -> list[int]:
     """Parse `--batch-size 8,32 --batch-size 64` as 8, 32 and 64."""
     words = [word.strip() for value in values for word in value.split(",")]
     for word in words:
         if not (word.isascii() and word.isdecimal() and int(word)):
-            raise click.BadParameter(
+            raise ValueError(
                 f"{word!r} is not a whole number from 1 up; several are written 8,32,128"
             )
     return list(dict.fromkeys(map(int, words)))
@@ -211,7 +202,7 @@ def _parse_numbers(
     "batch_sizes",
     multiple=True,
     metavar="N,N",
-    callback=_parse_numbers,
+    callback=parsed(_numbers),
     help=f"Samples per step; default: as in the factory's batch, or {DEFAULT_SAMPLES}.",
 )
 @click.option(
@@ -219,13 +210,13 @@ def _parse_numbers(
     "depths",
     multiple=True,
     metavar="N,N",
-    callback=_parse_numbers,
+    callback=parsed(_numbers),
     help="Numbers of blocks of a built-in model.",
 )
 @click.option(
     "--limit",
     metavar="SIZE",
-    callback=_parse_limit,
+    callback=parsed(parse_bytes),
     help="Also find the largest batch whose step fits, such as 2GiB.",
 )
 @click.option(

@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 import contextlib
 import math
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -39,6 +38,7 @@ from .options import (
     choose_device,
     json_option,
     model_option,
+    new_folder,
     plot_option,
     require_matplotlib,
 )
@@ -393,12 +393,7 @@ def spike_check_command(
     console = Console(highlight=False, soft_wrap=False)
 
     with contextlib.ExitStack() as stack:
-        if keep_path:
-            folder = Path(keep_path)
-        else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spike-check-")))
-        if folder.exists() and any(folder.iterdir()):
-            raise UnusableInput(f"{folder} is not empty: give a new folder")
+        folder = new_folder(stack, keep_path)
         try:
             settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
             check_settings(settings, at=at, num_windows=windows)
