@@ -141,19 +141,3 @@ def test_two_models_of_the_user_are_compared(run, toys):
     ended = run("--model", "bench_toys:small", "--against", "bench_toys:large", *QUICK)
     assert ended.exit_code == 0, ended.output
     assert "\nbench_toys:large" in ended.output
-
-
-def test_a_hugging_face_model_is_benchmarked(run, tmp_path):
-    pytest.importorskip("transformers")
-    size = "vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2"
-    source = (
-        "from transformers import LlamaConfig, LlamaForCausalLM as L\n"
-        f"def build(): return L(LlamaConfig({size}, num_attention_heads=4))\n"
-    )
-    (tmp_path / "bench_llama.py").write_text(source)
-    ended = run(
-        "--model", "bench_llama:build", "--lever", "full", "--lever", "accumulate=2", *QUICK
-    )
-    assert ended.exit_code == 0, ended.output
-    assert "tokens/s" in ended.output
-    assert "changes the training result" not in ended.output

@@ -121,10 +121,6 @@ def test_commands_work_on_blocks_that_run_and_print_what_they_hold(
     assert REASON in output
 
 
-def test_memory_counts_the_bytes_of_blocks_that_run(spec):
-    assert "layers.3.1" in run("memory", "--model", spec)
-
-
 def test_a_plan_recomputes_blocks_that_run(spec, tmp_path):
     path = tmp_path / "plan.json"
     run("plan", "--model", spec, *COMMANDS["plan"], "--out", str(path), "--verify")
