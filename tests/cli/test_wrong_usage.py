@@ -1,4 +1,4 @@
-"""One line and status 2 for each mistake on a command line, in every command that runs a model.
+"""Each mistake on the command line of a command on a model is one line and status 2.
 
 python -m pytest tests/cli/test_wrong_usage.py
 """

@@ -34,8 +34,8 @@ COLOURS = (
     *("#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#222255"),
     *("#EE8866", "#999933", "#882255", "#117733", "#332288", "#AA4499", "#DDAA33"),
 )
-GREY = "#555555"
-MARKERS = "osD^vP<X>hpd8H"
+GREY_COLOUR = "#555555"
+STRATEGY_MARKERS = "osD^vP<X>hpd8H"
 BYTES_PER_MIB = 2**20
 BYTES_PER_GIB = 2**30
 
@@ -49,7 +49,7 @@ def _new_figure(width: float, height: float, title: str, note: str = "") -> Any:
     # A dollar sign of a file's name would begin a formula.
     figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=12)
     if note:
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=GREY)
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=GREY_COLOUR)
     return figure
 
 
@@ -110,14 +110,17 @@ def _draw_times(axes: Any, place: int, row: Figures, scale: float, end: float) -
     """Draw the steps of a configuration; a label at the right has its figures."""
     if row.step is None:
         return
-    colour = GREY if row.ratio is None else VERDICT_COLOURS.get(row.ratio.verdict, ALIKE_COLOUR)
-    lower, median, upper = (scale * row.step.lower, scale * row.step.median, scale * row.step.upper)
-    axes.barh(place, upper - lower, left=lower, height=0.5, color=colour, alpha=0.25)
+    colour = (
+        GREY_COLOUR if row.ratio is None else VERDICT_COLOURS.get(row.ratio.verdict, ALIKE_COLOUR)
+    )
+    lower = scale * row.step.lower
+    width = scale * row.step.upper - lower
+    axes.barh(place, width, left=lower, height=0.5, color=colour, alpha=0.25)
     # Spread the dots so that they do not overlap; a fixed pattern keeps plots reproducible.
     heights = [place + 0.09 * ((turn * 7) % 5 - 2) for turn in range(len(row.seconds))]
     steps = [scale * seconds for seconds in row.seconds]
     axes.plot(steps, heights, ".", color=colour, markersize=4, alpha=0.55)
-    axes.vlines(median, place - 0.3, place + 0.3, colour, linewidth=2.5)
+    axes.vlines(scale * row.step.median, place - 0.3, place + 0.3, colour, linewidth=2.5)
     label = format_seconds(row.step.median)
     if row.ratio is not None:
         label += f", {row.ratio.median:.2f}x"
@@ -159,7 +162,10 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
     for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
         for row in case:
             index = names.index(row.strategy)
-            look = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+            look = {
+                "color": COLOURS[index % len(COLOURS)],
+                "marker": STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)],
+            }
             _draw_strategy(panels, row, look)
         _draw_front(panels[0], [(row.seconds.ratio, row) for row in case if row.seconds])
         _draw_front(panels[1], [(_recomputed(row), row) for row in case])
@@ -267,9 +273,10 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
     from matplotlib.patches import Patch
 
     for axes, (kind, label) in zip(panels, PANELS.items(), strict=True):
-        cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
-        grid = numpy.array([[value for value, _ in row] for row in cells], dtype=float)
-        bad = numpy.array([[is_bad for _, is_bad in row] for row in cells])
+        cells = [_cell(record.layers[name], kind) for name in names for record in records]
+        shape = (len(names), len(records))
+        grid = numpy.array([value for value, _ in cells], dtype=float).reshape(shape)
+        bad = numpy.array([is_bad for _, is_bad in cells]).reshape(shape)
         bounds = UPDATE_RATIO_RANGE if kind == "update" else ()
         image, ticks = _draw_cells(axes, grid, bad, bounds)
         bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
@@ -360,7 +367,7 @@ def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | 
 
 
 def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
-    layers = [[size / BYTES_PER_MIB for size in owned] for owned in course.owners.values()]
+    layers = [numpy.array(owned) / BYTES_PER_MIB for owned in course.owners.values()]
     reserved = [size / BYTES_PER_MIB for size in course.reserved]
     peak = course.totals[course.peak_place] / BYTES_PER_MIB
     highest = max([peak, *reserved, 1e-9])
@@ -377,7 +384,9 @@ def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) 
         axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
         if (end - start) * 80 >= course.end * len(phase):
             middle = (start + end) / 2
-            axes.text(middle, highest * 1.19, phase, ha="center", va="top", fontsize=9, color=GREY)
+            axes.text(
+                middle, highest * 1.19, phase, ha="center", va="top", fontsize=9, color=GREY_COLOUR
+            )
 
     moment = course.moments[course.peak_place]
     side, away = ("left", 8) if moment < course.end / 2 else ("right", -8)

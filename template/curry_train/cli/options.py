@@ -10,7 +10,7 @@ import itertools
 import shlex
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,33 +125,35 @@ def training_options(
             click.get_current_context().meta[FACTORY_KEY] = factory_path
             return command(*args, **settings)
 
-        options = (
-            click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-            output_option(
-                "Write the factory that stands for --script, to use it as --model.",
-                *("--factory", "factory_path"),
-                metavar="FILE",
-            ),
-            click.option(
-                "--model-config",
-                metavar="FILE",
-                help="A config.json of Hugging Face; --model is a name for it then.",
-            ),
-            click.option(
-                "--script",
-                metavar="FILE",
-                help="In place of --model: run this script to its first optimizer step, with "
-                "the ARGUMENTS after --.",
-            ),
-            trainer_option(),
-            model_option(name, more=f". {more}".rstrip(), multiple=multiple),
-        )
         changed: Callable[..., Any] = run
-        for option in options:
+        for option in _training_inputs(name, more=more, multiple=multiple):
             changed = option(changed)
         return changed
 
     return decorate
+
+
+def _training_inputs(name: str, *, more: str, multiple: bool) -> Iterator[OptionDecorator]:
+    """Yield the options of `training_options`, the last of the page first."""
+    yield click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
+    yield output_option(
+        "Write the factory that stands for --script, to use it as --model.",
+        *("--factory", "factory_path"),
+        metavar="FILE",
+    )
+    yield click.option(
+        "--model-config",
+        metavar="FILE",
+        help="A config.json of Hugging Face; --model is a name for it then.",
+    )
+    yield click.option(
+        "--script",
+        metavar="FILE",
+        help="In place of --model: run this script to its first optimizer step, with "
+        "the ARGUMENTS after --.",
+    )
+    yield trainer_option()
+    yield model_option(name, more=f". {more}".rstrip(), multiple=multiple)
 
 
 def trainer_option() -> OptionDecorator:

@@ -43,7 +43,7 @@ LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})
 # The relative imports of a module and the imports of its test; in a copy all are siblings.
 RELATIVE_IMPORT = re.compile(rb"^( *)from \.+(?:\w+\.)*(\w+) import ", re.MULTILINE)
 TEST_IMPORT = re.compile(rb"^from curry_train\.(?:\w+\.)*(\w+) import ", re.MULTILINE)
-PROOF = re.compile(rb"^Proof: `[^`]*`[^\n]*", re.MULTILINE)
+PROOF_PATTERN = re.compile(rb"^Proof: `[^`]*`[^\n]*", re.MULTILINE)
 
 
 class ScaffoldError(ValueError):
@@ -270,7 +270,7 @@ def technique_files(
 def _with_origin(bundle: Bundle, path: str) -> bytes:
     """Return a module with its origin in place of the docstring's `Proof:` of this repository."""
     origin = f"From curry-train: {PACKAGE}/{path}.".encode()
-    return PROOF.sub(lambda _: origin, (bundle.package / path).read_bytes(), count=1)
+    return PROOF_PATTERN.sub(lambda _: origin, (bundle.package / path).read_bytes(), count=1)
 
 
 def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> Iterator[str]:
