@@ -251,11 +251,19 @@ def plan_command(
     files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
-        settings = _settings(precision, optimizer, blocks, seed)
+        settings: dict[str, Any] = {
+            "dtype": precision,
+            "optimizer": optimizer,
+            "blocks": blocks,
+            "seed": seed,
+        }
         device = functools.partial(find_profile, target) if target else lambda: profile_of(place)
         found = _find_ranks(spec, device, shared, size, settings)
         if found is not None:
-            _print_ranks(console, found, budget_bytes, json_path, files.plot_path)
+            if isinstance(found, PipelinePeaks):
+                _print_peaks(console, found, budget_bytes, json_path)
+            else:
+                _print_fewest(console, found, json_path, files.plot_path)
             return
         planner = functools.partial(
             Planner,
@@ -268,7 +276,7 @@ def plan_command(
             **_sharing(verify=verify, **shared),
             **settings,
         )
-        plan, plain = _find_plan(planner, _given(budget_bytes), size, microbatch, files)
+        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, files)
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         console.print("\n".join([*here, str(error)]), markup=False)
@@ -280,20 +288,9 @@ def plan_command(
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
     _print_plan(console, plan, text, place=place, measured=measured, out=out)
     if json_path:
-        write_json(json_path, provenance(place) | _results(plan, plain, measured, text))
-
-
-def _results(plan: Plan, plain: Timeline, measured: int | None, text: str) -> dict[str, Any]:
-    """Return what `--json` writes of a plan."""
-    results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-    return results | _plan_json(plan)
-
-
-def _settings(
-    dtype: torch.dtype, optimizer: str | None, blocks: str | None, seed: int
-) -> dict[str, Any]:
-    """Return the settings that a plan and the search for GPUs share."""
-    return {"dtype": dtype, "optimizer": optimizer, "blocks": blocks, "seed": seed}
+        results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+        results |= {"plan": plan.to_json(), **(plan.cuda or {})}
+        write_json(json_path, provenance(place) | results)
 
 
 def _own_settings(
@@ -308,12 +305,6 @@ def _own_settings(
     own = load_workload(spec)
     size = (own.own_batch or 1) * own.accumulation
     return own, dtype_to_use(dtype, own), global_batch or size
-
-
-def _given(budget_bytes: int | None) -> int:
-    if budget_bytes is None:
-        raise ValueError("a plan needs a --budget, such as 24GiB, or --fits with the name of a GPU")
-    return budget_bytes
 
 
 def _find_ranks(
@@ -333,20 +324,6 @@ def _find_ranks(
     if is_pipeline(shared["mesh"]):
         return _find_peaks(spec, device, shared, global_batch, settings)
     return None
-
-
-def _print_ranks(
-    console: Console,
-    found: FewestGpus | PipelinePeaks,
-    budget_bytes: int | None,
-    json_path: str | None,
-    plot_path: str | None,
-) -> None:
-    """Print the fewest GPUs or the stages of a pipeline; exit with 1 where nothing fits."""
-    if isinstance(found, PipelinePeaks):
-        _print_peaks(console, found, budget_bytes, json_path)
-    else:
-        _print_fewest(console, found, json_path, plot_path)
 
 
 # Options that `--fits` takes; the others belong to the plan for a budget.
@@ -458,10 +435,6 @@ def _print_fewest(
         sys.exit(1)
 
 
-def _plan_json(plan: Plan) -> dict[str, Any]:
-    return {"plan": plan.to_json(), **(plan.cuda or {})}
-
-
 @dataclass(frozen=True)
 class PlanFiles:
     """Paths of what a plan is drawn to; None for what is not wanted."""
@@ -490,7 +463,7 @@ def _sharing(
 
 def _find_plan(
     planner_for: Callable[..., Planner],
-    budget_bytes: int,
+    budget_bytes: int | None,
     global_batch: int,
     microbatch: int | None,
     files: PlanFiles,
@@ -499,6 +472,8 @@ def _find_plan(
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
+    if budget_bytes is None:
+        raise ValueError("a plan needs a --budget, such as 24GiB, or --fits with the name of a GPU")
     with messages_on_screen() as show_message, planner_for(tell=show_message) as planner:
         planner.check_settings(global_batch, microbatch)
         if files.plot_path:
