@@ -18,8 +18,8 @@ from tree import ROOT
 from curry_train.cli.main import main
 from curry_train.cli.resume_check import (
     _different_figure,
-    _different_tensor,
     _metrics,
+    different_tensor,
     resume_check,
 )
 from curry_train.runs import Journal, Store
@@ -228,16 +228,16 @@ def test_resume_check_says_why_a_training_does_not_run(tmp_path):
 
 def test_one_bit_or_one_figure_makes_runs_differ():
     first = {"weight": torch.ones(3), "nan": torch.tensor([float("nan")])}
-    assert _different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
+    assert different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
     second = first | {
         "weight": torch.tensor([1.0, 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))])
     }
-    assert _different_tensor(first, second) == "weight differs in the final state"
+    assert different_tensor(first, second) == "weight differs in the final state"
     assert (
-        _different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)})
+        different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)})
         == "a differs in the final state"
     )
-    assert _different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
+    assert different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
     straight = [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
     assert _different_figure(straight, [straight[0], straight[0], straight[1]]) is None
     done_again = [straight[0], (1, {"loss": 0.1000001}), straight[1]]

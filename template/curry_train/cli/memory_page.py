@@ -30,7 +30,7 @@ from ..plan.owners import (
     OwnedBlocks,
 )
 from ..plan.profiler import STEP_PHASES, Timeline
-from .screen import render_template
+from .screen import render_template, write_output
 
 # From Paul Tol's palettes for colour-blind readers. Bytes that live through the whole step are at
 # the bottom, in grey or blue.
@@ -207,8 +207,4 @@ def write_page(course: MemoryCourse, path: str | Path) -> None:
         "labels": labels,
     }
     text = render_template(Path(__file__).with_name("memory_page.html.jinja"), data=data)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        # The error of a full disk names no file.
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    write_output(path, text)

@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from .ownership import ScaffoldError
+from .screen import write_output
 
 LOCK_NAME = "curry-train.lock"
 STAGING_FOLDER = ".curry-train-staging"
@@ -305,7 +306,7 @@ def write_changes(plan: WritePlan) -> None:
         staging.mkdir()
         for number, change in enumerate(plan.writes):
             if change.after is not None:
-                _write(staging / str(number), change.after)
+                write_output(staging / str(number), change.after)
         for number, change in enumerate(plan.writes):
             place = destination(plan.root, change.path)
             if change.after is None:
@@ -317,15 +318,6 @@ def write_changes(plan: WritePlan) -> None:
             (staging / str(number)).replace(place)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def _write(place: Path, content: bytes) -> None:
-    """Write a file; an error names it, which that of a full disk does not."""
-    try:
-        place.write_bytes(content)
-    except OSError as error:
-        error.filename = error.filename or str(place)
-        raise
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
+from .screen import write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -181,7 +182,7 @@ def echo_notes(workload: Workload | None) -> None:
         click.echo(textwrap.fill(note, 80, subsequent_indent="  "))
     path = click.get_current_context().meta.get(FACTORY_KEY)
     if workload.factory and path is not None:
-        Path(path).write_text(workload.factory, encoding="utf-8")
+        write_output(path, workload.factory)
         click.echo(f"wrote {path}: use it as --model {path}:build")
     elif workload.factory:
         text = textwrap.indent(workload.factory, "  ")

@@ -13,7 +13,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -51,7 +50,7 @@ from .options import (
     seed_option,
     training_options,
 )
-from .screen import ScreenCommand, messages_on_screen
+from .screen import ScreenCommand, messages_on_screen, write_output
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -507,11 +506,7 @@ def _write_steps(planner: Planner, plan: Plan, files: PlanFiles) -> None:
         return
     data = pickle.dumps(planner.predicted_snapshot(), protocol=4)
     if files.snapshot_out:
-        try:
-            Path(files.snapshot_out).write_bytes(data)
-        except OSError as error:
-            # The error of a full disk names no file.
-            raise OSError(error.errno, error.strerror, files.snapshot_out) from error
+        write_output(files.snapshot_out, data)
     if files.page_path:
         owned = OwnedBlocks(BlockHistory(snapshot_of(data).devices[0]))
         write_page(course_of_blocks(owned, title=title), files.page_path)

@@ -102,7 +102,7 @@ def resume_check(
         resumed_from=_resumed_from(killed_run),
         figures=sum(len(figures) for _, figures in resumed),
         tensors=len(straight_state),
-        difference=difference or _different_tensor(straight_state, resumed_state),
+        difference=difference or different_tensor(straight_state, resumed_state),
     )
 
 
@@ -161,7 +161,8 @@ def _different_figure(
     return f"step {missing[0]} was not trained after the resume" if missing else None
 
 
-def _different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -> str | None:
+def different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -> str | None:
+    """Name the first tensor of two final states that is not the same in every bit."""
     if missing := sorted(straight.keys() ^ resumed.keys()):
         return f"{missing[0]} is in one of the two final states alone"
     for name, first in straight.items():

@@ -42,7 +42,7 @@ from .options import (
     plot_option,
     require_matplotlib,
 )
-from .resume_check import final_tensors
+from .resume_check import different_tensor, final_tensors
 from .runs_plot import plot_runs
 from .screen import ScreenCommand, progress_on_screen
 from .train import open_named_run
@@ -325,14 +325,8 @@ def _difference(folder: Path, recovered: dict[int, float], without: dict[int, fl
                 "never saw the samples"
             )
 
-    recovered_state = final_tensors(folder / f"{RECOVERED_RUN_NAME}-001")
-    without_state = final_tensors(folder / f"{WITHOUT_RUN_NAME}-001")
-    for name in sorted(recovered_state.keys() | without_state.keys()):
-        ours = recovered_state.get(name)
-        theirs = without_state.get(name)
-        if ours is None or theirs is None or not torch.equal(ours, theirs):
-            return f"{name} differs in the final state"
-    return None
+    names = (RECOVERED_RUN_NAME, WITHOUT_RUN_NAME)
+    return different_tensor(*(final_tensors(folder / f"{name}-001") for name in names))
 
 
 # Command `runs spike-check`: plant bad samples and check the recovery from the spike.

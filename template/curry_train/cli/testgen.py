@@ -41,7 +41,7 @@ from .options import (
     settle_blocks,
     trainer_option,
 )
-from .screen import ScreenCommand, literal, render_template
+from .screen import ScreenCommand, literal, render_template, write_output
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -264,7 +264,7 @@ def testgen_command(
             )
         text = render(recipe, command=_command_words(context))
         if not check:
-            recipe.out.write_text(text, encoding="utf-8", newline="\n")
+            write_output(recipe.out, text)
     except (ValueError, OSError) as error:
         raise UnusableInput(str(error)) from error
     if check:
