@@ -4,16 +4,21 @@ python -m pytest tests/cli/test_wrong_usage.py
 """
 
 import json
+import os
 import shlex
+import subprocess
 import sys
 
 import pytest
 import torch
 from click.testing import CliRunner
+from tree import ROOT
 
 from curry_train.cli.main import main
 
 MODELS = """
+import os
+
 import torch
 from torch import nn
 
@@ -22,6 +27,10 @@ def blocks():
 
 def loud():
     print("building")
+    return blocks()
+
+def child():
+    os.system("echo building")
     return blocks()
 
 def raises():
@@ -142,6 +151,17 @@ QUICK = {
 def test_json_on_standard_output_is_json_alone_where_a_factory_prints(command):
     ended = CliRunner().invoke(main, shlex.split(f"{QUICK[command]} --json -"))
     assert ended.exit_code == 0, ended.output
+    assert json.loads(ended.stdout)["command"]
+    assert "building" in ended.stderr
+
+
+def test_json_on_standard_output_is_json_alone_where_another_process_prints(folder):
+    command = [sys.executable, "-m", "curry_train", "memory", "--model", "made.py:child"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+    ended = subprocess.run(
+        [*command, "--json", "-"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["command"]
     assert "building" in ended.stderr
 

@@ -119,10 +119,29 @@ def json_on_standard_output(ctx: click.Context) -> Iterator[None]:
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
         ctx.params["json_path"] = file.name
         try:
-            with redirect_stdout(sys.stderr):
+            with _children_to_standard_error(), redirect_stdout(sys.stderr):
                 yield
         finally:
             sys.stdout.write(file.read())
+
+
+@contextmanager
+def _children_to_standard_error() -> Iterator[None]:
+    """Send what other processes print to standard error."""
+    try:
+        number, other = sys.stdout.fileno(), sys.stderr.fileno()
+    except (OSError, ValueError):
+        # Standard output is captured in this process.
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(number)
+    os.dup2(other, number)
+    try:
+        yield
+    finally:
+        os.dup2(kept, number)
+        os.close(kept)
 
 
 class ScreenCommand(click.Command):
