@@ -22,7 +22,6 @@ from click.testing import CliRunner
 
 from curry_train.cli.main import main
 from curry_train.runs import HostileCheckpoint, RunError, SavedRun, Store, load_chosen
-from curry_train.runs.format import INDEX_FILE_NAME
 from curry_train.runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.retention import TURNED_BACK_FILE_NAME
 from torture_shapes import calls, opcodes, places
@@ -81,14 +80,6 @@ class Ground:
         )
 
     def forge_index(self, metadata: Any, protocol: int = 4) -> None:
-        """Make it a checkpoint of format 1, whose only index is the forged pickle."""
-        place = self.run / STEP
-        manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
-        (place / INDEX_FILE_NAME).unlink()
-        files = {name: entry for name, entry in manifest.files.items() if name != INDEX_FILE_NAME}
-        (place / MANIFEST_FILE_NAME).write_bytes(
-            dataclasses.replace(manifest, files=files, format=1).render()
-        )
         self.forge(
             STEP,
             ".metadata",

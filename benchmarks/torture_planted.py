@@ -96,7 +96,7 @@ def hashes_are_not_compared() -> Any:
 
 
 def anything_is_unpickled() -> Any:
-    return mock.patch.object(format, "_pickled_index", pickle.loads)
+    return mock.patch.object(format, "_index_of", pickle.loads)
 
 
 def links_are_followed() -> Any:

@@ -297,6 +297,13 @@ def deflated(name):
     return stream.getvalue()
 
 
+def doubled(times):
+    value = []
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
 BOMBS = {
     "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{" + b" " * 100,
     "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000),
@@ -314,7 +321,7 @@ BOMBS = {
     ),
     "a compressed record": deflated("archive/data.pkl"),
     "a list that contains itself": pickle.dumps((lambda one: one.append([one, 1]) or one)([])),
-    "lists that contain each other often": b"\x80\x02]" + b"q\x00]h\x00a(h\x00h\x00]e" * 3 + b".",
+    "lists that contain each other often": pickle.dumps(doubled(40)),
 }
 
 
@@ -325,6 +332,16 @@ def test_a_bomb_is_refused_in_a_line_and_in_bounded_memory(tmp_path, title):
     found = inspect(path)
     assert not found.well
     assert all("\n" not in one and len(one) < 600 for one in found.problems)
+
+
+@pytest.mark.parametrize("module", ["io", "code", "http", "signal", "inspect"])
+def test_a_class_in_a_users_module_is_no_sign_of_a_hostile_file(tmp_path, module):
+    line = b"cmy_project." + module.encode() + b"\nSettings\n."
+    (tmp_path / "settings.pkl").write_bytes(b"\x80\x02" + line)
+    found = inspect(tmp_path / "settings.pkl")
+    assert found.imports == [f"my_project.{module}.Settings"]
+    assert not found.dangerous
+    assert found.well
 
 
 def test_a_forged_storage_reads_nothing_outside_of_the_file(tmp_path):

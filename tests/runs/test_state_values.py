@@ -199,7 +199,7 @@ def test_tensors_of_every_dtype_are_restored(dtype):
 def test_the_table_lists_each_mark_and_type_once():
     marks = [kind.mark for kind in VALUE_KINDS]
     types = [type_ for kind in VALUE_KINDS for type_ in kind.types]
-    assert len(set(marks)) == len(marks) >= 25
+    assert len(set(marks)) == len(marks) >= 24
     assert len(set(types)) == len(types) >= 15
 
 
@@ -292,19 +292,3 @@ def test_what_can_not_be_restored_is_refused_with_its_path(name):
 def test_forged_content_is_damage(content):
     with pytest.raises(DamagedCheckpoint, match="can't be read"):
         decode([content])
-
-
-def test_marks_of_format_1_are_still_read():
-    old = {
-        "deque": {"$deque": [1, 2]},
-        "array": {"$array": ["uint32", [[1, 2]]]},
-        "scalar": {"$array": ["float64", 0.5]},
-        "counter": {"$counter": [[3, 2]]},
-        "items": {"$items": [[1, {"$tuple": [2]}]]},
-    }
-    found = decode(old)
-    assert same(found["deque"], deque([1, 2]))
-    assert same(found["array"], numpy.array([[1, 2]], dtype=numpy.uint32))
-    assert same(found["scalar"], numpy.float64(0.5))
-    assert same(found["counter"], Counter({3: 2}))
-    assert same(found["items"], {1: (2,)})

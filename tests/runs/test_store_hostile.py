@@ -23,7 +23,6 @@ from curry_train.runs import (
     Store,
     load_chosen,
 )
-from curry_train.runs.format import INDEX_FILE_NAME
 from curry_train.runs.layout import (
     MOST_MANIFEST_BYTES,
     FileEntry,
@@ -66,21 +65,16 @@ def read_manifest_loosely(store, saved):
 
 
 def forge_pickle(store, saved, data):
-    """Forge a checkpoint of format 1, whose only index is a pickle."""
-    manifest = read_manifest_loosely(store, saved)
-    files = {name: entry for name, entry in manifest.files.items() if name != INDEX_FILE_NAME}
-    store.files.path(f"{saved.folder}/{INDEX_FILE_NAME}").unlink()
-    store.files.path(f"{saved.folder}/manifest.json").write_bytes(
-        dataclasses.replace(manifest, files=files, format=1).render()
-    )
     forge(store, saved, ".metadata", data)
 
 
 def forge_index(store, saved, change):
-    """Forge the index as JSON: `change` gets the tensors by name and the entry of one."""
-    index = json.loads(store.files.read(f"{saved.folder}/{INDEX_FILE_NAME}"))
-    change(index["tensors"], index["tensors"]["model.0.bias"])
-    forge(store, saved, INDEX_FILE_NAME, json.dumps(index).encode())
+    """Forge the index: `change` gets its metadata, and entry and place of one tensor."""
+    metadata = metadata_of(store, saved)
+    name = "model.0.bias"
+    (place,) = [one for index, one in metadata.storage_data.items() if index.fqn == name]
+    change(metadata.state_dict_metadata, metadata.state_dict_metadata[name], place)
+    forge_pickle(store, saved, pickle.dumps(metadata))
 
 
 def metadata_of(store, saved):
@@ -231,33 +225,36 @@ def test_names_in_a_manifest_may_not_lead_outside(saved, name):
         store.load(found, new_state())
 
 
-def piece(number, value):
-    def change(_, entry):
-        entry["pieces"][0][number] = value
+def part(name, value):
+    return lambda _, entry, place: setattr(entry.chunks[0], name, value)
 
-    return change
+
+def field(name, value):
+    return lambda _, entry, place: setattr(entry, name, value)
+
+
+def at(name, value):
+    return lambda _, entry, place: setattr(place, name, value)
 
 
 FORGED_INDICES = {
-    "a file outside": piece(2, "../../../secret"),
-    "another file's name": piece(2, ["x"]),
-    "before its file": piece(3, -1),
-    "behind its file": piece(3, 10**12),
-    "longer than its file": piece(4, 10**12),
-    "a length that is no number": piece(4, 0.5),
-    "a corner that is no shape": piece(0, [True]),
-    "a piece beyond the tensor": piece(0, [1]),
-    "a larger piece": piece(1, [10**9]),
-    "a larger tensor": lambda _, entry: entry.update(shape=[10**12]),
-    "a negative shape": lambda _, entry: entry.update(shape=[-16]),
-    "too many dimensions": lambda _, entry: entry.update(shape=[1] * 100_000),
-    "pieces that are no list": lambda _, entry: entry.update(pieces=3),
-    "a dtype that is a function": lambda _, entry: entry.update(dtype="load"),
-    "a field less": lambda _, entry: entry.pop("shape"),
-    "an entry less": lambda tensors, _: (
-        tensors.pop("optimizer.0.3.bias.exp_avg", None) or tensors.pop("model.0.bias")
-    ),
-    "many tensors in the same place": lambda tensors, entry: tensors.update(
+    "a file outside": at("relative_path", "../../../secret"),
+    "another file's name": at("relative_path", ["x"]),
+    "before its file": at("offset", -1),
+    "behind its file": at("offset", 10**12),
+    "longer than its file": at("length", 10**12),
+    "a length that is no number": at("length", 0.5),
+    "a corner that is no shape": part("offsets", torch.Size([True])),
+    "a piece beyond the tensor": part("offsets", torch.Size([1])),
+    "a larger piece": part("sizes", torch.Size([10**9])),
+    "a larger tensor": field("size", torch.Size([10**12])),
+    "a negative shape": field("size", torch.Size([-16])),
+    "too many dimensions": field("size", torch.Size([1] * 100_000)),
+    "pieces that are no list": field("chunks", 3),
+    "properties that are none": field("properties", torch.float32),
+    "a field less": lambda _, entry, place: delattr(entry, "size"),
+    "an entry less": lambda tensors, _, place: tensors.pop("model.0.bias"),
+    "many tensors in the same place": lambda tensors, entry, place: tensors.update(
         {f"part.{number}": entry for number in range(1000)}
     ),
 }
@@ -274,7 +271,7 @@ def test_a_forged_index_is_refused_before_anything_changes(saved, name):
     assert equal(tensors_of(state), before)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", INDEX_FILE_NAME, "state.json"])
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "state.json"])
 def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name, monkeypatch):
     """Make files of 8 GiB without content: reading one whole would end the test's process."""
     store, found = saved
@@ -336,8 +333,8 @@ def test_a_wrong_random_state_is_refused_before_anything_changes(saved, generato
         forge_index(
             store,
             found,
-            lambda tensors, entry: (
-                tensors.update({"random.torch.rank-0": entry}) or tensors.pop("model.0.bias")
+            lambda tensors, entry, place: setattr(
+                tensors["random.torch.rank-0"], "size", torch.Size([3])
             ),
         )
     else:

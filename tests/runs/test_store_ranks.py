@@ -203,7 +203,6 @@ def test_ranks_save_in_the_background(answers, folder):
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
-        "index.json",
         "manifest.json",
         "state.json",
     ]

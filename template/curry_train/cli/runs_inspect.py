@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/cli/test_inspection.py tests/cli/test_runs_inspec
 import math
 import os
 import re
+import sys
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from ..core.unpickle import Built, Named, RefusedPickle
+from ..core.unpickle import RefusedPickle, StandIn
 from ..core.wording import format_bytes
 from ..runs.files import LocalFiles
 from ..runs.format import ALLOWED_GLOBALS
@@ -83,15 +84,20 @@ HARMLESS_PREFIXES = (
     "torch_checkpointing.tensor_slice.",
     "torch_checkpointing.checkpoint_layout.",
 )
-# A name with one of these words in it reaches functions that run commands, code or files.
+# A name with one of these words in it reaches functions that run commands or code.
 DANGEROUS_WORDS = {
-    *("os", "posix", "nt", "subprocess", "sys", "shutil", "pty", "commands", "socket", "signal"),
-    *("importlib", "runpy", "code", "codeop", "pickle", "_pickle", "marshal", "ctypes", "inspect"),
-    *("asyncio", "multiprocessing", "webbrowser", "urllib", "http", "requests", "operator"),
-    *("_operator", "builtins", "__builtin__", "__builtins__", "io", "_io", "tempfile", "pydoc"),
-    *("timeit", "pip", "ensurepip", "hub", "jit", "cpp_extension", "eval", "exec", "system"),
-    *("__import__", "__globals__", "__subclasses__", "__class__", "runstring", "_run_code"),
+    *("os", "posix", "subprocess", "importlib", "builtins", "__builtin__", "__builtins__"),
+    *("eval", "exec", "system", "__import__", "__globals__", "__subclasses__", "__class__"),
+    *("runstring", "_run_code"),
 }
+# So do these in packages that everybody has; a user's own module may have such a name.
+DANGEROUS_MODULES = {
+    *("nt", "sys", "shutil", "pty", "commands", "socket", "signal", "runpy", "code", "codeop"),
+    *("pickle", "_pickle", "marshal", "ctypes", "inspect", "asyncio", "multiprocessing"),
+    *("webbrowser", "urllib", "http", "requests", "operator", "_operator", "io", "_io"),
+    *("tempfile", "pydoc", "timeit", "pip", "ensurepip", "hub", "jit", "cpp_extension"),
+}
+COMMON_PACKAGES = {*sys.stdlib_module_names, "commands", "pip", "requests", "torch", "numpy"}
 
 
 @dataclass
@@ -175,7 +181,9 @@ def _is_harmless(name: str) -> bool:
 
 
 def _is_dangerous(name: str) -> bool:
-    return not DANGEROUS_WORDS.isdisjoint(name.split(".")) or name == "torch.load"
+    words = name.split(".")
+    is_common = words[0] in COMMON_PACKAGES and not DANGEROUS_MODULES.isdisjoint(words)
+    return is_common or not DANGEROUS_WORDS.isdisjoint(words) or name == "torch.load"
 
 
 def inspect_checkpoint(path: str | os.PathLike[str], *, values: bool = True) -> Inspection:
@@ -389,7 +397,7 @@ def _read_distributed(
     found.complete = True
     hashed = FileContent(algorithm="CRC-32")
     for name, entry in index["state_dict_metadata"].items():
-        if entry.function == Named(_METADATA_MODULE, "BytesStorageMetadata"):
+        if entry.named == f"{_METADATA_MODULE}.BytesStorageMetadata":
             place = places.get((name, None))
             found.values[str(name)] = "a pickled value"
             _add_piece(files, place, str(name), None, found, hashed, values=False)
@@ -480,24 +488,23 @@ def _add_piece(
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
     """Return the fields of an unbuilt dataclass of torch's index."""
-    if type(node) is not Built or not isinstance(node.function, Named):
-        raise ValueError(f"the index holds a {type(node).__name__} in place of a {name}")
-    if node.function.name != name or type(node.state) is not dict:
-        raise ValueError(f"the index holds {node.function!s:.80} in place of a {name}")
+    found = getattr(node, "named", type(node).__name__)
+    if found.rpartition(".")[2] != name or type(node.state) is not dict:
+        raise ValueError(f"the index holds {found!s:.80} in place of a {name}")
     fields: dict[str, Any] = node.state
     return fields
 
 
 def _size(node: Any) -> tuple[int, ...]:
-    given = node.arguments[0] if type(node) is Built else node
+    given = node.arguments[0] if isinstance(node, StandIn) else node
     if type(given) not in (tuple, list) or any(type(one) is not int or one < 0 for one in given):
         raise ValueError(f"the index holds the size {given!r:.80}")
     return tuple(given)
 
 
 def _dtype_name(properties: Any) -> str:
-    first = properties.state[0] if type(properties) is Built else None
-    return first.name if isinstance(first, Named) else "unknown"
+    first = properties.state[0] if isinstance(properties, StandIn) else None
+    return str(getattr(first, "named", "unknown")).rpartition(".")[2]
 
 
 # The command, and how it prints what was found.

@@ -10,7 +10,6 @@ Proof: `python -m pytest tests/cli/test_inspection.py`.
 import dataclasses
 import json
 import math
-import mmap
 import os
 import stat
 import struct
@@ -23,7 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..core.unpickle import Built, Named, Persistent, PickleReader, RefusedPickle
+from ..core.unpickle import PickleReader, RefusedPickle, StandIn
 from ..runs.format import SAFETENSORS_DTYPES
 
 # Findings in a file.
@@ -34,7 +33,6 @@ MOST_STRIDED_BYTES = 2**28
 # An index or a pickle inside of a file is read whole; a larger one is not read at all.
 MOST_INDEX_BYTES = 2**25
 MOST_PICKLE_BYTES = 2**28
-MOST_PICKLE_MEMORY = 2**30
 # Keys of nested containers that are visited; shared containers could give endlessly many.
 MOST_KEYS = 500_000
 DEEPEST_KEY_PATH = 60
@@ -111,10 +109,6 @@ class Region:
         self._position += len(data)
         return data
 
-    def mapped(self) -> mmap.mmap:
-        """Return a map of the whole file; it takes no memory for what is not read."""
-        return mmap.mmap(self._stream.fileno(), 0, access=mmap.ACCESS_READ)
-
     def pieces(self, begin: int, length: int) -> Iterator[bytes]:
         """Yield these bytes in pieces; raise if the region ends before."""
         position = begin
@@ -188,10 +182,14 @@ def unpickled(data: bytes, content: FileContent) -> Any:
     """Return what a pickle describes, and add the names in it to `content`."""
     if len(data) > MOST_PICKLE_BYTES:
         raise _Damaged("a pickle is too large to be read")
-    reader = PickleReader(data, names=True, most_bytes=MOST_PICKLE_MEMORY)
-    # Names count where the pickle is refused later, too.
+    return _several(data, 1, content)[0][0]
+
+
+def _several(data: bytes, count: int, content: FileContent) -> tuple[list[Any], PickleReader]:
+    """Return so many pickles and their reader; names count where one is refused later, too."""
+    reader = PickleReader(data)
     try:
-        return reader.load()
+        return reader.all(count), reader
     finally:
         content.names |= reader.named
 
@@ -265,7 +263,7 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
 
 def _sizes(given: Any) -> tuple[int, ...]:
     """Return a shape or a stride of plain integers, also from an unbuilt torch.Size."""
-    if type(given) is Built and given.function == Named("torch", "Size"):
+    if isinstance(given, StandIn) and given.named == "torch.Size":
         (given,) = given.arguments
     if type(given) not in (tuple, list) or len(given) > 64:
         raise _Damaged("a shape is no short tuple")
@@ -319,7 +317,7 @@ class _Tree:
         self._num_visited += 1
         if self._num_visited > MOST_KEYS or depth > DEEPEST_KEY_PATH:
             raise _Damaged("it is nested too deep, or has too many keys, to be listed")
-        if type(node) is Built and (tensor := self._tensor(name, node)) is not None:
+        if isinstance(node, StandIn) and (tensor := self._tensor(name, node)) is not None:
             self._content.tensors.append(tensor)
             return
         children = _children(node)
@@ -330,25 +328,24 @@ class _Tree:
             text = str(key) if isinstance(key, str | int | float | bool) else _in_words(key)
             self._visit(f"{name}.{text}" if name else text, child, depth + 1)
 
-    def _tensor(self, name: str, node: Built) -> FoundTensor | None:
-        function = str(node.function) if isinstance(node.function, Named) else ""
-        if not function.startswith(REBUILD_PREFIXES):
+    def _tensor(self, name: str, node: StandIn) -> FoundTensor | None:
+        if not node.named.startswith(REBUILD_PREFIXES):
             return None
-        kind = function.rpartition("._rebuild_")[2]
+        kind = node.named.rpartition("._rebuild_")[2]
         arguments = node.arguments
         if kind in ("parameter", "parameter_with_state", "buffer"):
             return self._tensor(name, arguments[0])
         if kind == "from_type_v2":
-            return self._tensor(name, Built(arguments[0], arguments[2]))
+            return self._tensor(name, arguments[0](*arguments[2]))
         if kind in ("tensor_v2", "tensor_v3", "tensor"):
             return self._strided(name, arguments, kind)
         return self._other(name, arguments, kind)
 
     def _strided(self, name: str, arguments: Any, kind: str) -> FoundTensor:
         storage, offset, shape, stride = arguments[:4]
-        if type(storage) is not Persistent or type(storage.id) is not tuple:
+        if type(storage) is not tuple:
             raise _Damaged(f"{name:.80} has no storage")
-        _, storage_class, key = storage.id[:3]
+        _, storage_class, key = storage[:3]
         dtype = _dtype_of(arguments[6] if kind == "tensor_v3" else storage_class)
         found = FoundTensor(name, _sizes(shape), str(dtype).removeprefix("torch."))
         try:
@@ -381,10 +378,10 @@ class _Tree:
 
 
 def _dtype_of(given: Any) -> torch.dtype:
-    name = given.name if type(given) is Named else ""
+    module, _, name = str(getattr(given, "named", "")).rpartition(".")
     if name in STORAGE_DTYPES:
         return STORAGE_DTYPES[name]
-    dtype = getattr(torch, name, None) if type(given) is Named and given.module == "torch" else None
+    dtype = getattr(torch, name, None) if module == "torch" else None
     if not isinstance(dtype, torch.dtype):
         raise _Damaged(f"a tensor has the dtype {given!r:.80}")
     return dtype
@@ -395,10 +392,10 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
     if type(node) is dict:
         return list(node.items())
     if type(node) in (list, tuple):
-        if all(not isinstance(item, dict | list | tuple | Built) for item in node):
+        if all(not isinstance(item, dict | list | tuple | StandIn) for item in node):
             return None
         return list(enumerate(node))
-    if type(node) is Built:
+    if isinstance(node, StandIn):
         children = [*node.entries, *enumerate(node.items)]
         if type(node.state) is dict and not node.entries:
             children += node.state.items()
@@ -408,12 +405,10 @@ def _children(node: Any) -> list[tuple[Any, Any]] | None:
 
 def _in_words(node: Any) -> str:
     """Describe a value in a few words."""
-    if type(node) is Built:
-        return f"{node.function}" if isinstance(node.function, Named) else "an object"
+    if isinstance(node, StandIn):
+        return node.named
     if type(node) in (list, tuple, set, frozenset, dict, bytes):
         return f"{type(node).__name__} of {len(node):,}"
-    if type(node) is Persistent:
-        return "a storage"
     return repr(node)[:80] if type(node) is not int or abs(node) < 2**70 else "an integer"
 
 
@@ -516,31 +511,24 @@ class _RowStorages:
 
 
 def _read_legacy(region: Region, content: FileContent, *, values: bool) -> None:
-    with region.mapped() as data:
-        reader = PickleReader(data, names=True, most_bytes=MOST_PICKLE_MEMORY)
-        try:
-            for _ in range(3):
-                # The magic number, the version, and facts of the machine.
-                reader.load()
-            tree = reader.load()
-            keys = reader.load()
-        finally:
-            content.names |= reader.named
-        dtypes = {}
-        for reference in reader.references:
-            if type(reference) is tuple and len(reference) >= 5:
-                dtypes[reference[2]] = _dtype_of(reference[1])
-        position = reader.position
-        places: dict[str, tuple[int, int]] = {}
-        for key in keys if type(keys) is list else []:
-            if key not in dtypes:
-                raise _Damaged(f"its storage {key!r:.40} has no dtype")
-            count = int.from_bytes(data[position : position + 8], "little")
-            num_bytes = count * dtypes[key].itemsize
-            if position + 8 + num_bytes > region.length:
-                raise _Damaged("it is cut off: a storage lies beyond the end of the file")
-            places[key] = position + 8, num_bytes
-            position += 8 + num_bytes
+    # The magic number, the version, facts of the machine, the values and the storages' keys.
+    data = region.read(min(region.length, MOST_PICKLE_BYTES))
+    (*_, tree, keys), reader = _several(data, 5, content)
+    dtypes = {}
+    for reference in reader.references:
+        if type(reference) is tuple and len(reference) >= 5:
+            dtypes[reference[2]] = _dtype_of(reference[1])
+    position = reader.stream.tell()
+    places: dict[str, tuple[int, int]] = {}
+    for key in keys if type(keys) is list else []:
+        if key not in dtypes:
+            raise _Damaged(f"its storage {key!r:.40} has no dtype")
+        region.seek(position)
+        num_bytes = int.from_bytes(region.read(8), "little") * dtypes[key].itemsize
+        if position + 8 + num_bytes > region.length:
+            raise _Damaged("it is cut off: a storage lies beyond the end of the file")
+        places[key] = position + 8, num_bytes
+        position += 8 + num_bytes
     if position != region.length:
         content.problems.append(f"{region.length - position:,} bytes follow its last storage")
     content.unknown.append("this format has no hash: a changed bit can't be told")

@@ -4,7 +4,7 @@
     history = BlockHistory(snapshot.devices[0])
     history.peak_allocated, history.alive_at(history.peak_index)
 
-A snapshot is a pickle of plain containers. It is read by an interpreter that imports and calls
+A snapshot is a pickle of plain containers. It is read by an unpickler that imports and calls
 nothing, and every field is checked, because such files are sent from one person to another.
 
 Blocks are placed at their recorded addresses, so that their sizes need no model of the allocator:
@@ -19,13 +19,12 @@ Proof: `python -m pytest tests/plan/test_snapshot.py`.
 import bisect
 import functools
 import itertools
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.unpickle import PickleReader, RefusedPickle
+from ..core.unpickle import RefusedPickle, read_plain
 from ..core.wording import format_bytes
 from .cuda_allocator import (
     LARGEST_SMALL_BLOCK,
@@ -36,9 +35,6 @@ from .cuda_allocator import (
 
 # A snapshot of 512 MiB has about 4 million events, and takes about 5 GiB of host memory.
 MOST_FILE_BYTES = 2**29
-# Host memory for each byte of a file, by the count of the reader; real snapshots take about 10.
-MOST_HOST_BYTES_RATIO = 24
-LEAST_HOST_BYTES = 2**24
 LARGEST_NUMBER = 2**64
 MOST_DEVICES = 1024
 # Later blocks that are looked at to find where a block of the start ended.
@@ -146,8 +142,8 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
                 )
             if not num_bytes:
                 raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return snapshot_of(data)
+            file.seek(0)
+            return snapshot_of(file.read())
     except TooLargeSnapshot:
         raise
     except RefusedPickle as error:
@@ -156,7 +152,7 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
         raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
 
 
-def snapshot_of(data: bytes | mmap.mmap) -> MemorySnapshot:
+def snapshot_of(data: bytes) -> MemorySnapshot:
     """Read the snapshot in a pickle; raises RefusedPickle or UnusableSnapshot."""
     return _SnapshotReader().snapshot(data)
 
@@ -165,13 +161,14 @@ class _SnapshotReader:
     """Turns the containers of a pickle into records, and checks each field."""
 
     def __init__(self) -> None:
-        self._stacks: dict[Stack, Stack] = {}
+        # By the identity of the lists and dicts, which live as long as this reader.
+        self._stacks: dict[int, Stack] = {}
+        self._frames: dict[int, Frame] = {}
         # Lists can be shared in a pickle, so that a small file has any number of entries.
         self._entries_left = 0
 
-    def snapshot(self, data: bytes | mmap.mmap) -> MemorySnapshot:
-        most_bytes = LEAST_HOST_BYTES + MOST_HOST_BYTES_RATIO * len(data)
-        root = PickleReader(data, most_bytes=most_bytes, on_dict=self._compact).load()
+    def snapshot(self, data: bytes) -> MemorySnapshot:
+        root = read_plain(data)
         self._entries_left = len(data)
         if isinstance(root, list):
             # torch.cuda.memory_snapshot() returns the segments alone.
@@ -204,21 +201,7 @@ class _SnapshotReader:
         ]
         return MemorySnapshot(tuple(devices), notes)
 
-    def _compact(self, value: dict[Any, Any]) -> Any:
-        """Replace frames and events while the file is read; other dicts stay."""
-        if "filename" in value and "name" in value:
-            return Frame(
-                _text(value["name"], "name"),
-                _text(value["filename"], "filename"),
-                _number(value.get("line", 0), "line"),
-            )
-        if "action" in value and "size" in value:
-            return self._event(value)
-        return value
-
     def _event(self, value: Any) -> MemoryEvent:
-        if isinstance(value, MemoryEvent):
-            return value
         if not isinstance(value, dict):
             raise UnusableSnapshot(f"an event is a {type(value).__name__}")
         action = _text(value.get("action", ""), "action")
@@ -286,10 +269,21 @@ class _SnapshotReader:
             return ()
         if not isinstance(value, list):
             raise UnusableSnapshot("frames are no list")
-        if not all(isinstance(frame, Frame) for frame in value):
+        # Stacks share their frames, and events their stacks.
+        if id(value) not in self._stacks:
+            self._stacks[id(value)] = tuple(map(self._frame, self._items(value, "frames")))
+        return self._stacks[id(value)]
+
+    def _frame(self, value: Any) -> Frame:
+        if not isinstance(value, dict) or not {"name", "filename"} <= value.keys():
             raise UnusableSnapshot("a frame has no name or no filename")
-        stack = tuple(value)
-        return self._stacks.setdefault(stack, stack)
+        if id(value) not in self._frames:
+            self._frames[id(value)] = Frame(
+                _text(value["name"], "name"),
+                _text(value["filename"], "filename"),
+                _number(value.get("line", 0), "line"),
+            )
+        return self._frames[id(value)]
 
     def _items(self, value: Any, name: str) -> list[Any]:
         if not isinstance(value, list):

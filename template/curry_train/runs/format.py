@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
+from ..core.unpickle import PickleReader
 from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
@@ -48,9 +49,7 @@ from .values import PLAIN_DTYPES
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
-# Torch's index, a pickle, is written for other tools; this package reads the JSON.
 METADATA_FILE_NAME = ".metadata"
-INDEX_FILE_NAME = "index.json"
 # Above this, the bytes of a tensor take longer than torch's file around them.
 MOST_FRAMED_BYTES = 2**20
 
@@ -119,19 +118,15 @@ class TensorWriter:
         return RankFiles(self.folder.entries, tuple(places))
 
     def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        """Write the index for torch and as JSON; it contains no path of this machine."""
+        """Write the index that torch reads; it contains no path of this machine."""
         storage = dict(_place(item) for part in parts for item in part.items)
-        index = json.dumps({"tensors": _index_of(metadata, storage)}, separators=(",", ":"))
-        content = readable(index.encode(), MOST_INDEX_BYTES, "the index of the tensors")
         metadata = dataclasses.replace(
             metadata, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
         )
+        content = readable(pickle.dumps(metadata), MOST_INDEX_BYTES, "the index of the tensors")
         with self.folder.create(METADATA_FILE_NAME) as stream:
-            stream.write(pickle.dumps(metadata))
-        with self.folder.create(INDEX_FILE_NAME) as stream:
             stream.write(content)
-        names = (METADATA_FILE_NAME, INDEX_FILE_NAME)
-        return {name: self.folder.entries[name] for name in names}
+        return {METADATA_FILE_NAME: self.folder.entries[METADATA_FILE_NAME]}
 
 
 def readable(data: bytes, most_bytes: int, what: str) -> bytes:
@@ -208,24 +203,6 @@ def _place(item: tuple[Any, ...]) -> tuple[MetadataIndex, _StorageInfo]:
     return MetadataIndex(name, offset, number), _StorageInfo(file, position, length)
 
 
-def _index_of(
-    metadata: Metadata, storage: Mapping[MetadataIndex, _StorageInfo]
-) -> dict[str, dict[str, Any]]:
-    """Return the JSON of the index: dtype, shape and pieces of each tensor, by name."""
-    places = {(index.fqn, tuple(index.offset or ())): place for index, place in storage.items()}
-    tensors = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        pieces = []
-        for chunk in entry.chunks:
-            place = places[name, tuple(chunk.offsets)]
-            where = [place.relative_path, place.offset, place.length]
-            pieces.append([list(chunk.offsets), list(chunk.sizes), *where])
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
-    return tensors
-
-
 # Read a distributed checkpoint without running code from its files.
 
 # Errors that torch.load raises on forged bytes.
@@ -277,25 +254,22 @@ class TensorFacts:
 
 def read_checkpoint_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
     """Read and validate the index of a checkpoint, for torch's reader."""
-    name = INDEX_FILE_NAME if INDEX_FILE_NAME in manifest.files else METADATA_FILE_NAME
     try:
-        data = files.read(f"{folder}/{name}", most_bytes=MOST_INDEX_BYTES)
-        index = json.loads(data)["tensors"] if name == INDEX_FILE_NAME else _pickled_index(data)
-        return _checked(index, manifest)
+        data = files.read(f"{folder}/{METADATA_FILE_NAME}", most_bytes=MOST_INDEX_BYTES)
+        return _checked(_index_of(data), manifest)
     except HostileCheckpoint as error:
         raise HostileCheckpoint(f"{files.location(folder)}: {error}") from error
     except (ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
         raise DamagedCheckpoint(
-            f"{files.location(folder)}: {name} can't be read ({type(error).__name__}: {error})"
+            f"{files.location(folder)}: {METADATA_FILE_NAME} can't be read "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 
-def _pickled_index(data: bytes) -> dict[Any, Any]:
-    """Return the index that format 1 has only as a pickle; nothing in it is imported or called."""
-    from ..core.unpickle import PickleReader
-
-    reader = PickleReader(data, names=True)
-    metadata = reader.load()
+def _index_of(data: bytes) -> dict[Any, Any]:
+    """Return what torch's index holds, by the names of tensors; nothing in it is built."""
+    reader = PickleReader(data)
+    (metadata,) = reader.all()
     if others := sorted(reader.named - ALLOWED_GLOBALS):
         raise HostileCheckpoint(
             f"{METADATA_FILE_NAME} names {others[0]:.80}, which no checkpoint needs: don't load it "
@@ -322,17 +296,17 @@ def _pickled_index(data: bytes) -> dict[Any, Any]:
             corner = _fields(chunk, "ChunkStorageMetadata")
             offsets = _numbers(corner["offsets"])
             pieces.append([offsets, _numbers(corner["sizes"]), *places[name, tuple(offsets)]])
-        dtype = str(entry["properties"].state[0]).removeprefix("torch.")
+        dtype = entry["properties"].state[0].named.removeprefix("torch.")
         index[name] = {"dtype": dtype, "shape": _numbers(entry["size"]), "pieces": pieces}
     return index
 
 
 def _fields(node: Any, name: str) -> dict[str, Any]:
     """Return what the pickle sets on an object of torch's checkpoint."""
-    function = str(getattr(node, "function", type(node).__name__))
-    if function.rpartition(".")[2] != name or type(node.state) is not dict:
+    found = str(getattr(node, "named", type(node).__name__))
+    if found.rpartition(".")[2] != name or type(node.state) is not dict:
         raise HostileCheckpoint(
-            f"{METADATA_FILE_NAME} holds a {function:.80} in place of a {name}: it is not the "
+            f"{METADATA_FILE_NAME} holds a {found:.80} in place of a {name}: it is not the "
             f"index of a checkpoint"
         )
     fields: dict[str, Any] = node.state

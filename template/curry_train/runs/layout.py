@@ -213,9 +213,7 @@ class HashingStream:
 # Write, read and verify the manifest of a checkpoint.
 
 MANIFEST_FILE_NAME = "manifest.json"
-# Format 1 has no index.json, and other names of tensors in nested state; it still loads.
-MANIFEST_FORMAT = 2
-MANIFEST_FORMATS = (1, 2)
+MANIFEST_FORMAT = 1
 # A checkpoint of 10,000 ranks has a manifest of 1 MB.
 MOST_MANIFEST_BYTES = 2**24
 # Number of damaged files that an error names.
@@ -260,10 +258,10 @@ def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     try:
         content = json.loads(data)
-        if content["format"] not in MANIFEST_FORMATS:
+        if content["format"] != MANIFEST_FORMAT:
             raise DamagedCheckpoint(
                 f"the manifest has format {content['format']!r:.40}, and this version of the "
-                f"package reads only up to format {MANIFEST_FORMAT}: use the version that wrote it"
+                f"package reads only format {MANIFEST_FORMAT}: use the version that wrote it"
             )
         manifest = Manifest(
             algorithm=content["algorithm"],
@@ -272,7 +270,6 @@ def parse_manifest(data: bytes) -> Manifest:
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             metric=None if content["metric"] is None else Metric(**content["metric"]),
             about=content["about"],
-            format=content["format"],
         )
         is_canonical = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

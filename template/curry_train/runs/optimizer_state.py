@@ -425,28 +425,6 @@ class ReadState:
     options: Sequence[Mapping[str, Any]]
 
 
-def upgraded(
-    saved: Mapping[str, Any], prefix: str, facts: Mapping[str, TensorFacts]
-) -> Mapping[str, Any]:
-    """Return the JSON of an optimizer as it is written today, from that of format 1.
-
-    Format 1 found a parameter's tensors by their names, and named its other state in the same way.
-    """
-    if "parameters" in saved:
-        return saved
-    known = {name for group in saved["groups"] for name in group["params"]}
-    parameters: dict[str, list[Any]] = {}
-    for full in facts:
-        owner, _, key = full.removeprefix(prefix).rpartition(".")
-        if full.startswith(prefix) and owner in known:
-            parameters.setdefault(owner, []).append([key, {"$tensor": full}, None])
-    for full, value in saved["state"].items():
-        owner, _, key = full.rpartition(".")
-        if owner in known:
-            parameters.setdefault(owner, []).append([key, value, None])
-    return {**saved, "parameters": parameters, "others": {}}
-
-
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 

@@ -28,7 +28,6 @@ from .optimizer_state import (
     require_base,
     same_memory,
     split_ties,
-    upgraded,
 )
 from .random_state import (
     RandomState,
@@ -319,15 +318,14 @@ class TrainingState:
         """Add the tensors to fill for each optimizer that fits; put differences in the report."""
         saved_optimizers = load.contents.values["optimizers"]
         for state, saved in zip(self._optimizer_states(), saved_optimizers, strict=False):
-            content = upgraded(saved, state.prefix, load.contents.tensors)
             try:
-                live, new = state.targets(content, load.contents.tensors)
+                live, new = state.targets(saved, load.contents.tensors)
             except StateMismatch as error:
                 load.report.different.append(str(error))
                 continue
             targets |= live | new
             load.new_state |= set(new)
-            load.optimizers.append(content)
+            load.optimizers.append(saved)
             load.states.append(state)
         self._compare_parts(load.contents, load.report)
         num_saving = load.contents.values["world_size"]
@@ -355,12 +353,7 @@ class TrainingState:
     def _add_gradient_targets(self, load: "_Load") -> None:
         if not load.contents.values["microstep"]:
             return
-        prefix = f"{GRADIENT_PREFIX}rank-{load.source_rank}."
-        gradients = load.contents.rank_values[load.source_rank].get("gradients")
-        if gradients is None:
-            # Format 1 names them only.
-            names = [name for name in load.contents.tensors if name.startswith(prefix)]
-            gradients = {name.removeprefix(prefix): {"$tensor": name} for name in names}
+        gradients = load.contents.rank_values[load.source_rank]["gradients"]
         for parameter, name in parameter_names(self.model).items():
             if name in gradients:
                 load.gradients[name] = gradients[name]
@@ -581,7 +574,7 @@ class TrainingState:
 
 def _parts_of(contents: Contents, rank: int) -> Mapping[str, Any]:
     # A best-K has no values of ranks.
-    return contents.rank_values[rank].get("parts", {}) if contents.rank_values else {}
+    return contents.rank_values[rank]["parts"] if contents.rank_values else {}
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -626,9 +619,6 @@ class _Load:
     def require_same(self, prefix: str, content: Any, own: Mapping[str, Tensor]) -> None:
         """Raise StateMismatch unless a module that is a part has the saved tensors."""
         saved = {found.name: self.contents.tensors.get(found.name) for found in references(content)}
-        if not any(name.startswith(prefix) for name in saved):
-            # Format 1 has other names; the part's own load_state_dict compares.
-            return
         for name in sorted(saved.keys() | own.keys()):
             # Nested tensors are of extra state, and may differ from save to save.
             key = name.removeprefix(prefix)
@@ -707,11 +697,7 @@ def bare_parameters(model: nn.Module) -> dict[str, Any]:
 
 def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport) -> dict[str, Any]:
     """Return the JSON of the model's other state, and report what only one side has."""
-    saved = dict(contents.values["model"])
-    for name in own.keys() - saved.keys():
-        # Format 1 saved a tensor that is a module's extra state like a parameter.
-        if name in contents.tensors:
-            saved[name] = {"$tensor": name}
+    saved = contents.values["model"]
     report.missing += sorted(own.keys() - saved.keys())
     report.extra += sorted(saved.keys() - own.keys())
     return {name: content for name, content in saved.items() if name in own}
@@ -746,16 +732,14 @@ def check_values(contents: Contents) -> None:
 
 
 def _is_optimizer(saved: Any) -> bool:
-    """Return whether this is the JSON of an optimizer, in today's form or that of format 1."""
+    """Return whether this is the JSON of an optimizer."""
     if type(saved) is not dict or type(saved.get("class")) is not str:
         return False
     groups = saved.get("groups")
     if type(groups) is not list or not all(_is_group(group) for group in groups):
         return False
-    if "parameters" not in saved:
-        return type(saved.get("state")) is dict
     known = {name for group in groups for name in group["params"]}
-    parameters = saved["parameters"]
+    parameters = saved.get("parameters")
     if type(parameters) is not dict or "others" not in saved or not parameters.keys() <= known:
         return False
     entries = [entry for own in parameters.values() for entry in (own if own else [None])]
@@ -771,7 +755,7 @@ def _is_group(group: Any) -> bool:
 def _is_of_rank(own: Any) -> bool:
     if type(own) is not dict or type(own.get("random")) is not dict:
         return False
-    return type(own.get("parts", {})) is dict and type(own.get("gradients", {})) is dict
+    return type(own.get("parts")) is dict and type(own.get("gradients")) is dict
 
 
 def _random_state_of(contents: Contents, filled: Mapping[str, Tensor], rank: int) -> RandomState:

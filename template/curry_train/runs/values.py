@@ -305,16 +305,6 @@ def _read_array(content: Any, reader: _Reader) -> Any:
     return array[0] if shape is None else array.reshape(shape, order=content["order"])
 
 
-def _read_old_array(content: Any, reader: _Reader) -> Any:
-    """Read an array as format 1 wrote it: its dtype, and its elements as a list."""
-    name, elements = content
-    dtype = numpy.dtype(name)
-    if dtype.kind not in "biuf":
-        raise ValueError(f"an array of {dtype} is not allowed")
-    array = numpy.array(reader.inner(elements), dtype=dtype)
-    return array if array.ndim else array[()]
-
-
 # Tensors: those in a plain layout go into the snapshot, others are saved by what they consist of.
 
 _PLAIN_CLASSES = (Tensor, nn.Parameter)
@@ -489,7 +479,7 @@ class ValueKind:
     """Functions that write values of some types under a mark, and read them."""
 
     mark: str
-    # Exactly these types, no subclasses; none where older formats alone wrote the mark.
+    # Exactly these types, no subclasses; none where another entry writes the mark.
     types: tuple[type, ...]
     write: Callable[[Any, _Writer], Any] | None
     read: Callable[[Any, _Reader], Any]
@@ -541,7 +531,6 @@ VALUE_KINDS = (
         _write_set,
         lambda content, reader: frozenset(reader.each(content)),
     ),
-    ValueKind("$deque", (), None, lambda content, reader: deque(reader.each(content))),
     ValueKind("$bounded", (deque,), _write_deque, _read_bounded),
     ValueKind("$items", (), None, lambda content, reader: dict(reader.entries(content))),
     ValueKind("$ordered", (OrderedDict,), _write_ordered, _read_ordered),
@@ -560,7 +549,6 @@ VALUE_KINDS = (
         lambda content, reader: torch.device(content),
     ),
     ValueKind("$numpy", (numpy.ndarray,), _write_array, _read_array),
-    ValueKind("$array", (), None, _read_old_array),
     ValueKind("$tensor", (), None, lambda content, reader: reader.tensors[content]),
     ValueKind("$sparse", (), None, _read_sparse),
     ValueKind("$compressed", (), None, _read_compressed),
