@@ -23,7 +23,7 @@ import torch
 from store_models import At, CountedFiles, die, equal, new_state, tensors_of, train
 
 from curry_train.core.wording import provenance, write_json
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.store import Store
 
 STEPS = 3  # the first is committed before; the child may die in the others
@@ -64,9 +64,9 @@ def in_child(folder: Path, files: Any) -> int:
         os._exit(status)
 
 
-def judge(folder: Path, expected: dict[int, Any], *, renames: bool) -> str:
+def judge(folder: Path, expected: dict[int, Any]) -> str:
     """Return the first violation in the folder that a killed child left, or an empty text."""
-    with Store(folder, files=LocalFiles(folder, renames=renames)) as store:
+    with Store(folder) as store:
         found = store.committed("rollback")
         if not found or store.damaged("rollback"):
             return (
@@ -93,15 +93,13 @@ def prepare(folder: Path) -> None:
         store.save("rollback", 1, state)
 
 
-def at_every_change(
-    folder: Path, expected: dict[int, Any], *, renames: bool, every: int
-) -> dict[str, Any]:
+def at_every_change(folder: Path, expected: dict[int, Any], *, every: int) -> dict[str, Any]:
     """Kill a child at each change, or at every n-th one, until a child finishes."""
     wrong: list[str] = []
     killed: list[int] = []
     for number in itertools.count(1, every):
         prepare(folder)
-        files = CountedFiles(folder, renames=renames, ask=At(number, die))
+        files = CountedFiles(folder, ask=At(number, die))
         _, status = os.waitpid(in_child(folder, files), 0)
         if os.WIFEXITED(status):
             if os.WEXITSTATUS(status):
@@ -110,7 +108,7 @@ def at_every_change(
                 )
             break
         killed.append(number)
-        if fault := judge(folder, expected, renames=renames):
+        if fault := judge(folder, expected):
             wrong.append(f"killed at change {number}: {fault}")
     return {"kills": len(killed), "wrong": wrong}
 
@@ -124,15 +122,15 @@ def at_random(
     during = 0
     prepare(folder)
     start = time.perf_counter()
-    os.waitpid(in_child(folder, LocalFiles(folder)), 0)
+    os.waitpid(in_child(folder, Files(folder)), 0)
     longest = time.perf_counter() - start
     for number in range(num_kills):
         prepare(folder)
-        pid = in_child(folder, LocalFiles(folder))
+        pid = in_child(folder, Files(folder))
         time.sleep(generator.uniform(0, longest))
         os.kill(pid, signal.SIGKILL)
         during += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        if fault := judge(folder, expected, renames=True):
+        if fault := judge(folder, expected):
             wrong.append(f"kill {number}: {fault}")
     return {"kills": num_kills, "before_the_end": during, "wrong": wrong}
 
@@ -150,8 +148,7 @@ def main() -> None:
     folder = options.folder / "run"
     found = {
         **provenance(torch.device("cpu")),
-        "with_rename": at_every_change(folder, expected, renames=True, every=options.every),
-        "without_rename": at_every_change(folder, expected, renames=False, every=options.every),
+        "at_each_change": at_every_change(folder, expected, every=options.every),
         "at_random": at_random(folder, expected, num_kills=options.random, seed=options.seed),
     }
     write_json(options.json, found)

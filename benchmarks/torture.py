@@ -63,9 +63,9 @@ def kills(folder: Path, options: argparse.Namespace) -> list[Part]:
 
         return act
 
-    def at_each_change(renames: bool) -> Callable[[Callable[[int], None]], dict[str, Any]]:
-        return lambda progress: store_kills.at_every_change(
-            folder / "store", store_kills.states(), renames=renames, every=options.every
+    def at_each_change(progress: Callable[[int], None]) -> dict[str, Any]:
+        return store_kills.at_every_change(
+            folder / "store", store_kills.states(), every=options.every
         )
 
     return [
@@ -73,8 +73,7 @@ def kills(folder: Path, options: argparse.Namespace) -> list[Part]:
             (f"kills.{name}", round(options.kills * share), of_world(name))
             for name, (_, share) in WORLDS.items()
         ),
-        ("kills.at_each_change.with_rename", None, at_each_change(True)),
-        ("kills.at_each_change.without_rename", None, at_each_change(False)),
+        ("kills.at_each_change", None, at_each_change),
     ]
 
 

@@ -15,7 +15,7 @@ from unittest import mock
 from store_models import CountedFiles
 
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, load_chosen
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.policy import SavingPolicy
 from torture_books import Books
 from torture_kills import CONFIGS
@@ -154,7 +154,7 @@ def errors_at_each_change(
     return {"errors": errors, "told": num_raised, "wrong": wrong}
 
 
-class _FailingReads(LocalFiles):
+class _FailingReads(Files):
     """File access in which the n-th opened file can't be read."""
 
     def __init__(self, root: Path, number: int) -> None:

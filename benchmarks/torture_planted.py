@@ -20,7 +20,7 @@ from unittest import mock
 
 from curry_train.runs import Store, TrainingState, format, policy, retention, store
 from curry_train.runs.background import Staging
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.optimizer_state import OptimizerState
 from curry_train.runs.store import Writing
 from torture_damage import flips, subjects
@@ -100,15 +100,13 @@ def anything_is_unpickled() -> Any:
 
 
 def links_are_followed() -> Any:
-    def kind(self: LocalFiles, key: str) -> str | None:
+    def kind(self: Files, key: str) -> str | None:
         path = self.path(key)
         if path.is_file():
             return "file"
         return "folder" if path.is_dir() else None
 
-    return mock.patch.multiple(
-        LocalFiles, kind=kind, open=lambda self, key: self.path(key).open("rb")
-    )
+    return mock.patch.multiple(Files, kind=kind, open=lambda self, key: self.path(key).open("rb"))
 
 
 def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:

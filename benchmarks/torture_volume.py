@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from curry_train.runs import policy
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from torture_disk import AFTER, BEFORE, Trial, prepared
 from torture_training import Expected
 
@@ -38,11 +38,11 @@ def _volume(size: str) -> Iterator[Path | None]:
         folder.rmdir()
 
 
-class _Unaware(LocalFiles):
+class _Unaware(Files):
     """File access that reports unlimited space, so that the disk fills in the middle of a file."""
 
-    def free_bytes(self) -> None:
-        return None
+    def free_bytes(self, key: str = "") -> int:
+        return 2**60
 
 
 def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:

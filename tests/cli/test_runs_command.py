@@ -347,14 +347,3 @@ def test_an_evaluation_before_the_first_step_belongs_to_no_step(tmp_path):
     ((step, figures),) = _metrics(tmp_path)
     assert step == 1
     assert figures["dev_loss"] == 2.5
-
-
-def test_unknown_disk_space_is_reported_and_not_called_enough(tmp_path, monkeypatch):
-    monkeypatch.setattr("curry_train.cli.runs.free_bytes", lambda files, folder: None)
-    ended = CliRunner().invoke(
-        main, ["runs", "estimate", "--parameters", "1e6", "--folder", str(tmp_path)]
-    )
-    assert ended.exit_code == 0, ended.output
-    assert "can't be found out" in " ".join(ended.output.split())
-    assert "enough" not in ended.output.rsplit("can't be found out")[-1]
-    assert "GB free" not in ended.output

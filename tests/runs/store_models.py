@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curry_train.runs.files import LocalFiles, ObjectFiles
+from curry_train.runs.files import Files
 from curry_train.runs.state import TrainingState
 
 WIDTH = 8
@@ -127,12 +127,8 @@ for operation in ("make_folder", "sync_folder", "rename", "remove_folder", "remo
     setattr(Counted, operation, _asking(operation))
 
 
-class CountedFiles(Counted, LocalFiles):
+class CountedFiles(Counted, Files):
     """A local folder whose changes are counted and can fail."""
-
-
-class CountedObjects(Counted, ObjectFiles):
-    """An object store whose changes are counted and can fail."""
 
 
 class At:

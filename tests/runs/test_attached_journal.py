@@ -145,22 +145,6 @@ def test_the_peak_is_that_of_the_process_and_not_of_its_parent():
     assert 2**20 < int(child.stdout) < peak_bytes(torch.device("cpu"))
 
 
-def test_a_journal_needs_a_folder_on_a_disk(tmp_path, monkeypatch):
-    """Refuse a path of an object store, which would become a local folder of that name."""
-    monkeypatch.chdir(tmp_path)
-    model = nn.Linear(2, 1)
-    with pytest.raises(
-        ValueError, match="a journal needs a folder on a disk, and memory://bucket/run is not one"
-    ):
-        saving(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            runs="memory://bucket/run",
-            journal=True,
-        )
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_journal_needs_the_losses(tmp_path):
     with pytest.raises(
         ValueError, match=re.escape("call run.step(loss=loss), or leave journal out")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from curry_train.runs.files import (
     DISK_TRIAL_FILE_NAME,
     FIXED_SAVE_SECONDS,
-    LocalFiles,
+    Files,
     expected_save_seconds,
 )
 from curry_train.runs.policy import (
@@ -249,7 +249,7 @@ def test_rare_failures_make_saves_rarer_but_never_break_the_bound():
 
 
 def test_the_write_that_predicts_the_first_save_leaves_no_file(tmp_path):
-    files = LocalFiles(tmp_path)
+    files = Files(tmp_path)
     (tmp_path / DISK_TRIAL_FILE_NAME).write_bytes(b"left by a process that was killed")
     small = expected_save_seconds(files, 1000)
     large = expected_save_seconds(files, 2**31)

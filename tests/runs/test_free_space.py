@@ -9,8 +9,8 @@ from collections import namedtuple
 import pytest
 from store_models import new_state, train
 
-from curry_train.runs import SavedRun, Store
-from curry_train.runs.files import LocalFiles
+from curry_train.runs import Store
+from curry_train.runs.files import Files
 from curry_train.runs.retention import FREE_SPACE_MARGIN_BYTES, NoRoom, bytes_to_write, require_room
 
 USAGE = namedtuple("Usage", "total used free")
@@ -38,15 +38,15 @@ def test_free_space_is_that_of_the_volume_behind_a_link(tmp_path, volumes):
     run.mkdir()
     (run / "recovery").symlink_to(large)
     free.update({str(large): 10**12, str(run): 0})
-    require_room(LocalFiles(run), "recovery", 10**11)
+    require_room(Files(run), "recovery", 10**11)
     assert asked == [str(large)]
     with pytest.raises(NoRoom):
-        require_room(LocalFiles(run), "rollback", 10)
+        require_room(Files(run), "rollback", 10)
 
 
 def test_too_little_space_is_an_error_with_the_missing_bytes_and_advice(tmp_path, volumes):
     volumes[0][str(tmp_path)] = 60 * 10**9
-    files = LocalFiles(tmp_path / "not yet")
+    files = Files(tmp_path / "not yet")
     for kind, lower in (
         ("rollback", "retention.rollback_keep"),
         ("recovery", "retention.recovery_keep"),
@@ -61,13 +61,9 @@ def test_too_little_space_is_an_error_with_the_missing_bytes_and_advice(tmp_path
 
 def test_exactly_enough_space_is_accepted(tmp_path, volumes):
     volumes[0][str(tmp_path)] = 1000 + FREE_SPACE_MARGIN_BYTES
-    require_room(LocalFiles(tmp_path), "rollback", 1000)
+    require_room(Files(tmp_path), "rollback", 1000)
     with pytest.raises(NoRoom, match="1 bytes are missing"):
-        require_room(LocalFiles(tmp_path), "rollback", 1001)
-
-
-def test_the_space_of_an_object_store_is_not_checked(request):
-    require_room(SavedRun(f"memory://{request.node.name}").files, "rollback", 10**18)
+        require_room(Files(tmp_path), "rollback", 1001)
 
 
 def test_the_predicted_bytes_are_those_that_a_save_writes(tmp_path):

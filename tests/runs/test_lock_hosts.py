@@ -20,7 +20,7 @@ import pytest
 from store_models import new_state
 
 from curry_train.runs import BackgroundSaver, LockedRun, SavedRun, SaveError, Store, heartbeat, lock
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.lock import RunLock, kernel_locks_reach_all
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -182,7 +182,7 @@ def test_of_processes_that_start_together_at_most_one_gets_the_lock(
     waiting = set()
     holders = []
 
-    class Scheduled(LocalFiles):
+    class Scheduled(Files):
         """Files whose accesses wait for their turn."""
 
         def wait(self):
@@ -241,7 +241,7 @@ def test_of_processes_that_start_together_at_most_one_gets_the_lock(
     holders.clear()
     (tmp_path / "many").mkdir()
     threads = [
-        threading.Thread(target=claim_it, args=(LocalFiles(tmp_path / "many"),)) for _ in range(8)
+        threading.Thread(target=claim_it, args=(Files(tmp_path / "many"),)) for _ in range(8)
     ]
     for each in threads:
         each.start()
@@ -263,7 +263,7 @@ def test_the_announcement_of_another_host_stays_until_that_is_silent(tmp_path, q
     no_locks()
     other = tmp_path / f"writer.lock.{'b' * 32}"
     other.write_text(claim(beats=True))
-    own = RunLock(LocalFiles(tmp_path))
+    own = RunLock(Files(tmp_path))
     with pytest.raises(LockedRun):
         own.acquire()
     assert own.is_undecided

@@ -427,12 +427,3 @@ def test_an_automatic_cadence_continues_after_turning_back(on_a_clock):
     assert train_steps(60)
     assert policy.resume(state, 40).saved.step == 40
     assert min(train_steps(60)) < 70
-
-
-def test_an_object_store_keeps_the_same_checkpoints(tmp_path, request):
-    url, state = f"memory://{request.node.name}", new_state()
-    with Store(url) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 10)
-        policy.resume(state, 8)
-        train_on(policy, state, 10)
-    assert (steps(url, "rollback"), steps(url, "recovery")) == ([8, 10], [6])

@@ -9,8 +9,7 @@ import pytest
 from store_models import new_state, train
 
 from curry_train.data import Samples, Stream
-from curry_train.runs import LocalFiles, Recoveries, RunError, SavingPolicy, Store
-from curry_train.runs.files import ObjectFiles
+from curry_train.runs import Files, Recoveries, RunError, SavingPolicy, Store
 from curry_train.runs.policy_config import PolicyConfig, SpikeConfig
 from curry_train.runs.resume import NothingSaved
 from curry_train.runs.spike import RECOVERIES_FILE_NAME, Recovery, Spike, SpikeNotRecovered, recover
@@ -24,9 +23,8 @@ def recovery(step, *, attempt=1, **facts):
     return Recovery(step, back_to=step - 10, start=0, stop=1, attempt=attempt, **facts)
 
 
-@pytest.mark.parametrize("make", [LocalFiles, lambda path: ObjectFiles(f"memory://{path.name}")])
-def test_a_recorded_recovery_is_read_by_the_next_process(tmp_path, make):
-    files = make(tmp_path)
+def test_a_recorded_recovery_is_read_by_the_next_process(tmp_path):
+    files = Files(tmp_path)
     first = Recoveries(files)
     first.add(recovery(100, learning_rate=0.5, slower_until=150), write=True)
     first.add(recovery(120, attempt=2), write=True)
@@ -34,14 +32,14 @@ def test_a_recorded_recovery_is_read_by_the_next_process(tmp_path, make):
 
 
 def test_ranks_that_do_not_write_know_the_recovery(tmp_path):
-    recoveries = Recoveries(LocalFiles(tmp_path))
+    recoveries = Recoveries(Files(tmp_path))
     recoveries.add(recovery(100), write=False)
     assert len(recoveries.done) == 1
     assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
 
 
 def test_attempts_are_counted_per_place(tmp_path):
-    recoveries = Recoveries(LocalFiles(tmp_path))
+    recoveries = Recoveries(Files(tmp_path))
     assert recoveries.attempt(100, within=64) == 1
     recoveries.done = [recovery(100), recovery(150), recovery(210)]
     assert recoveries.attempt(230, within=64) == 4
@@ -55,7 +53,7 @@ def test_attempts_are_counted_per_place(tmp_path):
 
 
 def test_lowered_rates_multiply_in_steps_where_they_overlap(tmp_path):
-    recoveries = Recoveries(LocalFiles(tmp_path))
+    recoveries = Recoveries(Files(tmp_path))
     recoveries.done = [
         recovery(100, learning_rate=0.5, slower_until=200),  # from step 90 on
         recovery(120, learning_rate=0.5, slower_until=150),  # from step 110 on
@@ -78,7 +76,7 @@ def test_lowered_rates_multiply_in_steps_where_they_overlap(tmp_path):
 def test_an_invalid_file_of_recoveries_is_an_error_with_its_purpose(tmp_path, text):
     (tmp_path / RECOVERIES_FILE_NAME).write_text(text, encoding="latin-1")
     with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):
-        Recoveries(LocalFiles(tmp_path))
+        Recoveries(Files(tmp_path))
 
 
 def line(position, windows):
@@ -122,12 +120,12 @@ def went_back(loads, recoveries, what, config=CONFIG):
 
 def test_skipped_data_covers_all_high_steps_with_a_margin(tmp_path):
     """Count positions: the window of step n begins at position 10 x (n - 1)."""
-    done = went_back(Loads(50, 100, 150), Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
+    done = went_back(Loads(50, 100, 150), Recoveries(Files(tmp_path)), spike(162, first=160))
     assert (done.back_to, done.start, done.stop) == (150, 1550, 1660)
 
 
 def test_each_attempt_skips_twice_as_much_and_the_last_is_an_error(tmp_path):
-    recoveries, loads = Recoveries(LocalFiles(tmp_path)), Loads(50, 100, 150)
+    recoveries, loads = Recoveries(Files(tmp_path)), Loads(50, 100, 150)
     spans = [went_back(loads, recoveries, spike(162, first=160)) for _ in range(3)]
     assert [(one.start, one.stop, one.attempt) for one in spans] == [
         (1550, 1660, 1),
@@ -140,19 +138,19 @@ def test_each_attempt_skips_twice_as_much_and_the_last_is_an_error(tmp_path):
 
 def test_without_a_state_before_the_margin_the_newest_before_the_spike_is_used(tmp_path):
     loads = Loads(158)
-    done = went_back(loads, Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
+    done = went_back(loads, Recoveries(Files(tmp_path)), spike(162, first=160))
     assert loads.asked == ["before-156", "before-160"]
     assert (done.back_to, done.start, done.stop) == (158, 1580, 1660)
 
 
 def test_a_missing_state_to_go_back_to_is_an_error_with_advice(tmp_path):
     with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
-        went_back(Loads(170), Recoveries(LocalFiles(tmp_path)), spike(162, first=160))
+        went_back(Loads(170), Recoveries(Files(tmp_path)), spike(162, first=160))
     assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
 
 
 def test_a_spike_in_the_first_steps_skips_from_the_first_on(tmp_path):
-    done = went_back(Loads(0), Recoveries(LocalFiles(tmp_path)), spike(3, first=2))
+    done = went_back(Loads(0), Recoveries(Files(tmp_path)), spike(3, first=2))
     assert (done.back_to, done.start) == (0, 0)
 
 
@@ -186,5 +184,5 @@ def test_the_stream_leaves_out_skipped_positions_and_counts_windows_without_them
 
 
 def test_recoveries_are_readable_json(tmp_path):
-    Recoveries(LocalFiles(tmp_path)).add(recovery(100), write=True)
+    Recoveries(Files(tmp_path)).add(recovery(100), write=True)
     assert json.loads((tmp_path / RECOVERIES_FILE_NAME).read_text())[0]["spike"] == 100

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from store_models import equal, new_state, tensors_of, train
 
 from curry_train.runs import DamagedCheckpoint, SavedRun, SaveError, StepExists, Store
-from curry_train.runs.files import LocalFiles
 from curry_train.runs.layout import Metric, folder_name, read_manifest, step_of
 from curry_train.runs.state import TrainingState
 from curry_train.runs.values import PLAIN_DTYPES
@@ -161,18 +160,6 @@ def test_without_links_latest_is_a_file(tmp_path, monkeypatch):
         store.load("latest", state)
 
 
-def test_without_renames_the_manifest_commits(tmp_path):
-    state = new_state()
-    with Store(tmp_path, files=LocalFiles(tmp_path, renames=False)) as store:
-        saved = store.save("rollback", 1, state)
-        store.verify(saved)
-        (tmp_path / "rollback/step-00000002.dcp").mkdir()
-        (tmp_path / "rollback/step-00000002.dcp/__0_0.distcp").write_bytes(b"half")
-        assert [saved.step for saved in store.committed("rollback")] == [1]
-        assert store.sweep() == ["rollback/step-00000002.dcp"]
-        store.save("rollback", 2, state)
-
-
 def test_torchs_own_load_reads_a_checkpoint(store):
     state = new_state()
     train(state, 2)
@@ -297,7 +284,7 @@ def test_state_beside_the_tensors_is_json(store, tmp_path):
 
 def test_a_save_without_enough_space_is_refused_before_it_writes(store, monkeypatch):
     first = store.save("rollback", 1, new_state())
-    monkeypatch.setattr(store.files, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(store.files, "free_bytes", lambda key="": 1000)
     with pytest.raises(
         SaveError,
         match=r"has 1,000 bytes left.*the newest intact checkpoint is step 1 \(rollback\)",
@@ -305,6 +292,13 @@ def test_a_save_without_enough_space_is_refused_before_it_writes(store, monkeypa
         store.save("rollback", 2, new_state())
     assert store.sweep() == []
     assert store.committed("rollback") == [first]
+
+
+def test_a_url_is_refused_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"s3://bucket/run is no folder: .* fsspec"):
+        Store("s3://bucket/run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_importing_the_package_imports_neither_torch_nor_fsspec():

@@ -10,7 +10,7 @@ from store_models import new_state, tensors_of, train
 from torch import nn
 
 from curry_train.runs import Store
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.format import SAFETENSORS_DTYPES, SafetensorsReader
 from curry_train.runs.layout import hash_bytes
 
@@ -60,7 +60,7 @@ def test_files_of_the_safetensors_package_are_read(tmp_path):
     tensors = {name: tensor.contiguous() for name, tensor in of_every_dtype().items()}
     (tmp_path / "best-k").mkdir()
     save_file(tensors, tmp_path / "best-k/model.safetensors")
-    reader = SafetensorsReader(LocalFiles(tmp_path), "best-k")
+    reader = SafetensorsReader(Files(tmp_path), "best-k")
     targets = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in tensors.items()}
     reader.read_into(targets)
     for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ import torch
 from store_models import At, CountedFiles, fail, new_state
 
 from curry_train.runs import RunError, SavedRun, SaveError, Store
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.format import Snapshot
 
 
@@ -124,7 +124,7 @@ def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, 
     def refuse(files, key):
         raise OSError(number, os.strerror(number), str(tmp_path))
 
-    monkeypatch.setattr(LocalFiles, "make_folder", refuse)
+    monkeypatch.setattr(Files, "make_folder", refuse)
     with pytest.raises(
         RunError, match=r"can't be written to \(.*\): give the run a folder"
     ) as found:

@@ -17,7 +17,6 @@ from store_models import new_state
 from tree import ROOT
 
 from curry_train.runs import LockedRun, Store, lock
-from curry_train.runs.files import ObjectFiles
 
 HOLDER = """
 import os, subprocess, sys, time
@@ -70,8 +69,7 @@ def killed(process):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("place", ["{folder}", "memory://"])
-def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_path, place):
+def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_path):
     """Cover DataLoader workers, which outlive their parent, and containers that reap no zombies."""
     process = holder(
         tmp_path, then=FORK.format(then="print(os.getpid(), file=open('child', 'w'), flush=True)")
@@ -79,12 +77,7 @@ def test_the_lock_of_a_killed_process_is_free_at_once_though_a_child_lives(tmp_p
     try:
         killed(process)
         began = time.monotonic()
-        if place == "memory://":  # without kernel locks only the file counts
-            store = Store("memory://killed")
-            store.files.write("writer.lock", (tmp_path / "writer.lock").read_bytes())
-        else:
-            store = Store(tmp_path)
-        with store:
+        with Store(tmp_path):
             assert time.monotonic() - began < 5
         os.kill(int((tmp_path / "child").read_text()), 0)  # the process is alive
     finally:
@@ -191,24 +184,3 @@ def test_a_holder_is_alive_only_if_its_process_is_seen_to_run():
     finally:
         os.waitpid(child, 0)
     assert lock.is_alive({"pid": child, "host": own["host"]}) is False
-
-
-def test_without_kernel_locks_the_lock_file_counts(request):
-    url = f"memory://{request.node.name}"
-    with Store(url) as store:
-        assert json.loads(store.files.read("writer.lock"))["pid"] == os.getpid()
-        with pytest.raises(LockedRun, match=f"held by process {os.getpid()}"):
-            Store(url).open()
-    files = ObjectFiles(url)
-    dead = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
-    )
-    claim = {
-        "pid": int(dead.stdout),
-        "host": socket.gethostname(),
-        "since": "2026-01-01",
-        "started": "1",
-    }
-    files.write("writer.lock", json.dumps(claim).encode())
-    with Store(url):
-        pass

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
-from curry_train.runs.files import LocalFiles
+from curry_train.runs.files import Files
 from curry_train.runs.ranks import OtherRank, Ranks
 from curry_train.runs.resume import load_chosen
 
@@ -109,7 +109,7 @@ def failing_rank(folder, rank, background):
         }
 
 
-class Unreadable(LocalFiles):
+class Unreadable(Files):
     """File access in which reads of a checkpoint fail after a number of its files were opened."""
 
     def __init__(self, root, folder, after):
@@ -132,7 +132,7 @@ def unreadable(folder, kind, rank, after):
     )
     for how in ("load", "resume"):
         state = new_state(9, build=sharded)
-        files = Unreadable(folder, newest, after) if dist.get_rank() == rank else LocalFiles(folder)
+        files = Unreadable(folder, newest, after) if dist.get_rank() == rank else Files(folder)
         run = SavedRun(folder, files=files)
         try:
             if how == "load":
@@ -303,7 +303,7 @@ def test_a_dying_rank_leaves_committed_checkpoints(tmp_path):
 def test_a_process_alone_needs_no_group(tmp_path):
     ranks = Ranks()
     assert (ranks.size, ranks.agree(lambda: "x"), ranks.all_do(lambda: 3)) == (1, "x", 3)
-    with Store(tmp_path, files=LocalFiles(tmp_path)) as store:
+    with Store(tmp_path, files=Files(tmp_path)) as store:
         state = new_state()
         store.save("rollback", 1, state)
         other = new_state(seed=1)

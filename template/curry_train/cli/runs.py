@@ -38,7 +38,7 @@ from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
 from ..runs.policy_config import PolicyConfig
 from ..runs.ranks import DamagedCheckpoint, RunError, StateMismatch
-from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk, free_bytes
+from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
 from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
@@ -345,8 +345,8 @@ def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
 
 
 def _open(run: str) -> SavedRun:
-    """Open a run given by folder, by URL, or by name in `runs`."""
-    if "://" in run or is_run(Path(run)):
+    """Open a run given by folder, or by name in `runs`."""
+    if is_run(Path(run)):
         return SavedRun(run)
     if is_run(Path("runs", run)):
         return SavedRun(Path("runs", run))
@@ -630,14 +630,11 @@ def estimate_command(
     facts = estimate.to_json()
     enough = True
     if folder is not None:
-        free = free_bytes(SavedRun(folder).files, "recovery")
-        enough = free is None or free >= estimate.most
+        free = SavedRun(folder).files.free_bytes("recovery")
+        enough = free >= estimate.most
         facts["free"] = free
-        if free is None:
-            console.print(f"how much room {folder} has can't be found out")
-        else:
-            verdict = "enough" if enough else "not enough"
-            console.print(f"{folder} has {free / 1e9:.1f} GB free: {verdict}")
+        verdict = "enough" if enough else "not enough"
+        console.print(f"{folder} has {free / 1e9:.1f} GB free: {verdict}")
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if enough else 1)

@@ -27,7 +27,7 @@ from rich.table import Table
 
 from ..core.unpickle import RefusedPickle, StandIn
 from ..core.wording import format_bytes
-from ..runs.files import LocalFiles
+from ..runs.files import Files
 from ..runs.format import ALLOWED_GLOBALS
 from ..runs.journal import printable
 from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest, verify_files
@@ -350,7 +350,7 @@ def _read_manifest(path: Path, files: Mapping[str, Path], found: Inspection, val
     missing = sorted(name for name in manifest.files if not (path / name).is_file())
     found.problems += [f"{name} is missing" for name in missing]
     found.problems += [f"{name} is not in the manifest" for name in unlisted]
-    local = LocalFiles(path.parent)
+    local = Files(path.parent)
     num_proven = 0
     for name in sorted(set(manifest.files) - set(missing)):
         try:

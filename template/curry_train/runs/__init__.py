@@ -7,11 +7,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "attach": ("saving",),
         "background": ("BackgroundSaver",),
-        "files": (
-            "Files",
-            "LocalFiles",
-            "ObjectFiles",
-        ),
+        "files": ("Files",),
         "format": (
             "LoadReport",
             "Snapshot",

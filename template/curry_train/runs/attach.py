@@ -46,7 +46,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .background import BackgroundSaver
-from .files import Files, LocalFiles, keep_from_children
+from .files import keep_from_children
 from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import RESUMABLE_KINDS, SavedCheckpoint
@@ -74,14 +74,6 @@ class StepNotes:
     is_step: bool = False
     # False if a gradient scaler skipped the step.
     stepped: bool = True
-
-
-def require_disk(files: Files, runs: str | os.PathLike[str]) -> None:
-    """Raise ValueError where the storage cannot append lines to a file."""
-    if not isinstance(files, LocalFiles):
-        raise ValueError(
-            f"a journal needs a folder on a disk, and {runs} is not one: leave journal out"
-        )
 
 
 # The journal lists skipped samples up to this number.
@@ -422,8 +414,6 @@ class AttachedRun:
     ) -> None:
         """Open the folder, load the state to resume from, and open the journal."""
         runs = self.store.files.location("")
-        if journal:
-            require_disk(self.store.files, runs)
         self.store.open(wait_seconds=WAIT_SECONDS)
         self._saver = BackgroundSaver(self.store) if in_background else None
         self.policy = SavingPolicy(self.store, config, saver=self._saver)

@@ -1,9 +1,9 @@
-"""Reach a run's files on a disk or in an object store.
+"""Reach a run's files on a disk.
 
 Keys are paths relative to the run's folder, separated by `/`. Every change on the disk goes through
 a method of `Files`, so that a test can kill a process at any of them.
 
-Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_objects.py`.
+Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
@@ -14,84 +14,56 @@ import shutil
 import stat
 import time
 import weakref
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from .ranks import DamagedCheckpoint, HostileCheckpoint
-
-# File access for a run: the storage interface and its implementation for local folders.
-
 
 MOST_POINTER_BYTES = 4096
 logger = logging.getLogger(__name__)
 
 
-class Files(ABC):
-    """The file operations that a store needs from any storage."""
+def checked(key: str) -> str:
+    """Return the key if it stays inside of the folder, or raise HostileCheckpoint."""
+    has_dots = any(name in ("", ".", "..") for name in key.split("/"))
+    if has_dots or key.startswith("/") or "\\" in key or "\0" in key:
+        raise HostileCheckpoint(
+            f"{key!r} leads out of the run's folder: don't load this checkpoint"
+        )
+    return key
 
-    # Whether a whole folder can be renamed atomically. Otherwise the manifest, written last,
-    # commits a checkpoint.
-    renames: bool
 
-    @abstractmethod
+class Files:
+    """The files of a run: a folder on a local or mounted file system."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def path(self, key: str) -> Path:
+        return self.root / checked(key) if key else self.root
+
     def location(self, key: str) -> str:
-        """Return the path or URL under which other programs open this key."""
+        """Return the path under which other programs open this key."""
+        return str(self.path(key))
 
-    @abstractmethod
-    def make_folder(self, key: str) -> None: ...
+    def make_folder(self, key: str) -> None:
+        self.path(key).mkdir(parents=True, exist_ok=True)
 
-    @abstractmethod
     def create(self, key: str) -> BinaryIO:
-        """Create and open a new file; raise FileExistsError if it exists."""
+        return self.path(key).open("xb")
 
-    @abstractmethod
     def finish(self, stream: BinaryIO) -> None:
         """Close a written file; its content is on the disk when this returns."""
+        try:
+            stream.flush()
+            os.fsync(stream.fileno())
+        finally:
+            stream.close()
 
-    @abstractmethod
-    def sync_folder(self, key: str) -> None:
-        """Sync a folder; the names in it are on the disk when this returns."""
-
-    @abstractmethod
-    def rename(self, old: str, new: str) -> None: ...
-
-    @abstractmethod
-    def remove_folder(self, key: str) -> None:
-        """Remove a folder and its contents; of a link to a folder remove only the link."""
-
-    @abstractmethod
-    def remove_file(self, key: str) -> None: ...
-
-    @abstractmethod
-    def names(self, key: str) -> list[str]:
-        """List the names in a folder; empty if the folder does not exist."""
-
-    @abstractmethod
-    def kind(self, key: str) -> str | None:
-        """Return "file", "folder" or "other" (a link, a device), or None if nothing exists."""
-
-    @abstractmethod
-    def size(self, key: str) -> int: ...
-
-    @abstractmethod
-    def open(self, key: str) -> BinaryIO: ...
-
-    @abstractmethod
-    def point(self, key: str, target: str) -> None:
-        """Atomically make a name point to a folder."""
-
-    @abstractmethod
-    def pointed(self, key: str) -> str | None:
-        """Return the folder that a name points to, or None."""
-
-    @abstractmethod
-    def put(self, key: str, data: bytes) -> None:
-        """Replace a small file that need not survive a crash of the machine."""
-
-    def free_bytes(self) -> int | None:
-        """Return the free bytes of the storage, or None where that is unknown."""
-        return None
+    def abandon(self, stream: BinaryIO) -> None:
+        """Close an incomplete file, ignoring errors so that the original error is raised."""
+        with contextlib.suppress(OSError):
+            stream.close()
 
     def read(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Return the content of a file; raise DamagedCheckpoint if it is longer than allowed."""
@@ -106,63 +78,18 @@ class Files(ABC):
         return data
 
     def write(self, key: str, data: bytes) -> None:
-        """Write a small new file; it is on the disk when this returns."""
-        stream = self.create(key)
+        """Write a small file, or replace one; it is on the disk when this returns."""
+        folder, _, name = key.rpartition("/")
+        new = f"{folder}/.{name}.new".lstrip("/")
+        # A process that was killed while writing leaves this file behind.
+        self.path(new).unlink(missing_ok=True)
+        stream = self.create(new)
         try:
             stream.write(data)
             self.finish(stream)
         except BaseException:
             self.abandon(stream)
             raise
-
-    def abandon(self, stream: BinaryIO) -> None:
-        """Close an incomplete file, ignoring errors so that the original error is raised."""
-        with contextlib.suppress(OSError):
-            stream.close()
-
-
-def checked(key: str) -> str:
-    """Return the key if it stays inside of the folder, or raise HostileCheckpoint."""
-    has_dots = any(name in ("", ".", "..") for name in key.split("/"))
-    if has_dots or key.startswith("/") or "\\" in key or "\0" in key:
-        raise HostileCheckpoint(
-            f"{key!r} leads out of the run's folder: don't load this checkpoint"
-        )
-    return key
-
-
-class LocalFiles(Files):
-    """A folder on a local or mounted file system."""
-
-    def __init__(self, root: str | os.PathLike[str], *, renames: bool = True) -> None:
-        self.root = Path(root).absolute()
-        self.renames = renames
-
-    def path(self, key: str) -> Path:
-        return self.root / checked(key) if key else self.root
-
-    def location(self, key: str) -> str:
-        return str(self.path(key))
-
-    def make_folder(self, key: str) -> None:
-        self.path(key).mkdir(parents=True, exist_ok=True)
-
-    def create(self, key: str) -> BinaryIO:
-        return self.path(key).open("xb")
-
-    def finish(self, stream: BinaryIO) -> None:
-        try:
-            stream.flush()
-            os.fsync(stream.fileno())
-        finally:
-            stream.close()
-
-    def write(self, key: str, data: bytes) -> None:
-        folder, _, name = key.rpartition("/")
-        new = f"{folder}/.{name}.new".lstrip("/")
-        # A process that was killed while writing leaves this file behind.
-        self.path(new).unlink(missing_ok=True)
-        super().write(new, data)
         self.path(new).replace(self.path(key))
 
     def put(self, key: str, data: bytes) -> None:
@@ -198,6 +125,7 @@ class LocalFiles(Files):
         return sorted(entry.name for entry in path.iterdir())
 
     def kind(self, key: str) -> str | None:
+        """Return "file", "folder" or "other" (a link, a device), or None if nothing exists."""
         try:
             mode = self.path(key).lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
@@ -217,6 +145,7 @@ class LocalFiles(Files):
         return open(self.path(key), "rb", opener=without_following)
 
     def point(self, key: str, target: str) -> None:
+        """Atomically make a name point to a folder."""
         new = self.path(f".{key}.new")
         new.unlink(missing_ok=True)
         try:
@@ -252,104 +181,12 @@ class LocalFiles(Files):
         with self.open(key) as stream:
             return stream.read(MOST_POINTER_BYTES).decode("utf-8", errors="replace").strip()
 
-    def free_bytes(self) -> int | None:
-        return shutil.disk_usage(self.root).free
-
-
-# A run's files in an object store, through fsspec.
-
-
-class ObjectFiles(Files):
-    """Files under any URL that fsspec opens: s3://, gs://, memory://.
-
-    `options` are passed to fsspec.
-    """
-
-    renames = False
-
-    def __init__(self, url: str, **options: Any) -> None:
-        try:
-            from fsspec.core import url_to_fs
-        except ImportError as error:
-            raise RuntimeError(
-                f"{url} needs fsspec, which is missing: pip install fsspec"
-            ) from error
-        self.url = url.rstrip("/")
-        self._files, root = url_to_fs(self.url, **options)
-        self._root = root.rstrip("/")
-
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{checked(key)}" if key else self._root
-
-    def location(self, key: str) -> str:
-        return f"{self.url}/{checked(key)}" if key else self.url
-
-    def make_folder(self, key: str) -> None:
-        self._files.makedirs(self._path(key), exist_ok=True)
-
-    def create(self, key: str) -> BinaryIO:
-        if self.kind(key) is not None:
-            raise FileExistsError(f"{self.location(key)} already exists")
-        stream: BinaryIO = self._files.open(self._path(key), "wb")
-        return stream
-
-    def finish(self, stream: BinaryIO) -> None:
-        # Closing the stream makes the object visible.
-        stream.close()
-
-    def abandon(self, stream: BinaryIO) -> None:
-        with contextlib.suppress(OSError):
-            getattr(stream, "discard", stream.close)()
-
-    def sync_folder(self, key: str) -> None:
-        """Do nothing: an object store has no folders to sync."""
-
-    def rename(self, old: str, new: str) -> None:
-        raise NotImplementedError("an object store can't rename a folder at once")
-
-    def remove_folder(self, key: str) -> None:
-        # `rm` would treat [ and * in a name as a pattern.
-        for path in self._files.find(self._path(key)):
-            self._files.rm_file(path)
-        # Many stores have no empty folders.
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rmdir(self._path(key))
-
-    def remove_file(self, key: str) -> None:
-        self._files.rm_file(self._path(key))
-
-    def names(self, key: str) -> list[str]:
-        self._files.invalidate_cache()
-        path = self._path(key)
-        entries = self._files.ls(path, detail=False) if self._files.isdir(path) else []
-        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
-
-    def kind(self, key: str) -> str | None:
-        self._files.invalidate_cache()
-        path = self._path(key)
-        if self._files.isfile(path):
-            return "file"
-        return "folder" if self._files.isdir(path) else None
-
-    def size(self, key: str) -> int:
-        return int(self._files.size(self._path(key)))
-
-    def open(self, key: str) -> BinaryIO:
-        stream: BinaryIO = self._files.open(self._path(key), "rb")
-        return stream
-
-    def point(self, key: str, target: str) -> None:
-        self.put(key, f"{target}\n".encode())
-
-    def put(self, key: str, data: bytes) -> None:
-        with self._files.open(self._path(key), "wb") as stream:
-            stream.write(data)
-
-    def pointed(self, key: str) -> str | None:
-        if self.kind(key) != "file":
-            return None
-        with self.open(key) as stream:
-            return stream.read(MOST_POINTER_BYTES).decode("utf-8", errors="replace").strip()
+    def free_bytes(self, key: str = "") -> int:
+        """Return the free bytes on a folder's volume; it may be a link, or not be there yet."""
+        path = self.path(key).resolve()
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
 
 
 # Estimate the duration of a save by timing a small write on the same volume.

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .files import Files, LocalFiles, close_here, keep_from_children, open_here
+from .files import Files, close_here, keep_from_children, open_here
 from .heartbeat import SILENCE_SECONDS, Heartbeat, Listener
 from .layout import MANIFEST_FILE_NAME
 from .ranks import LockedRun
@@ -70,7 +70,7 @@ class RunLock:
         self.is_undecided = False
         self._token = uuid.uuid4().hex
         files = self._files
-        if not isinstance(files, LocalFiles) or not self._acquire_by_kernel(files):
+        if not isinstance(files, Files) or not self._acquire_by_kernel(files):
             self._acquire_by_claim()
         self.held = True
         keep_from_children(self)
@@ -129,7 +129,7 @@ class RunLock:
             f"more; end it, or give this run another folder"
         )
 
-    def _acquire_by_kernel(self, files: LocalFiles) -> bool:
+    def _acquire_by_kernel(self, files: Files) -> bool:
         """Take the lock with a kernel lock; return False where the file system has none."""
         path = files.path(LOCK_FILE_NAME)
         descriptor = _open_lock_file(path)
@@ -460,7 +460,7 @@ def reading(files: Files, folder: str) -> Iterator[bool]:
 
 def is_being_read(files: Files, folder: str) -> bool:
     """Return whether any process on this file system holds the read lock of a checkpoint."""
-    if not isinstance(files, LocalFiles) or files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
+    if not isinstance(files, Files) or files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
         return False
     try:
         descriptor = _checkpoint_locked(files, folder, alone=True)
@@ -477,7 +477,7 @@ def _checkpoint_locked(files: Files, folder: str, *, alone: bool) -> int | None:
     except ImportError:
         return None
     # A link would lead out of the run.
-    if not isinstance(files, LocalFiles) or files.kind(folder) != "folder":
+    if not isinstance(files, Files) or files.kind(folder) != "folder":
         return None
     try:
         # NFS locks a file exclusively only if it is open for writing.

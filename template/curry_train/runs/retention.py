@@ -9,12 +9,11 @@ Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_free_space
 """
 
 import json
-import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .files import Files, LocalFiles
+from .files import Files
 from .format import MODEL_PREFIX, Snapshot
 from .layout import (
     BEST_KIND,
@@ -193,7 +192,7 @@ def _note(files: Files) -> _Note:
         now, later = (frozenset(map(str, content[name])) for name in ("now", "later"))
         return _Note(now, later, str(content["once"]), content["unlike"])
     except (DamagedCheckpoint, KeyError, TypeError, ValueError):
-        # The note was only partly written, on storage without rename: nothing was deleted yet.
+        # The note is damaged: nothing is deleted.
         return _Note()
 
 
@@ -267,12 +266,10 @@ def _write(files: Files, folders: Iterable[str]) -> None:
 
 
 def _replace_note(files: Files, data: bytes | None) -> None:
-    if files.kind(TURNED_BACK_FILE_NAME) is not None and not (
-        data is not None and isinstance(files, LocalFiles)
-    ):
-        files.remove_file(TURNED_BACK_FILE_NAME)
     if data is not None:
         files.write(TURNED_BACK_FILE_NAME, data)
+    elif files.kind(TURNED_BACK_FILE_NAME) is not None:
+        files.remove_file(TURNED_BACK_FILE_NAME)
     files.sync_folder("")
 
 
@@ -308,27 +305,14 @@ def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
     return num_bytes + int(values)
 
 
-def free_bytes(files: Files, kind: str) -> int | None:
-    """Return the free bytes on the volume of this kind's folder, or None where that is unknown.
-
-    The folder may be a link to another volume than that of the run.
-    """
-    if not isinstance(files, LocalFiles):
-        return files.free_bytes()
-    path = files.path(kind).resolve()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
-
-
 def require_room(files: Files, kind: str, num_bytes: int) -> None:
     """Raise NoRoom if the next checkpoint does not fit beside the old ones.
 
     An old checkpoint is deleted only after the new one is complete, so both have to fit.
     """
-    free = free_bytes(files, kind)
+    free = files.free_bytes(kind)
     needed = num_bytes + FREE_SPACE_MARGIN_BYTES
-    if free is None or free >= needed:
+    if free >= needed:
         return
     settings = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}
     setting = settings.get(kind, "best_k")

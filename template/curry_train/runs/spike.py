@@ -27,7 +27,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from .files import Files, LocalFiles
+from .files import Files
 from .policy import number_of
 from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig
 from .random_state import DATA_PREFIX, DataPosition
@@ -293,8 +293,6 @@ def _checked(entry: Any) -> Recovery:
 
 
 def _write(files: Files, done: Sequence[Recovery]) -> None:
-    if files.kind(RECOVERIES_FILE_NAME) is not None and not isinstance(files, LocalFiles):
-        files.remove_file(RECOVERIES_FILE_NAME)
     files.write(
         RECOVERIES_FILE_NAME, json.dumps([asdict(recovery) for recovery in done], indent=1).encode()
     )

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import Files, LocalFiles, ObjectFiles
+from .files import Files
 from .format import (
     Contents,
     HashingFolder,
@@ -126,7 +126,7 @@ class Writing:
     def write(self, tensors: Sequence[Tensor] | None = None) -> RankFiles:
         """Write this rank's files, from the live tensors or from copies of them."""
         free = self.files.free_bytes()
-        if free is not None and free < self.num_bytes:
+        if free < self.num_bytes:
             raise SaveError(
                 f"{self.files.location('')} has {free:,} bytes left, but the save needs "
                 f"{self.num_bytes:,}: free some space, or keep fewer checkpoints"
@@ -161,8 +161,7 @@ class Writing:
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", content)
         self.files.sync_folder(self.folder)
 
-        if self.folder != self.final:
-            self._rename(manifest)
+        self._rename(manifest)
         # From here on the checkpoint is committed, and an error does not undo it.
         with committed_anyway(self.files.location(self.final)):
             self.files.sync_folder(self.kind)
@@ -212,15 +211,17 @@ def removed_name(folder: str) -> str:
 
 
 class SavedRun:
-    """The checkpoints of the run at `root`, a folder or a URL that fsspec opens.
-
-    `files` replaces the file access that is chosen from `root`.
-    """
+    """The checkpoints of the run at `root`, a folder; `files` replaces the access to it."""
 
     def __init__(
         self, root: str | os.PathLike[str], *, files: Files | None = None, group: Any = None
     ) -> None:
-        self.files = files or (ObjectFiles(str(root)) if "://" in str(root) else LocalFiles(root))
+        if "://" in str(root):
+            raise ValueError(
+                f"{root} is no folder: write the run to a disk, and copy its committed checkpoints "
+                f"there with fsspec"
+            )
+        self.files = files or Files(root)
         self.group = group
 
     def committed(self, kind: str) -> list[SavedCheckpoint]:
@@ -573,10 +574,7 @@ class Store(SavedRun):
         if ranks.first and folder:
             # The next sweep removes what is left after an error.
             with contextlib.suppress(OSError):
-                unfinished = (
-                    folder != final or self.files.kind(f"{final}/{MANIFEST_FILE_NAME}") is None
-                )
-                if unfinished and self.files.kind(folder) is not None:
+                if self.files.kind(folder) is not None:
                     self.files.remove_folder(folder)
             self._unfinished.discard(folder)
         return SaveError(self._words(final, error))
@@ -608,11 +606,6 @@ class Store(SavedRun):
                 self._point()
 
     def _remove(self, folder: str) -> None:
-        if not self.files.renames:
-            if self.files.kind(f"{folder}/{MANIFEST_FILE_NAME}") is not None:
-                self.files.remove_file(f"{folder}/{MANIFEST_FILE_NAME}")
-            self.files.remove_folder(folder)
-            return
         removed = removed_name(folder)
         self.files.rename(folder, removed)
         self.files.sync_folder(folder.partition("/")[0])
@@ -624,11 +617,7 @@ class Store(SavedRun):
         A damaged checkpoint of the same name is removed; a valid one raises StepExists, unless it
         is to be replaced.
         """
-        if replace and self.files.kind(final) is not None:
-            # Without renames there is no place for the new one beside the old one.
-            if not self.files.renames:
-                self._remove(final)
-        elif self.files.kind(final) is not None:
+        if not replace and self.files.kind(final) is not None:
             try:
                 self.verify(final)
             except DamagedCheckpoint as error:
@@ -640,9 +629,7 @@ class Store(SavedRun):
                 )
             self._remove(final)
 
-        folder = final
-        if self.files.renames:
-            folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
+        folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self._unfinished.add(folder)
         self.files.make_folder(folder)
         return folder
@@ -662,19 +649,11 @@ class Store(SavedRun):
                 f"{kind}/{name}" for kind in CHECKPOINT_KINDS for name in self.files.names(kind)
             ]
             for folder in folders:
-                if folder not in self._unfinished and self._left_over(folder):
+                if folder not in self._unfinished and is_leftover(folder.partition("/")[2]):
                     self.files.remove_folder(folder)
                     swept.append(folder)
             self._point()
         return swept
-
-    def _left_over(self, folder: str) -> bool:
-        kind, _, name = folder.partition("/")
-        unfinished = (
-            step_of(kind, name) is not None
-            and self.files.kind(f"{folder}/{MANIFEST_FILE_NAME}") is None
-        )
-        return is_leftover(name) or (unfinished and not self.files.renames)
 
     def _point(self) -> None:
         newest = self.latest()

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import LocalFiles
+from .files import Files
 from .journal import Journal, JournalReading, journal_path
 from .layout import (
     MANIFEST_FILE_NAME,
@@ -162,7 +162,7 @@ def _commits(folder: Path, depth: int = 0) -> Iterator[Commit]:
 def read_commit(path: Path) -> Commit:
     """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
     key = _manifest_of(path)
-    manifest = parse_manifest(LocalFiles(key.parent).read(key.name))
+    manifest = parse_manifest(Files(key.parent).read(key.name))
     commit = Commit(path, manifest, _number(manifest))
     before = manifest.about.get("before")
     if before is None or path.is_dir():
@@ -199,7 +199,7 @@ def _manifest_of(path: Path) -> Path:
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
     # A temporary file, synced and renamed.
-    LocalFiles(path.parent).write(path.name, manifest.render())
+    Files(path.parent).write(path.name, manifest.render())
     _sync_folder(path.parent)
 
 
@@ -218,7 +218,7 @@ def _entry_of(path: Path, algorithm: str, *, sync: bool = False) -> FileEntry:
 
 
 def _sync_folder(path: Path) -> None:
-    LocalFiles(path).sync_folder("")
+    Files(path).sync_folder("")
 
 
 # Replace a checkpoint of the same name: the old one stands aside until the new one is committed.
