@@ -2,7 +2,7 @@
 
 Python's own unpickler reads them, and finds a `StandIn` in place of each class and function. A
 forged pickle may still take any amount of memory or time, or overflow the stack of C, so a small
-process of its own reads it first, within limits; run as a script, this module is that process.
+process of its own, which runs this module as a script, reads it first, within limits.
 
 Proof: `python -m pytest tests/core/test_unpickle.py`.
 """
@@ -12,10 +12,12 @@ import io
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 # The interpreter itself, without an environment.
 PYTHON = getattr(sys, "_base_executable", sys.executable)
+SOURCE = Path(__file__).read_text(encoding="utf-8") if "__file__" in globals() else ""
 # Real pickles take a second for 30 MiB.
 MOST_SECONDS = 120
 
@@ -70,10 +72,14 @@ class PickleReader(pickle.Unpickler):
     def all(self, count: int = 1) -> list[Any]:
         """Read so many pickles, in another process first; raise RefusedPickle."""
         # Without packages, and in a session of its own, which no signal to a group ends.
-        command = [PYTHON, "-I", "-S", __file__, str(len(self.data)), str(count)]
+        command = [PYTHON, "-I", "-S", "-c", SOURCE, str(len(self.data)), str(count)]
         options: Any = {"capture_output": True, "start_new_session": True}
         try:
-            subprocess.run(command, input=self.data, check=True, timeout=MOST_SECONDS, **options)
+            # A process that gave up its rights may start no other.
+            with contextlib.suppress(PermissionError):
+                subprocess.run(
+                    command, input=self.data, check=True, timeout=MOST_SECONDS, **options
+                )
             return [self.load() for _ in range(count)]
         except subprocess.SubprocessError as error:
             raise RefusedPickle("reading it takes too much memory, time or stack") from error

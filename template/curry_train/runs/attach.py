@@ -292,7 +292,7 @@ ItemT = TypeVar("ItemT")
 # Exit status 75 after a rollback: start the process again to continue the run.
 RESTART_EXIT_STATUS = os.EX_TEMPFAIL
 # A killed process holds its lock until the kernel has freed its memory.
-WAIT_SECONDS = 5.0
+WAIT_SECONDS = 10.0
 
 
 def saving(

@@ -10,14 +10,13 @@ Proof: `python -m pytest tests/runs/test_store_background.py`.
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from types import TracebackType
 from typing import Any
@@ -27,9 +26,7 @@ import torch
 from torch import Tensor
 
 from .format import RankFiles, SavableState
-from .heartbeat import Heartbeat, Listener
 from .layout import SavedCheckpoint
-from .lock import is_alive
 from .ranks import Ranks, SaveError
 from .store import Store, Writing
 
@@ -138,103 +135,6 @@ def _buffer(source: Tensor) -> Tensor:
     return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
 
-# Pass the parts of the ranks on to the first rank, and wait for them.
-
-POLL_SECONDS = 0.05
-# Silence after which rank 0 gives up on the part of another rank; a network file system may show
-# its beats a minute late.
-PART_SILENCE_SECONDS = 180.0
-
-
-class PartNotes:
-    """Notes about the parts of a save, files in its folder.
-
-    They replace a collective call, because only the training threads of the ranks can make one.
-    """
-
-    def __init__(self, writing: Writing, *, timeout: float) -> None:
-        self._files = writing.files
-        self._folder = writing.folder
-        self._writing = writing
-        self._ranks = writing.ranks
-        self._timeout = timeout
-
-    @contextlib.contextmanager
-    def showing_life(self) -> Iterator[None]:
-        """Show the first rank that this one is alive."""
-        if self._ranks.first:
-            yield
-            return
-        heartbeat = Heartbeat(self._files, self._beat(self._ranks.rank))
-        heartbeat.start()
-        try:
-            yield
-        finally:
-            heartbeat.stop()
-
-    def leave(self, part: RankFiles | None, error: str = "") -> None:
-        """Leave this rank's part for the first rank."""
-        text = json.dumps({"error": error, "part": part.to_json() if part else None})
-        try:
-            self._files.write(self._note(self._ranks.rank), text.encode())
-        except FileNotFoundError as missing:
-            raise SaveError("the first rank abandoned this save: see its error") from missing
-
-    def collect(self, own: RankFiles) -> list[RankFiles]:
-        """Wait for the parts of all ranks, and return them.
-
-        Raises SaveError if a rank ended, falls silent, or exceeds the timeout.
-        """
-        parts = [own]
-        deadline = time.monotonic() + self._timeout
-        for rank in range(1, self._ranks.size):
-            listener = Listener(self._files, self._beat(rank))
-            while (ended := self._why_ended(rank, listener, deadline)) is not None:
-                if ended:
-                    raise SaveError(f"{self._writing.final} has no part of rank {rank}: {ended}")
-                time.sleep(POLL_SECONDS)
-            parts.append(self._part_of(rank, deadline))
-        return parts
-
-    def _why_ended(self, rank: int, listener: Listener, deadline: float) -> str | None:
-        """Return why a rank will not write its part, "" if it still may, and None if it has."""
-        process = self._writing.processes[rank]
-        is_dead = is_alive(process) is False
-        silent = listener.silent_seconds()
-        # A rank may have left its note between the looks above and this one.
-        note = self._note(rank)
-        if self._files.kind(note) is not None and self._files.size(note):
-            return None
-        if is_dead:
-            return f"its process {process['pid']} ended; read its error first"
-        if silent > PART_SILENCE_SECONDS:
-            return f"it has shown no sign of life for {silent:.0f} s; read its error first"
-        if time.monotonic() > deadline:
-            return f"it was not written within {self._timeout:.0f} s"
-        return ""
-
-    def _part_of(self, rank: int, deadline: float) -> RankFiles:
-        while True:
-            try:
-                content = json.loads(self._files.read(self._note(rank)))
-                break
-            except ValueError:
-                # The rank is still writing its note.
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(POLL_SECONDS)
-        if content["error"]:
-            raise SaveError(f"rank {rank}: {content['error']}")
-        self._files.remove_file(self._note(rank))
-        return RankFiles.from_json(content["part"])
-
-    def _note(self, rank: int) -> str:
-        return f"{self._folder}/rank-{rank}.part"
-
-    def _beat(self, rank: int) -> str:
-        return f"{self._folder}/rank-{rank}.beat"
-
-
 # Save checkpoints on a background thread while training continues.
 
 logger = logging.getLogger(__name__)
@@ -245,13 +145,14 @@ class BackgroundSaver:
 
     Use as a context manager, or call `finish` at the end. An error of a save is raised at the next
     optimizer step, save or `finish`. `stalled` sums the seconds that the training thread waited.
-    `timeout` is how many seconds rank 0 waits for the parts of the other ranks. Code other than the
+    `timeout` is how many seconds a rank waits for the parts of the other ranks. Code other than the
     optimizers that changes parameters has to call `wait_copied` first.
     """
 
     def __init__(self, store: Store, *, timeout: float = 1800.0) -> None:
         self.store = store
-        self.timeout = timeout
+        # Only the threads of the saves use this group.
+        self._ranks = Ranks(store.group).apart(timeout)
         self.stalled = 0.0
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -364,25 +265,19 @@ class BackgroundSaver:
         self.check()
 
     def _run(self, writing: Writing) -> None:
-        """Write and commit; runs on the background thread.
+        """Write and commit; runs on the background thread, like those of the other ranks."""
+        ranks = self._ranks
 
-        Only rank 0 waits for other ranks: it reads the notes that they left in the folder.
-        """
-        notes = PartNotes(writing, timeout=self.timeout)
+        def write() -> RankFiles:
+            tensors = self._staging.copy()
+            _yield_to_training()
+            return writing.write(tensors)
+
+        def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
+            return [self.store.commit(writing, parts)] * ranks.size
+
         try:
-            try:
-                with notes.showing_life():
-                    tensors = self._staging.copy()
-                    _yield_to_training()
-                    part = writing.write(tensors)
-            except Exception as error:
-                if not writing.ranks.first:
-                    notes.leave(None, f"{type(error).__name__}: {error}")
-                raise
-            if writing.ranks.first:
-                self._saved = self.store.commit(writing, notes.collect(part))
-            else:
-                notes.leave(part)
+            self._saved = ranks.exchange(write, commit)
         except Exception as error:  # noqa: BLE001 - it is raised on the training thread
             self._error = self.store.failed(writing, error)
             self._error.__cause__ = error

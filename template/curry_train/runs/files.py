@@ -92,12 +92,6 @@ class Files:
             raise
         self.path(new).replace(self.path(key))
 
-    def put(self, key: str, data: bytes) -> None:
-        folder, _, name = key.rpartition("/")
-        new = self.path(f"{folder}/.{name}.put".lstrip("/"))
-        new.write_bytes(data)
-        new.replace(self.path(key))
-
     def sync_folder(self, key: str) -> None:
         descriptor = os.open(self.path(key), os.O_RDONLY)
         try:

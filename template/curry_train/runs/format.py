@@ -62,14 +62,6 @@ class RankFiles:
     # Name, offsets, number, file, position and length of each tensor.
     items: tuple[tuple[Any, ...], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "RankFiles":
-        files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-        return cls(files, tuple(map(tuple, content["items"])))
-
 
 class HashingFolder:
     """A folder whose new files are hashed while they are written, and synced when closed."""

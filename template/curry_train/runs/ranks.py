@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py
 """
 
 import contextlib
+import datetime
 import pickle
 import time
 import weakref
@@ -83,6 +84,18 @@ class Ranks:
         if ranks.size > 1 and dist.get_backend() == "nccl":
             return cls(dist.new_group(backend="gloo"))
         return ranks
+
+    def apart(self, seconds: float) -> "Ranks":
+        """Return these ranks in a group that another thread may use; every rank must call this."""
+        import torch.distributed as dist
+
+        if self.size == 1:
+            return self
+        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        timeout = datetime.timedelta(seconds=seconds)
+        return Ranks(
+            dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
+        )
 
     @property
     def first(self) -> bool:

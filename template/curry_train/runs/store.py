@@ -17,7 +17,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -59,10 +58,9 @@ from .layout import (
     step_of,
     verify_files,
 )
-from .lock import RunLock, reading, this_process
+from .lock import RunLock, reading
 from .ranks import (
     DamagedCheckpoint,
-    LockedRun,
     OtherRank,
     Ranks,
     RunError,
@@ -105,11 +103,9 @@ class Writing:
         self._new = HashingFolder(files, self.folder, algorithm)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
-        of_ranks = ranks.exchange(
-            lambda: (snapshot.rank_values, this_process()), lambda gathered: [gathered] * ranks.size
+        self._values = ranks.exchange(
+            lambda: snapshot.rank_values, lambda gathered: [gathered] * ranks.size
         )
-        self._values = [values for values, _ in of_ranks]
-        self.processes = [process for _, process in of_ranks]
         self._shared = snapshot.values
         self._ties = snapshot.ties
         self.optimizers = snapshot.optimizers
@@ -457,10 +453,10 @@ class Store(SavedRun):
         """
         self._lock.require_own()
         if not self._opened:
-            Ranks(self.group).agree(lambda: self._open_first(until=time.monotonic() + wait_seconds))
+            Ranks(self.group).agree(lambda: self._open_first(wait_seconds))
             self._opened = True
 
-    def _open_first(self, *, until: float) -> None:
+    def _open_first(self, wait_seconds: float) -> None:
         try:
             for kind in CHECKPOINT_KINDS:
                 self.files.make_folder(kind)
@@ -472,15 +468,7 @@ class Store(SavedRun):
                 f"{self.files.location('')} can't be written to ({error.strerror}): give the run a "
                 f"folder that this user may write to"
             ) from error
-        while True:
-            try:
-                self._lock.acquire()
-                break
-            except LockedRun:
-                if time.monotonic() >= until and not self._lock.is_undecided:
-                    raise
-            # Two processes that gave up for each other do not try again at the same time.
-            time.sleep(0.2 + secrets.randbelow(100) / 1000)
+        self._lock.acquire(wait_seconds=wait_seconds)
         self._sweep()
 
     def close(self) -> None:
