@@ -196,7 +196,7 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
         yield (
             "opcodes",
             f"{title} as JSON",
-            lambda data=data: ground.forge(STEP, "state.json", data),
+            lambda data=data: ground.forge(STEP, "state.pt", data),
             False,
         )
         yield (
@@ -276,7 +276,7 @@ def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
 
         yield "paths", f"index to {path!r}", leads_away, False
         yield "paths", f"manifest to {path!r}", named, False
-    for name in ("__0_0.distcp", ".metadata", "state.json", MANIFEST_FILE_NAME):
+    for name in ("__0_0.distcp", ".metadata", "state.pt", MANIFEST_FILE_NAME):
         yield "paths", f"{name} is a link", lambda name=name: _link(place / name, secret), False
     yield "paths", "the checkpoint is a link", lambda: _link(place, str(ground.secret)), False
     yield (

@@ -239,7 +239,7 @@ def test_missing_and_cut_files_of_folders_are_named(checkpoints, tmp_path):
 
 def test_a_flip_in_our_checkpoint_is_found(checkpoints, tmp_path):
     folder = tmp_path / "step-00000001.dcp"
-    for name in ("state.json", ".metadata", "manifest.json", "__0_0.distcp"):
+    for name in ("state.pt", ".metadata", "manifest.json", "__0_0.distcp"):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(checkpoints / "run/rollback/step-00000001.dcp", folder)
         flipped(folder / name, 100, 2)

@@ -66,7 +66,7 @@ DAMAGE = {
         "1.running_mean is not finite",
     ),
     "mask": (lambda s: s.model.mask, math.nan, "mask has NaN"),
-    "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table/_values has NaN"),
+    "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table has NaN"),
     "moment": (moment, math.nan, "optimizer.0.0.weight.exp_avg_sq has NaN"),
     "part": (lambda s: s.parts["extra-x"].tensor, math.nan, "part.extra-x/x has NaN"),
     "average": (

@@ -4,7 +4,6 @@ python -m pytest tests/runs/test_store.py
 """
 
 import io
-import json
 import math
 import os
 import subprocess
@@ -19,7 +18,7 @@ from store_models import equal, new_state, tensors_of, train
 from curry_train.runs import DamagedCheckpoint, SavedRun, SaveError, StepExists, Store
 from curry_train.runs.layout import Metric, folder_name, read_manifest, step_of
 from curry_train.runs.state import TrainingState
-from curry_train.runs.values import PLAIN_DTYPES
+from curry_train.runs.values import ALLOWED, PLAIN_DTYPES
 
 
 class Values:
@@ -128,9 +127,9 @@ def test_a_valid_checkpoint_is_never_written_into(store):
 def test_a_damaged_checkpoint_in_the_way_is_replaced(store, tmp_path):
     state = new_state()
     saved = store.save("rollback", 1, state)
-    (tmp_path / saved.folder / "state.json").unlink()
+    (tmp_path / saved.folder / "state.pt").unlink()
     assert store.committed("rollback") == []
-    assert "state.json is missing" in store.damaged("rollback")[saved.folder]
+    assert "state.pt is missing" in store.damaged("rollback")[saved.folder]
     store.verify(store.save("rollback", 1, state))
 
 
@@ -222,7 +221,7 @@ def test_the_newest_is_found_from_its_own_manifest(store, monkeypatch):
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(store, tmp_path):
     for step in (1, 2, 3):
         saved = store.save("rollback", step, new_state())
-    (tmp_path / saved.folder / "state.json").unlink()
+    (tmp_path / saved.folder / "state.pt").unlink()
     assert store.latest().step == 2
 
 
@@ -267,7 +266,7 @@ def test_equal_states_are_equal_files(store, tmp_path):
     """Leave paths, dates and the machine's identity out of the hashed bytes."""
     state = new_state()
     first, second = store.save("rollback", 1, state), store.save("rollback", 2, state)
-    names = [".metadata", "__0_0.distcp", "state.json"]
+    names = [".metadata", "__0_0.distcp", "state.pt"]
     assert all(
         (tmp_path / first.folder / name).read_bytes()
         == (tmp_path / second.folder / name).read_bytes()
@@ -276,9 +275,10 @@ def test_equal_states_are_equal_files(store, tmp_path):
     assert str(tmp_path).encode() not in (tmp_path / first.folder / ".metadata").read_bytes()
 
 
-def test_state_beside_the_tensors_is_json(store, tmp_path):
+def test_the_state_beside_the_tensors_is_read_by_torch(store, tmp_path):
     saved = store.save("rollback", 1, new_state(config={"lr": 0.01, "name": "x"}))
-    content = json.loads((tmp_path / saved.folder / "state.json").read_text())
+    with torch.serialization.safe_globals(ALLOWED):
+        content = torch.load(tmp_path / saved.folder / "state.pt", weights_only=True)
     assert content["values"]["config"] == {"lr": 0.01, "name": "x"}
 
 

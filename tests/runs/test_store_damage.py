@@ -81,7 +81,7 @@ def test_a_flip_is_found_by_load_before_anything_changes(saved):
 
 
 def shortened(folder):
-    path = folder / "state.json"
+    path = folder / "state.pt"
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -93,8 +93,8 @@ def swapped(folder):
 
 
 def linked(folder):
-    shutil.move(folder / "state.json", folder.parent / "elsewhere.json")
-    (folder / "state.json").symlink_to("../elsewhere.json")
+    shutil.move(folder / "state.pt", folder.parent / "elsewhere.json")
+    (folder / "state.pt").symlink_to("../elsewhere.json")
 
 
 def hidden_whitespace(folder):
@@ -103,15 +103,15 @@ def hidden_whitespace(folder):
 
 
 def piped(folder):
-    (folder / "state.json").unlink()
-    os.mkfifo(folder / "state.json")
+    (folder / "state.pt").unlink()
+    os.mkfifo(folder / "state.pt")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (shortened, "bytes, and"),
-        (lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+        (lambda folder: (folder / "state.pt").unlink(), "state.pt is missing"),
         (lambda folder: (folder / "more.bin").touch(), "more.bin is not in the manifest"),
         (
             lambda folder: (folder / "manifest.json").unlink(),
@@ -124,8 +124,8 @@ def piped(folder):
         ),
         (hidden_whitespace, "own hash does not match"),
         (swapped, "bytes, and|another hash"),
-        (linked, "state.json is a link"),
-        (piped, "state.json is a link or a device"),
+        (linked, "state.pt is a link"),
+        (piped, "state.pt is a link or a device"),
         (lambda folder: (folder / "more").mkdir(), "more is not in the manifest"),
     ],
 )

@@ -4,11 +4,12 @@ python -m pytest tests/runs/test_store_hostile.py
 """
 
 import dataclasses
+import inspect
 import io
-import json
 import os
 import pickle
 import warnings
+import zipfile
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from curry_train.runs.layout import (
     hash_bytes,
     read_manifest,
 )
+from curry_train.runs.values import Made, Stored, dump, load
 
 
 class Runs:
@@ -140,7 +142,7 @@ def test_an_entry_that_is_a_pickle_is_refused(saved):
 
 
 @pytest.mark.parametrize(
-    "path", ["../../../secret", "/etc/passwd", "secret", "../step-00000001.dcp/state.json"]
+    "path", ["../../../secret", "/etc/passwd", "secret", "../step-00000001.dcp/state.pt"]
 )
 def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
     store, found = saved
@@ -197,25 +199,52 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"values": {}, "ranks": [], "ties": {}}',
-        '{"values": 3, "ranks": [], "ties": {}}',
-        '{"values": {"step": 1}}',
-        "[]",
-        "{",
-        "[" * 50_000,
-    ],
-)
-def test_invalid_state_values_are_damage(saved, text):
+STATES = {
+    "no ranks": {"values": {}, "ranks": [], "ties": {}},
+    "values that are a number": {"values": 3, "ranks": [], "ties": {}},
+    "no ties": {"values": {"step": 1}},
+    "a list": [],
+}
+
+
+@pytest.mark.parametrize("data", [*map(dump, STATES.values()), b"{", b"", pickle.dumps({})])
+def test_invalid_state_values_are_damage(saved, data):
     store, found = saved
-    forge(store, found, "state.json", text.encode())
+    forge(store, found, "state.pt", data)
     with pytest.raises(DamagedCheckpoint):
         store.load(found, new_state())
 
 
-@pytest.mark.parametrize("name", ["../state.json", "a/b", "/etc/passwd", "..", ""])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_the_state_is_refused_and_not_executed(saved, name, tmp_path):
+    store, found = saved
+    function, *arguments = CALLS[name]
+    arguments = [
+        part.format(str(tmp_path / "trace")) if isinstance(part, str) else part
+        for part in arguments
+        if not inspect.ismodule(part)
+    ]
+    forge(store, found, "state.pt", dump({"values": Runs(function, *arguments)}))
+    with pytest.raises(DamagedCheckpoint):
+        store.load(found, new_state())
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_state_that_would_take_for_ever_or_much_memory_is_refused(saved, monkeypatch):
+    store, found = saved
+    monkeypatch.setattr("curry_train.core.unpickle.MOST_SECONDS", 3)
+    whole = io.BytesIO(store.files.read(f"{found.folder}/state.pt"))
+    for bomb in (b"})" + b"2\x86" * 60 + b"K\x01s.", b"]r\xff\xff\xff\x7f."):
+        forged = io.BytesIO()
+        with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(forged, "w") as made:
+            for one in archive.namelist():
+                made.writestr(one, bomb if one.endswith("data.pkl") else archive.read(one))
+        forge(store, found, "state.pt", forged.getvalue())
+        with pytest.raises(DamagedCheckpoint, match="memory, time or stack"):
+            store.load(found, new_state())
+
+
+@pytest.mark.parametrize("name", ["../state.pt", "a/b", "/etc/passwd", "..", ""])
 def test_names_in_a_manifest_may_not_lead_outside(saved, name):
     store, found = saved
     manifest = read_manifest(store.files, found.folder)
@@ -271,7 +300,7 @@ def test_a_forged_index_is_refused_before_anything_changes(saved, name):
     assert equal(tensors_of(state), before)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "state.json"])
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "state.pt"])
 def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name, monkeypatch):
     """Make files of 8 GiB without content: reading one whole would end the test's process."""
     store, found = saved
@@ -302,9 +331,9 @@ WRONG_VALUES = {
     "an entry of two": lambda values: values["optimizers"][0]["parameters"].update(
         {"0.bias": [["a", 1]]}
     ),
-    "an unknown mark": lambda values: values["parts"].update({"scheduler-0": {"$eval": "1"}}),
+    "an unknown maker": lambda values: values["parts"].update({"scheduler-0": Made("eval", "1")}),
     "a tensor that is not saved": lambda values: values["parts"].update(
-        {"scheduler-0": {"$tensor": "part.gone"}}
+        {"scheduler-0": Stored("part.gone")}
     ),
     "a part that its object refuses": lambda values: values["parts"].update({"scheduler-0": 3}),
     "options that are no mapping": lambda values: values["optimizers"][0]["groups"][0].update(
@@ -316,9 +345,9 @@ WRONG_VALUES = {
 @pytest.mark.parametrize("name", WRONG_VALUES)
 def test_wrong_values_are_refused_before_model_and_optimizer_change(saved, name):
     store, found = saved
-    content = json.loads(store.files.read(f"{found.folder}/state.json"))
+    content = load(store.files.read(f"{found.folder}/state.pt"))
     WRONG_VALUES[name](content["values"])
-    forge(store, found, "state.json", json.dumps(content).encode())
+    forge(store, found, "state.pt", dump(content))
     state = new_state(seed=1)
     before = tensors_of(state)
     with pytest.raises((DamagedCheckpoint, StateMismatch)):
@@ -338,9 +367,9 @@ def test_a_wrong_random_state_is_refused_before_anything_changes(saved, generato
             ),
         )
     else:
-        content = json.loads(store.files.read(f"{found.folder}/state.json"))
-        content["ranks"][0]["random"][generator] = {"$tuple": [1, 2]}
-        forge(store, found, "state.json", json.dumps(content).encode())
+        content = load(store.files.read(f"{found.folder}/state.pt"))
+        content["ranks"][0]["random"][generator] = (1, 2)
+        forge(store, found, "state.pt", dump(content))
     state = new_state(seed=1)
     before = tensors_of(state)
     with pytest.raises((DamagedCheckpoint, StateMismatch)):

@@ -204,7 +204,7 @@ def test_ranks_save_in_the_background(answers, folder):
         "__0_0.distcp",
         "__1_0.distcp",
         "manifest.json",
-        "state.json",
+        "state.pt",
     ]
 
 

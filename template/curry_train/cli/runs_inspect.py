@@ -83,6 +83,7 @@ HARMLESS_PREFIXES = (
     "torch_checkpointing.distributed_metadata.",
     "torch_checkpointing.tensor_slice.",
     "torch_checkpointing.checkpoint_layout.",
+    *("curry_train.runs.values.", "numpy.dtypes."),
 )
 # A name with one of these words in it reaches functions that run commands or code.
 DANGEROUS_WORDS = {

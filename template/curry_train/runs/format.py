@@ -425,12 +425,14 @@ class Snapshot:
 
     # The live tensors. A name that exists on several ranks holds equal values or shards.
     tensors: Mapping[str, Tensor]
-    # JSON of the first rank.
+    # The values of the first rank.
     values: Mapping[str, Any] = field(default_factory=dict)
-    # JSON of each rank.
+    # The values of each rank.
     rank_values: Mapping[str, Any] = field(default_factory=dict)
     # The further names of a tensor, each with its first name.
     ties: Mapping[str, str] = field(default_factory=dict)
+    # What tensors hold that are saved among the values.
+    inline: Mapping[str, Tensor] = field(default_factory=dict)
     # Only these change the tensors: a copy in the background has to end before their next step.
     optimizers: Sequence[Any] = ()
 

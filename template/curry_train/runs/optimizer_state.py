@@ -20,6 +20,7 @@ from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, StateMismatch
 from .values import (
     CollectedTensors,
     Place,
+    Stored,
     decode,
     elements_of,
     encode,
@@ -304,19 +305,19 @@ class OptimizerState:
             state = self.optimizer.state.get(parameter, {})
             for key_content, value, on_host in entries:
                 key = decode(key_content)
-                current = state.get(key) if value_mark(value) == "$tensor" else None
+                current = state.get(key) if type(value) is Stored else None
                 for found in references(value):
-                    yield _Request(found.name, parameter, key, current, found.notes, on_host)
+                    yield _Request(found.name, parameter, key, current, found.device, on_host)
 
         nothing = torch.empty(())
         for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             options = entry["options"]
             for key, value in options.items() if type(options) is dict else ():
-                current = group.get(key) if value_mark(value) == "$tensor" else None
+                current = group.get(key) if type(value) is Stored else None
                 for found in references(value):
-                    yield _Request(found.name, nothing, key, current, found.notes)
+                    yield _Request(found.name, nothing, key, current, found.device)
         for found in references([saved["others"], *(one["options"] for one in saved["groups"])]):
-            yield _Request(found.name, nothing, None, None, found.notes)
+            yield _Request(found.name, nothing, None, None, found.device)
 
     def _same_groups(self, saved: Mapping[str, Any]) -> None:
         """Raise StateMismatch where the saved class or parameter groups differ from these."""
@@ -359,7 +360,7 @@ class OptimizerState:
         # Torch keeps `step` on the host, except with capturable or fused.
         on_host = is_step and not (options.get("capturable") or options.get("fused"))
         device = torch.device("cpu") if on_host else parameter.device
-        if "device" in request.notes and parameter.device.type == request.notes["device"]:
+        if parameter.device.type == request.device:
             device = parameter.device
         return torch.zeros(facts.shape, dtype=facts.dtype, device=device)
 
@@ -409,7 +410,8 @@ class _Request:
     key: Any
     # What the optimizer holds there now.
     current: Any
-    notes: Mapping[str, Any]
+    # The kind of device that it was on, if not on the host.
+    device: str | None
     # Whether it was on the host, and its parameter was not.
     on_host: bool | None = None
 
@@ -427,14 +429,6 @@ class ReadState:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def value_mark(content: Any) -> str:
-    """Return the mark of a value's JSON, also of a noted one; empty without a mark."""
-    if type(content) is not dict or len(content) != 1:
-        return ""
-    mark: str = next(iter(content))
-    return value_mark(content[mark][0]) if mark == "$noted" else mark
 
 
 def _fits(current: Any, facts: TensorFacts) -> bool:

@@ -313,9 +313,10 @@ def what_is_wrong(
     model = getattr(getattr(state, "state", state), "model", None)
     named = parameter_names(model).values() if isinstance(model, torch.nn.Module) else ()
     parameters = {f"{MODEL_PREFIX}{name}" for name in named}
+    snapshot = state.snapshot()
     tensors = {
         name: tensor
-        for name, tensor in state.snapshot().tensors.items()
+        for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
         if not name.startswith("random.") and name not in by_design
     }
     # Search for NaN only in the few tensors whose sum is not finite.
@@ -332,13 +333,13 @@ def what_is_wrong(
 def nan_by_design(state: SavableState) -> frozenset[str]:
     """Return the buffers and tensors of parts that have NaN already before a run trains."""
     try:
-        tensors = state.snapshot().tensors
+        snapshot = state.snapshot()
     except Exception as error:  # noqa: BLE001 - the first save raises it, unless it succeeds then
         logger.warning("a save at this moment would fail: %s", error)
         return frozenset()
     suspects = {
         name: tensor
-        for name, tensor in tensors.items()
+        for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
         if not name.startswith(("random.", "optimizer.", "gradient."))
     }
     return frozenset(

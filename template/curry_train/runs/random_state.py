@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .ranks import DamagedCheckpoint
-from .values import Place, decode, encode
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
@@ -37,7 +36,7 @@ class RandomState:
 
     # The state of torch's generators, by name.
     tensors: Mapping[str, Tensor]
-    # The state of the other generators, as JSON.
+    # The state of the other generators.
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,10 +49,9 @@ def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -
     for name, generator in (generators or {}).items():
         tensors[f"generator-{name}"] = generator.get_state()
 
-    values = {"python": encode(random.getstate(), Place("python", "python"))}
+    values: dict[str, Any] = {"python": random.getstate()}
     if "numpy" in sys.modules:
-        numpy_state = sys.modules["numpy"].random.get_state(legacy=False)
-        values["numpy"] = encode(numpy_state, Place("numpy", "numpy"))
+        values["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
     return RandomState(tensors, values)
 
 
@@ -79,11 +77,11 @@ def restore_random_state(
             notes.append(f"the generator {name} was not saved")
 
     if "python" in state.values:
-        random.setstate(decode(state.values["python"]))
+        random.setstate(state.values["python"])
     if "numpy" in state.values:
         import numpy
 
-        numpy.random.set_state(decode(state.values["numpy"]))
+        numpy.random.set_state(state.values["numpy"])
     elif "numpy" in sys.modules:
         notes.append("numpy's generator was not saved: numpy was not imported at the save")
     return notes
@@ -97,11 +95,11 @@ def check_random_state(state: RandomState) -> None:
                 raise ValueError(f"{name} has the shape {list(tensor.shape)}")
         torch.Generator().set_state(state.tensors["torch"])
         if "python" in state.values:
-            random.Random().setstate(decode(state.values["python"]))
+            random.Random().setstate(state.values["python"])
         if "numpy" in state.values:
             import numpy
 
-            numpy.random.RandomState().set_state(decode(state.values["numpy"]))
+            numpy.random.RandomState().set_state(state.values["numpy"])
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
             f"the saved random state can't be restored ({type(error).__name__}: {error})"

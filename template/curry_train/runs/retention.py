@@ -28,6 +28,7 @@ from .lock import is_being_read
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, Ranks, SaveError
 from .store import Store
+from .values import dump
 
 # Retention: which checkpoints to keep and which to delete.
 
@@ -277,11 +278,9 @@ def _replace_note(files: Files, data: bytes | None) -> None:
 
 # Space for partly filled blocks of the file system, and for its own tables.
 FREE_SPACE_MARGIN_BYTES = 2**15
-# Torch writes each tensor as an archive of its own, and names it in two indexes.
-TENSOR_OVERHEAD_BYTES = 2000
+# Torch writes each tensor as an archive of its own, and names it in the index.
+TENSOR_OVERHEAD_BYTES = 1800
 SAFETENSORS_OVERHEAD_BYTES = 120
-# The values beside the tensors are JSON with quotes and marks.
-VALUES_FACTOR = 1.3
 
 
 class NoRoom(SaveError):
@@ -299,10 +298,8 @@ def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
         if not model_only or name.startswith(MODEL_PREFIX):
             num_bytes += tensor.numel() * tensor.element_size() + overhead
     num_ranks = int(snapshot.values.get("world_size", 1))
-    values = VALUES_FACTOR * len(repr(snapshot.values)) + num_ranks * len(
-        repr(snapshot.rank_values)
-    )
-    return num_bytes + int(values)
+    values = len(dump(snapshot.values)) + num_ranks * len(dump(snapshot.rank_values))
+    return num_bytes + values
 
 
 def require_room(files: Files, kind: str, num_bytes: int) -> None:

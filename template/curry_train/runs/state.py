@@ -234,7 +234,7 @@ class TrainingState:
         if self.base is not None:
             values["base"] = self.base.content()
         rank_values = {"random": random.values, "parts": own_parts, "gradients": gradients}
-        return Snapshot(taken, values, rank_values, ties, self.optimizers)
+        return Snapshot(taken, values, rank_values, ties, tensors.inline, self.optimizers)
 
     def _part_states(
         self, rank: int, tensors: CollectedTensors
@@ -651,7 +651,7 @@ class _Load:
             if current is not None and _has(current, facts) and not is_expanded(current):
                 self.live[name] = current
             else:
-                place = device or _device(found.notes.get("device"))
+                place = device or _device(found.device)
                 self.new[name] = torch.empty(facts.shape, dtype=facts.dtype, device=place)
 
 

@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import errno
 import functools
-import json
 import logging
 import os
 import secrets
@@ -67,10 +66,11 @@ from .ranks import (
     SaveError,
     StepExists,
 )
+from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
-STATE_FILE_NAME = "state.json"
+STATE_FILE_NAME = "state.pt"
 # The values beside the tensors; large arrays are among the tensors.
 MOST_STATE_BYTES = 2**28
 
@@ -141,10 +141,9 @@ class Writing:
             "ranks": self._values,
             "ties": self._ties,
         }
-        text = json.dumps(values, allow_nan=False).encode()
-        readable(text, MOST_STATE_BYTES, "the state beside its tensors")
+        data = readable(dump(values), MOST_STATE_BYTES, "the state beside its tensors")
         with self._new.create(STATE_FILE_NAME) as stream:
-            stream.write(text)
+            stream.write(data)
         entries[STATE_FILE_NAME] = self._new.entries[STATE_FILE_NAME]
 
         about = {
@@ -360,20 +359,20 @@ class SavedRun:
         return folder
 
     def values(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Mapping[str, Any]:
-        """Return the non-tensor state as JSON: step, position, configuration and so on."""
+        """Return the state beside the tensors: step, position, configuration and so on."""
         values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
         return values
 
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{STATE_FILE_NAME}"
         try:
-            found = json.loads(self.files.read(key, most_bytes=MOST_STATE_BYTES))
+            found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
             if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
                 raise ValueError("it does not hold the values of a state")
             for name, first in found["ties"].items():
                 if not isinstance(name, str) or not isinstance(first, str):
                     raise ValueError("its ties are not pairs of names")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (DamagedCheckpoint, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedCheckpoint(
                 f"{self.files.location(key)} can't be read ({error})"
             ) from error
