@@ -298,8 +298,8 @@ def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
         if not model_only or name.startswith(MODEL_PREFIX):
             num_bytes += tensor.numel() * tensor.element_size() + overhead
     num_ranks = int(snapshot.values.get("world_size", 1))
-    values = len(dump(snapshot.values)) + num_ranks * len(dump(snapshot.rank_values))
-    return num_bytes + values
+    values = len(dump([snapshot.values, snapshot.rank_values]))
+    return num_bytes + values + (num_ranks - 1) * len(dump(snapshot.rank_values))
 
 
 def require_room(files: Files, kind: str, num_bytes: int) -> None:
