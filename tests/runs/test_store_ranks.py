@@ -235,7 +235,8 @@ def test_a_read_error_on_one_rank_is_handled_alike_on_all(tmp_path):
                 case
             )  # no file was left to fail, but for the manifests that a resume reads
     assert broken["rollback"] >= 10
-    assert broken["best-k"] >= 8
+    # The library maps the parameters, and its reads are not counted here.
+    assert broken["best-k"] >= 6
 
 
 def test_ranks_agree_and_fail_together(answers):

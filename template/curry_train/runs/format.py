@@ -13,22 +13,22 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_hostile.
 
 import contextlib
 import dataclasses
-import functools
-import io
 import json
 import math
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     FileSystemReader,
+    FileSystemWriter,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
@@ -50,17 +50,14 @@ from .values import PLAIN_DTYPES
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
 METADATA_FILE_NAME = ".metadata"
-# Above this, the bytes of a tensor take longer than torch's file around them.
-MOST_FRAMED_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """The files and tensors that one rank wrote."""
+    """The files that one rank wrote, and torch's places of the tensors in them."""
 
     files: Mapping[str, FileEntry]
-    # Name, offsets, number, file, position and length of each tensor.
-    items: tuple[tuple[Any, ...], ...] = ()
+    places: Mapping[MetadataIndex, Any] = field(default_factory=dict)
 
 
 class HashingFolder:
@@ -87,40 +84,6 @@ class HashingFolder:
         self.entries[name] = FileEntry(stream.num_bytes, stream.hexdigest())
 
 
-class TensorWriter:
-    """Writes the tensors of one rank to a HashingFolder, as torch's checkpoint writer does.
-
-    `write` returns the part of this rank, and `write_metadata` joins the parts of all ranks.
-    """
-
-    def __init__(self, folder: HashingFolder, rank: int) -> None:
-        self.folder = folder
-        self._name = f"__{rank}_0.distcp"
-
-    def write(self, items: Sequence[WriteItem], tensors: Sequence[Tensor]) -> RankFiles:
-        places = []
-        with self.folder.create(self._name) as stream, _without_sums():
-            for item, tensor in zip(items, tensors, strict=True):
-                begin = stream.tell()
-                _write_tensor(tensor, stream)
-                index = item.index
-                offset = None if index.offset is None else list(index.offset)
-                place = (self._name, begin, stream.tell() - begin)
-                places.append((index.fqn, offset, index.index, *place))
-        return RankFiles(self.folder.entries, tuple(places))
-
-    def write_metadata(self, metadata: Metadata, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        """Write the index that torch reads; it contains no path of this machine."""
-        storage = dict(_place(item) for part in parts for item in part.items)
-        metadata = dataclasses.replace(
-            metadata, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION
-        )
-        content = readable(pickle.dumps(metadata), MOST_INDEX_BYTES, "the index of the tensors")
-        with self.folder.create(METADATA_FILE_NAME) as stream:
-            stream.write(content)
-        return {METADATA_FILE_NAME: self.folder.entries[METADATA_FILE_NAME]}
-
-
 def readable(data: bytes, most_bytes: int, what: str) -> bytes:
     """Return the data; raise SaveError if a load would refuse so much."""
     if len(data) > most_bytes:
@@ -143,56 +106,6 @@ def _without_sums() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(sums)
-
-
-def _write_tensor(tensor: Tensor, stream: Any) -> None:
-    """Write the file that `torch.save` makes of a tensor.
-
-    For a small tensor, `torch.save` would take much longer than the bytes themselves.
-    """
-    tensor = tensor.detach().cpu()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:
-        tensor = tensor.clone()
-    is_plain = type(tensor) is Tensor and tensor.is_contiguous()
-    is_view = tensor.is_conj() or tensor.is_neg()
-    frame = None
-    if is_plain and not is_view and 0 < tensor.nbytes <= MOST_FRAMED_BYTES:
-        frame = _frame_of(tensor.dtype, tuple(tensor.shape))
-    if frame is None:
-        torch.save(tensor, stream)
-        return
-    stream.write(frame[0])
-    stream.write(_bytes_of(tensor))
-    stream.write(frame[1])
-
-
-@functools.lru_cache(maxsize=4096)
-def _frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes] | None:
-    """Return what `torch.save` writes before and after the bytes of a tensor of this kind.
-
-    None if that depends on the bytes; files of two different tensors are compared.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    written = []
-    for byte in (0, 1):
-        content = torch.full((size,), byte, dtype=torch.uint8)
-        with io.BytesIO() as stream, _without_sums():
-            torch.save(content.view(dtype).reshape(shape), stream)
-            written.append(stream.getvalue())
-    differing = (at for at, (one, other) in enumerate(zip(*written, strict=True)) if one != other)
-    begin = next(differing)
-    frames = {(data[:begin], data[begin + size :]) for data in written}
-    are_bytes = [data[begin : begin + size] for data in written] == [bytes(size), b"\1" * size]
-    return frames.pop() if are_bytes and len(frames) == 1 else None
-
-
-def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _place(item: tuple[Any, ...]) -> tuple[MetadataIndex, _StorageInfo]:
-    name, offset, number, file, position, length = item
-    return MetadataIndex(name, offset, number), _StorageInfo(file, position, length)
 
 
 # Read a distributed checkpoint without running code from its files.
@@ -372,20 +285,6 @@ def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
     }
 
 
-class _SafeTorchFiles:
-    def __init__(self, files: Files, folder: str) -> None:
-        self._files = files
-        self._folder = folder
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        return suffix
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
-        with self._files.open(f"{self._folder}/{path}") as stream:
-            yield stream
-
-
 def read_tensors(
     files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]
 ) -> None:
@@ -394,7 +293,7 @@ def read_tensors(
     Each rank reads what it needs, and no rank waits for another.
     """
     reader: Any = FileSystemReader("")
-    reader.fs = _SafeTorchFiles(files, folder)
+    reader.fs = _TorchFiles(lambda name, mode: files.open(f"{folder}/{name}"))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
@@ -603,50 +502,27 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
 
 
 class SafetensorsReader:
-    """Reads a safetensors file; the header is validated against the size of the file."""
+    """Reads a safetensors file, whose header the library compares with the size of the file."""
 
     def __init__(self, files: Files, folder: str) -> None:
-        self._files = files
-        self._key = f"{folder}/{SAFETENSORS_FILE_NAME}"
-        self._where = files.location(self._key)
-        with files.open(self._key) as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > LONGEST_HEADER:
-                raise DamagedCheckpoint(
-                    f"{self._where}: the header's length is {length:,} bytes, more than "
-                    f"{LONGEST_HEADER:,}"
-                )
-            text = stream.read(length)
-        self._start = 8 + length
-        num_bytes = files.size(self._key)
-
-        self._places: dict[str, tuple[TensorFacts, int]] = {}
+        self._where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
+        # Of each tensor its facts, and its name in the file.
+        self._places: dict[str, tuple[TensorFacts, str]] = {}
         try:
-            header = json.loads(text)
-            notes = json.loads((header.pop(SAFETENSORS_NOTES, None) or {}).get(NOTES_KEY, "{}"))
-            left = num_bytes - self._start
-            for stored, entry in header.items():
-                name = stored
-                facts = TensorFacts(
-                    tuple(_size(entry["shape"])), SAFETENSORS_DTYPES[entry["dtype"]]
-                )
-                size = facts.num_bytes
-                if stored in notes:
-                    name = notes[stored]["name"]
-                    dtype = _DTYPES[notes[stored]["dtype"]]
-                    facts = TensorFacts(tuple(_size(notes[stored]["shape"])), dtype)
-                begin, end = entry["data_offsets"]
-                left -= size
-                if (
-                    facts.num_bytes != size
-                    or begin < 0
-                    or end - begin != size
-                    or self._start + end > num_bytes
-                    or left < 0
-                ):
-                    raise ValueError(f"{name} can't be at bytes {begin} to {end}")
-                self._places[name] = facts, begin
-        except (ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
+            with safe_open(self._where, "pt") as file:
+                notes = json.loads((file.metadata() or {}).get(NOTES_KEY, "{}"))
+                for stored in file.keys():  # noqa: SIM118 - the file is no mapping
+                    found = file.get_slice(stored)
+                    noted = notes.get(stored, {})
+                    shape = noted.get("shape", found.get_shape())
+                    dtype = SAFETENSORS_DTYPES[found.get_dtype()]
+                    facts = TensorFacts(
+                        tuple(_size(shape)), _DTYPES[noted["dtype"]] if noted else dtype
+                    )
+                    if noted and facts.num_bytes != math.prod(found.get_shape()):
+                        raise ValueError(f"{stored:.80} does not have the bytes of its shape")
+                    self._places[noted.get("name", stored)] = facts, stored
+        except (ArithmeticError, RecursionError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
             raise DamagedCheckpoint(f"{self._where}: the header can't be read ({error})") from error
 
     def facts(self) -> dict[str, TensorFacts]:
@@ -655,23 +531,16 @@ class SafetensorsReader:
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill the targets, sharded or not."""
-        with self._files.open(self._key) as stream:
-            for name, target in sorted(targets.items(), key=lambda item: self._place(item[0])[1]):
-                _copy(self._value(stream, name), target.detach())
-
-    def _place(self, name: str) -> tuple[TensorFacts, int]:
-        return self._places[name.removeprefix(MODEL_PREFIX)]
-
-    def _value(self, stream: BinaryIO, name: str) -> Tensor:
-        facts, begin = self._place(name)
-        num_bytes = facts.num_bytes
-        stream.seek(self._start + begin)
-        data = bytearray(stream.read(num_bytes))
-        if len(data) != num_bytes:
-            raise DamagedCheckpoint(f"{self._where} ends inside {name}")
-        if not num_bytes:
-            return torch.empty(facts.shape, dtype=facts.dtype)
-        return torch.frombuffer(data, dtype=torch.uint8).view(facts.dtype).reshape(facts.shape)
+        try:
+            with safe_open(self._where, "pt") as file:
+                for name, target in targets.items():
+                    facts, stored = self._places[name.removeprefix(MODEL_PREFIX)]
+                    value = file.get_tensor(stored)
+                    if value.dtype != facts.dtype:
+                        value = value.view(facts.dtype).reshape(facts.shape)
+                    _copy(value, target.detach())
+        except SafetensorError as error:
+            raise DamagedCheckpoint(f"{self._where} can't be read ({error})") from error
 
 
 def _copy(value: Tensor, target: Tensor) -> None:
@@ -691,17 +560,44 @@ def _copy(value: Tensor, target: Tensor) -> None:
 # Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
 
 
+class _TorchFiles:
+    """The part of torch's file systems that its reader and writer use, over another `open`."""
+
+    def __init__(self, open_file: Callable[[str, str], Any]) -> None:
+        self._open = open_file
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        return suffix
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
+        with self._open(path, mode) as stream:
+            yield stream
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives torch's writer copies in place of the live tensors."""
+
+    copies: Mapping[MetadataIndex, Tensor]
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.copies[write_item.index]
+
+
 class ShardedLayout:
     """The tensors that this rank writes, in order."""
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
         # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
         # parallelism broadcasts from the first rank.
-        planner = DefaultSavePlanner(
-            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
-        )
-        self._writer = TensorWriter(folder, ranks.rank)
+        options: Any = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
+        self._folder = folder
         self._metadata: Any = None
+        self._planner = _Planner(**options)
+        # The folder syncs its files itself.
+        self._writer = FileSystemWriter("", sync_files=False)
+        self._writer.fs = _TorchFiles(lambda name, mode: folder.create(name))  # type: ignore[assignment]
 
         def local() -> Any:
             planner.set_up_planner(dict(snapshot.tensors), is_coordinator=ranks.first)
@@ -709,7 +605,7 @@ class ShardedLayout:
 
         def central(plans: list[Any]) -> list[Any]:
             plans, self._metadata = planner.create_global_plan(plans)
-            return plans
+            return self._writer.prepare_global_plan(plans)
 
         self._plan = planner.finish_plan(ranks.exchange(local, central))
         self.tensors: list[Tensor] = [
@@ -718,11 +614,27 @@ class ShardedLayout:
 
     def write(self, tensors: Sequence[Tensor]) -> RankFiles:
         """Write these values in place of `self.tensors`."""
-        return self._writer.write(self._plan.items, tensors)
+        items = [item.index for item in self._plan.items]
+        self._planner.copies = dict(zip(items, tensors, strict=True))
+        with _without_sums():
+            written = self._writer.write_data(self._plan, self._planner).wait()
+        self._planner.copies = {}
+        return RankFiles(self._folder.entries, {one.index: one.storage_data for one in written})
 
     def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        """Write the files that join all parts; called on the first rank after they are written."""
-        return self._writer.write_metadata(self._metadata, parts)
+        """Write torch's index of all parts; called on the first rank after they are written."""
+        places = {index: place for part in parts for index, place in part.places.items()}
+        # The index contains no path of this machine.
+        metadata = dataclasses.replace(
+            self._metadata,
+            storage_data=places,
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
+        content = readable(pickle.dumps(metadata), MOST_INDEX_BYTES, "the index of the tensors")
+        with self._folder.create(METADATA_FILE_NAME) as stream:
+            stream.write(content)
+        return {METADATA_FILE_NAME: self._folder.entries[METADATA_FILE_NAME]}
 
 
 def _tensor(value: Any, name: str) -> Tensor:
