@@ -390,11 +390,13 @@ class Config:
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, if any, and apply words such as `optimizer.learning_rate=3e-4`."""
     values = {} if path is None else _read_yaml(Path(path))
+    known = flat_keys(Config)
     for word in overrides:
-        key, equals, text = word.partition("=")
-        if not equals:
-            raise ValueError(f"{word!r} sets nothing: write key=value, such as steps=1000")
-        _set(values, key, _parse(text, key))
+        key = word.partition("=")[0]
+        is_block = any(name.startswith(f"{key}.") for name in known)
+        if "=" in word and key not in known and not key.startswith("recompute.") and not is_block:
+            raise ValueError(f"{key} is no key; {nearest_key(key, known)}")
+    set_words(values, overrides)
     return read_fields(Config, values)
 
 
@@ -412,6 +414,29 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values or {}
 
 
+def set_words(values: dict[str, Any], words: Sequence[str]) -> None:
+    """Set keys by words such as `optimizer.learning_rate=3e-4`; a word may also set a block."""
+    done: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise ValueError(f"{word!r} sets nothing: write key=value, such as steps=1000")
+        if lost := [other for other in done if other.startswith(f"{key}.")]:
+            raise ValueError(f"{word} would undo {lost[0]}=...: give {key}=... first")
+        done.append(key)
+        *blocks, last = key.split(".")
+        block = values
+        for name in blocks:
+            inner = block.get(name)
+            if inner is not None and not isinstance(inner, Mapping):
+                raise ValueError(
+                    f"{name} is {inner!r}, so that {key} can't be set: set one of them"
+                )
+            block[name] = dict(inner or {})
+            block = block[name]
+        block[last] = _parse(text, key)
+
+
 def _parse(text: str, key: str) -> Any:
     try:
         return yaml.safe_load(text) if text else ""
@@ -419,19 +444,6 @@ def _parse(text: str, key: str) -> Any:
         raise ValueError(
             f"{key}={text} is not a YAML value: {' '.join(str(error).split())}"
         ) from error
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    *blocks, last = key.split(".")
-    known = flat_keys(Config)
-    is_block = any(name.startswith(f"{key}.") for name in known)
-    if key not in known and blocks[:1] != ["recompute"] and not is_block:
-        raise ValueError(f"{key} is no key; {nearest_key(key, known)}")
-    for block in blocks:
-        inner = values.get(block)
-        values[block] = dict(inner) if isinstance(inner, Mapping) else {}
-        values = values[block]
-    values[last] = value
 
 
 def _require_way_back(policy: PolicyConfig, spike: SpikeConfig) -> None:

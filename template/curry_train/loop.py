@@ -115,7 +115,8 @@ def run_training_steps(
     if run is not None and (save is not None or stop is not None or first_step):
         raise ValueError("run= saves, stops and has its step: leave out save, stop and first_step")
     for group in optimizer.param_groups:
-        group.setdefault("initial_lr", group["lr"])
+        # Not torch's `initial_lr`, by which a forgotten scheduler is found.
+        group.setdefault("base_lr", group.get("initial_lr", group["lr"]))
 
     accumulation = accumulation or GradientAccumulation()
     windows = accumulation.windows(microbatches, count=count) if first_step < steps else iter(())
@@ -224,7 +225,7 @@ class _StepLoop:
         if self.schedule is not None:
             factor *= self.schedule(done)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+            group["lr"] = group["base_lr"] * factor
         try:
             result = self.train(window)
         except NonFiniteWindow as error:

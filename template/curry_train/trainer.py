@@ -50,6 +50,7 @@ from .runs.layout import (
     step_of,
 )
 from .runs.ranks import Ranks
+from .runs.resume import split_request
 
 # The ranks of a run: started by torchrun with DDP or FSDP2, or a single process.
 
@@ -332,7 +333,7 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     step = step_of(kind, path.name) if kind in CHECKPOINT_KINDS else None
     if step is not None:
         return (None, resume) if kind == BEST_KIND else (path.parent.parent, str(step))
-    place, _, inside = resume.partition("@")
+    place, inside = split_request(resume)
     runs = [root / place, Path(place)] if place != "latest" else _newest_first(root, config.name)
     for folder in runs:
         if _is_run(folder):

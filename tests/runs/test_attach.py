@@ -18,6 +18,7 @@ from torch import nn
 from tree import ROOT
 from warm_python import warm_python
 
+from curry_train.loop import run_training_steps
 from curry_train.runs import RunError, SavedRun
 from curry_train.runs.attach import saving
 
@@ -273,3 +274,18 @@ def test_persistent_workers_get_a_warning_that_resume_is_not_exact(tmp_path, cap
     with attach(tmp_path) as run:
         go(run, data)
     assert "persistent_workers keep their generators" in caplog.text
+
+
+def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run_training_steps(
+        model,
+        optimizer,
+        [torch.ones(4, 2)] * 2,
+        lambda module, batch: module(batch).square().mean(),
+        steps=2,
+        schedule=lambda step: 0.5,
+    )
+    with saving(model, optimizer, runs=tmp_path / "run") as run:
+        run.step()

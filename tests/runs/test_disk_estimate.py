@@ -4,7 +4,9 @@ python -m pytest tests/runs/test_disk_estimate.py
 """
 
 import pytest
+from click.testing import CliRunner
 
+from curry_train.cli.main import main
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.retention import BYTES_PER_GB, estimate_disk
 
@@ -58,3 +60,26 @@ def test_wrong_input_is_named():
         estimate_disk(0)
     with pytest.raises(ValueError, match="must be 4 or more for float32"):
         estimate_disk(1, state_bytes_per_parameter=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rollback_every=[1"], "rollback_every=[1 is not a YAML value"),
+        (
+            ["retention=5", "retention.rollback_keep=2"],
+            "retention is 5, so that retention.rollback_keep can't be set",
+        ),
+        (
+            ["retention.rollback_keep=2", "retention=5"],
+            "retention=5 would undo retention.rollback_keep",
+        ),
+        (["rollback_every.x=1"], "rollback_every"),
+        (["rollback_every=1", "rollback_every.x=1"], "rollback_every is 1"),
+    ],
+)
+def test_words_that_set_nothing_sensible_end_in_one_line(words, message):
+    ended = CliRunner().invoke(main, ["runs", "estimate", "--parameters", "7e9", *words])
+    assert isinstance(ended.exception, SystemExit)
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.output.split())

@@ -154,3 +154,14 @@ def test_a_hostile_checkpoint_is_not_skipped_silently(run, monkeypatch):
     monkeypatch.setattr(SavedRun, "load", refuse)
     with pytest.raises(HostileCheckpoint):
         load_chosen(run[0], new_state(1), "latest")
+
+
+def test_a_run_in_a_path_with_an_at_sign_is_found(run, tmp_path):
+    folder, held = run
+    other = tmp_path / "user@host" / "run"
+    other.parent.mkdir()
+    folder.rename(other)
+    for what, step in ((f"{other}", 100), (f"{other}@50", 50)):
+        state = new_state(seed=3)
+        assert load_chosen(tmp_path / "new", state, what).saved.step == step
+        assert equal(tensors_of(state), held[step])

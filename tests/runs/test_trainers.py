@@ -311,8 +311,9 @@ def lightning(folder, **options):
         return commit_checkpoints(trainer), Module()
 
 
-def fit(trainer, module, **options):
-    data = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=4)
+def fit(trainer, module, *, samples=None, **options):
+    samples = torch.ones(16, 2) if samples is None else samples
+    data = torch.utils.data.DataLoader(samples, batch_size=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(module, data, **options)
@@ -384,6 +385,16 @@ def test_the_journal_of_lightning_has_the_loss_of_each_step_and_changes_nothing(
     torch.manual_seed(0)
     first = nn.Linear(2, 1)(torch.ones(4, 2)).square().mean()
     assert steps[0][1] == pytest.approx(first.item(), rel=1e-6)
+
+
+def test_the_journal_of_lightning_has_the_mean_over_the_microbatches_of_a_step(tmp_path):
+    samples = torch.arange(32.0).reshape(16, 2)
+    trainer, module = lightning(tmp_path / "out", accumulate_grad_batches=2)
+    fit(record_training(trainer, tmp_path / "run"), module, samples=samples)
+    torch.manual_seed(0)
+    layer = nn.Linear(2, 1)
+    means = [layer(samples[start : start + 4]).square().mean().item() for start in (0, 4)]
+    assert steps_of(tmp_path / "run")[0][1] == pytest.approx(sum(means) / 2, rel=1e-6)
 
 
 def test_the_journal_of_another_object_is_refused():

@@ -169,3 +169,19 @@ def test_a_missing_file_is_refused(tmp_path):
 
 def test_an_empty_file_is_all_defaults(tmp_path):
     assert load_config(write(tmp_path / "c.yaml", "")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data=5", "data.length=3"], "data is 5, so that data.length can't be set"),
+        (["data.length=3", "data={}"], r"data={} would undo data.length=\.\.\."),
+    ],
+)
+def test_no_word_is_dropped_in_silence(words, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(None, words)
+
+
+def test_a_word_may_set_a_block_and_another_a_key_of_it():
+    assert load_config(None, ["data={length: 4}", "data.length=3"]).data.length == 3

@@ -45,6 +45,13 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     )
 
 
+def test_a_run_below_a_folder_with_an_at_sign_is_resumed(tmp_path):
+    folder = tmp_path / "user@host" / "run-001"
+    saved(folder, 90)
+    assert run_to_resume(config(tmp_path), str(folder)) == (folder, "latest")
+    assert run_to_resume(config(tmp_path), f"{folder}@90") == (folder, "90")
+
+
 def test_resuming_from_the_best_parameters_starts_a_new_run(tmp_path):
     folder = new_run(config(tmp_path))
     saved(folder, 1)

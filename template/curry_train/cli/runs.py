@@ -13,16 +13,16 @@ import secrets
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 
+from ..config import set_words
 from ..core.wording import format_bytes, write_json
 from ..runs.format import (
     MODEL_PREFIX,
@@ -619,7 +619,9 @@ def estimate_command(
         if (parameters is None) == (model is None):
             raise ValueError("give --parameters or --model")
         number = _count(model) if model else int(float(parameters or 0))
-        estimate = estimate_disk(number, PolicyConfig.from_config(_block(words)), dtype=dtype)
+        block: dict[str, Any] = {}
+        set_words(block, [word.removeprefix("checkpoint.") for word in words])
+        estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
     except (ValueError, OverflowError) as error:
         raise UnusableInput(str(error)) from error
     console = Console(stderr=json_path == "-", highlight=False)
@@ -638,20 +640,6 @@ def estimate_command(
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if enough else 1)
-
-
-def _block(words: Sequence[str]) -> dict[str, Any]:
-    block: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.removeprefix("checkpoint.").partition("=")
-        if not equals:
-            raise ValueError(f"{word!r} sets nothing: write key=value, such as rollback_every=100")
-        *outer, last = key.split(".")
-        inner = block
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = yaml.safe_load(text)
-    return block
 
 
 def _count(model: str) -> int:

@@ -139,7 +139,7 @@ def choose(
     if text.startswith(BEFORE_PREFIX) and text[len(BEFORE_PREFIX) :].isdecimal():
         return _latest(run, before=int(text[len(BEFORE_PREFIX) :]))
 
-    place, _, inside = text.partition("@")
+    place, inside = split_request(text)
     path = Path(place)
     if path.parent.name in CHECKPOINT_KINDS and step_of(path.parent.name, path.name) is not None:
         root = path.parent.parent
@@ -151,6 +151,13 @@ def choose(
             f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
         )
     return replace(choose(SavedRun(place), inside or "latest", config=config), place=place)
+
+
+def split_request(text: str) -> tuple[str, str]:
+    """Return the path and the request of `runs/x@best`; a path may have an @ of its own."""
+    place, _, inside = text.rpartition("@")
+    is_whole = not place or "/" in inside or Path(text).exists()
+    return (text, "") if is_whole else (place, inside)
 
 
 def _latest(run: SavedRun, *, before: int | None = None) -> ResumeChoice:

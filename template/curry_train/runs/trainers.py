@@ -593,6 +593,7 @@ class _LightningJournal:
         self._record = record
         self._reason = "steps"
         self._seen = 0
+        self._loss: Any = 0.0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._seen = trainer.global_step
@@ -603,15 +604,21 @@ class _LightningJournal:
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if step == self._seen or loss is None:
+        own = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if own is None:
+            return
+        # Lightning has divided the loss by the number of batches of the step.
+        self._loss = own.detach() + self._loss
+        if step == self._seen:
             return
         self._seen = step
+        loss = self._loss
+        self._loss = 0.0
         if trainer.world_size > 1:
-            loss = trainer.strategy.reduce(loss.detach().clone(), reduce_op="mean")
-        # Lightning has divided the loss by the number of batches of the step.
-        value = float(loss) * trainer.accumulate_grad_batches
-        spike = self._record.step(step, value, trainer.optimizers[0].param_groups[0]["lr"], None)
+            loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
+        spike = self._record.step(
+            step, float(loss), trainer.optimizers[0].param_groups[0]["lr"], None
+        )
         if spike is not None:
             self._reason = spike.words
             trainer.should_stop = True

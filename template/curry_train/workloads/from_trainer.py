@@ -358,7 +358,7 @@ def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 # Entries of a parameter group that are no settings; schedulers add the second one.
-NOT_SETTINGS = ("params", "initial_lr", "param_names")
+NOT_SETTINGS = ("params", "initial_lr", "base_lr", "param_names")
 
 
 def _overrides(
