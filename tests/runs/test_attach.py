@@ -137,6 +137,8 @@ def test_sigterm_saves_the_step_and_ends(tmp_path):
     done = 1 + out.count("loss")
     assert process.returncode == 128 + signal.SIGTERM, error
     assert SavedRun(tmp_path / "run").latest().step == done
+    assert f"SIGTERM after step {done}: saved at step {done}, in " in error
+    assert "start again to go on" in error
 
 
 def attach(folder, **options):
@@ -289,3 +291,32 @@ def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path)
     )
     with saving(model, optimizer, runs=tmp_path / "run") as run:
         run.step()
+
+
+def trained_to(folder, until):
+    """Train until so many steps are done; return the weights and the number of steps trained."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(torch.randn(20, 2), batch_size=4, shuffle=True)
+    run = saving(model, optimizer, runs=folder, rollback_every=100)
+    num_trained = 0
+    while run.continues(until=until):
+        for inputs in run.batches(data):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            run.step(loss=loss)
+            num_trained += 1
+    run.close()
+    return [parameter.detach() for parameter in model.parameters()], num_trained
+
+
+def test_a_loop_that_ends_by_steps_is_safe_on_a_finished_run_and_goes_on_bit_equal(tmp_path):
+    for until, num_trained in ((7, 7), (7, 0), (5, 0), (10, 3), (13, 3)):
+        weights, trained = trained_to(tmp_path / "parts", until)
+        assert trained == num_trained
+    whole, trained = trained_to(tmp_path / "whole", 13)
+    assert trained == 13
+    assert all(map(torch.equal, weights, whole))

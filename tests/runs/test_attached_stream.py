@@ -195,11 +195,10 @@ def test_calls_for_the_other_kind_of_data_are_refused(tmp_path):
             next(run.batches([1]))
         with pytest.raises(ValueError, match=r"run\.epochs is for a DataLoader"):
             next(run.epochs([1]))
-    with (
-        saving(nn.Linear(2, 1), runs=tmp_path / "loader") as run,
-        pytest.raises(ValueError, match=r"call saving\(\.\.\., stream=stream\)"),
-    ):
-        run.continues(until=3)
+    with saving(nn.Linear(2, 1), runs=tmp_path / "loader") as run:
+        assert run.continues(until=3)
+        with pytest.raises(ValueError, match=r"call saving\(\.\.\., stream=stream\)"):
+            run.step()
 
 
 def test_a_new_run_from_the_best_parameters_takes_batches(tmp_path):

@@ -293,6 +293,7 @@ ItemT = TypeVar("ItemT")
 RESTART_EXIT_STATUS = os.EX_TEMPFAIL
 # A killed process holds its lock until the kernel has freed its memory.
 WAIT_SECONDS = 10.0
+_NO_BATCH: Any = object()
 
 
 def saving(
@@ -386,6 +387,8 @@ class AttachedRun:
 
         self._resuming = False
         self._by_epochs = False
+        # With a DataLoader: the number of steps at which the loop ends.
+        self._until: int | None = None
         self._in_epoch = False
         self._iterating = False
         self._rate_was_read = False
@@ -466,11 +469,15 @@ class AttachedRun:
         return numbers.get(self.ended_by or "", 0)
 
     def continues(self, *, until: int) -> bool:
-        """Return whether to train another step; call it on every rank before each step.
+        """Return whether to train another step; call it on every rank.
 
-        False once `until` steps are done, or a signal has reached any rank.
+        With a stream, before each step; False once `until` steps are done, or a signal has reached
+        any rank. With a DataLoader, before each pass, which `run.batches` then ends at `until`.
         """
-        self._require_stream("run.continues(until=...)")
+        if self._stream is None:
+            self._until = until
+            self.ended_by = "steps" if self.steps >= until else None
+            return self.ended_by is None
         if self._resuming:
             # Code between `saving` and the first step may have drawn random numbers.
             self.state.restore_random()
@@ -520,7 +527,9 @@ class AttachedRun:
 
         self._iterating = True
         try:
-            for batch in self._remaining_batches(loader):
+            remaining = iter(()) if self._is_done() else self._remaining_batches(loader)
+            # The batch after the last step is not drawn, so that a later start may train on.
+            while not self._is_done() and (batch := next(remaining, _NO_BATCH)) is not _NO_BATCH:
                 self._position.batch += 1
                 self.state.position += 1
                 if self._watch.skips(self.state.position - 1):
@@ -532,12 +541,16 @@ class AttachedRun:
         finally:
             self._iterating = False
 
+    def _is_done(self) -> bool:
+        return self._until is not None and self.steps >= self._until
+
     def _check_loop_over_batches(self) -> None:
         if self._iterating:
             raise ValueError(
                 "another loop over batches is open: pass only the training loader to run.batches()"
             )
-        if self._resuming and self._position.epoch and not self._by_epochs:
+        has_passes = self._by_epochs or self._until is not None
+        if self._resuming and self._position.epoch and not has_passes:
             raise ValueError(
                 f"the run is in epoch {self._position.epoch}: write "
                 f"`for epoch in run.epochs(range(...))` around the loop over batches, so that "
@@ -586,6 +599,11 @@ class AttachedRun:
                 "spike.lower_rate has no effect on this loop: multiply the learning rate of each "
                 "step by run.learning_rate_factor(), or leave lower_rate out"
             )
+        if self._until is not None and not self._iterating:
+            raise ValueError(
+                "run.continues(until=...) needs data that resume from one integer: call "
+                "saving(..., stream=stream), or take the batches from run.batches(loader)"
+            )
         self._rate_was_read = False
         self.state.step += 1
         if self._stream is not None:
@@ -633,10 +651,22 @@ class AttachedRun:
             self._save()
             if self.state.step:
                 self._record(self.policy.save_now(self.state.step, self.state))
+            if self._ranks.first and reason in [number.name for number in STOP_SIGNALS]:
+                logger.warning("%s", self._stopped(reason))
             if self._journal is not None:
                 self._journal.ended(reason)
         finally:
             self._release()
+
+    def _stopped(self, reason: str) -> str:
+        """Describe the state that a signal leaves behind, and how to go on."""
+        newest = self.store.latest()
+        if newest is None:
+            return f"{reason}: nothing was saved yet"
+        return (
+            f"{reason} after step {self.state.step}: saved at step {newest.step}, in "
+            f"{newest.location}; start again to go on from there"
+        )
 
     def _load(self, what: str | int) -> Resumed | None:
         """Load a saved state into the training, and its position into the stream."""
@@ -737,13 +767,6 @@ class AttachedRun:
         if self._journal is not None:
             self._journal.saved(saved)
             self._journal.pruned(pruned)
-
-    def _require_stream(self, call: str) -> None:
-        if self._stream is None:
-            raise ValueError(
-                f"{call} needs data that resume from one integer: call saving(..., stream=stream), "
-                "or take the batches of a DataLoader from run.batches(loader)"
-            )
 
     def _require_no_stream(self, call: str) -> None:
         if self._stream is not None:
