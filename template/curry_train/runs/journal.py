@@ -9,11 +9,8 @@
 
 Only one process of the run writes. Each line has `v`, `time`, `step`, `attempt` and `kind`; each
 resume or rollback opens a new attempt. A line is a single append and is in the file when the call
-returns, so that a kill can tear the last line at most. The next process that opens the journal
-moves a torn line into a warning event. A full disk loses events, with a warning, but does not stop
-the training.
-
-Why so long: the writer repairs and continues what the reader accepts, so both stand together.
+returns, so that a kill can tear the last line at most. Readers skip such a line and count it. A
+full disk loses events, with a warning, but does not stop the training.
 
 Proof: `python -m pytest tests/runs/test_journal.py tests/runs/test_journal_reading.py`.
 """
@@ -372,10 +369,8 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
     )
 
 
-# Open and lock the file of a journal for one writer, and repair a torn last line.
+# Open and lock the file of a journal for one writer.
 
-# Characters of a torn line that are copied into the warning event.
-MOST_TORN_CHARACTERS = 1000
 NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 EVENT_LINE_START = b'{"v":'
 
@@ -387,6 +382,8 @@ class JournalFile:
     handle: int
     # The last event in the file.
     last: Event | None = None
+    # Whether the last line has no newline: its writer died.
+    ends_torn: bool = False
     # Remarks on the state of the file, to be written as warning events.
     remarks: list[str] = field(default_factory=list)
 
@@ -445,82 +442,53 @@ def _writer(handle: int) -> str:
 
 
 def _settle(file: JournalFile, path: Path, run: str) -> None:
-    """Check that the file is a journal of this run, find its last event and repair a torn end."""
+    """Check that the file is a journal of this run, and find its last event."""
     size = os.fstat(file.handle).st_size
     if not size:
         return
-
-    torn = _after_last_newline(file.handle, size)
-    if len(torn) == size and not isinstance(parse_event(torn, line=0), Event):
-        if not (torn.startswith(EVENT_LINE_START) or EVENT_LINE_START.startswith(torn)):
-            raise JournalError(
-                f"{path} is not a journal of a run, and was not changed: move it away"
-            )
-    elif (owner := _owner(path)) != run and owner is not None:
+    owner = _owner(path)
+    if owner is not None and owner != run:
         raise JournalError(
             f"{path} belongs to the run {printable(owner)} and this run is {printable(run)}: "
             f"rename the folder back, or move the journal away and this run begins its own"
         )
-
+    file.ends_torn = os.pread(file.handle, 1, size - 1) != b"\n"
     try:
         file.last = next(_from_end(file.handle), None)
     except NewerJournal as error:
         raise NewerJournal(f"{path}: {error}") from None
-    if file.last is None and len(torn) < size:
+    if file.last is None:
         # The last event is far from the end, so read the whole journal.
-        for event in JournalReading(path):
-            file.last = event
-
-    if torn:
-        _set_aside(file, torn, size)
+        with contextlib.suppress(JournalError):
+            for event in JournalReading(path):
+                file.last = event
 
 
 def _owner(path: Path) -> str | None:
-    """Return the run named at the beginning; raise JournalError if there is no event."""
+    """Return the run named at the beginning; raise JournalError if the file is no journal."""
     reading = JournalReading(path)
-    for number, _ in enumerate(reading):
-        if reading.run is not None or number == JOURNAL_HEAD_LINES:
-            break
+    try:
+        for number, _ in enumerate(reading):
+            if reading.run is not None or number == JOURNAL_HEAD_LINES:
+                break
+    except NewerJournal:
+        raise
+    except JournalError:
+        start = reading.torn[: len(EVENT_LINE_START)]
+        if reading.num_damaged or not EVENT_LINE_START.startswith(start):
+            raise JournalError(
+                f"{path} is not a journal of a run, and was not changed: move it away"
+            ) from None
     return reading.run
-
-
-def _set_aside(file: JournalFile, torn: bytes, size: int) -> None:
-    """Repair a file whose last line has no newline.
-
-    Add the newline to a line that is whole or too long; move any other torn line into a remark.
-    """
-    if len(torn) > LONGEST_LINE_BYTES or isinstance(parse_event(torn, line=0), Event):
-        os.write(file.handle, b"\n")
-        return
-    os.ftruncate(file.handle, size - len(torn))
-    shown = torn[:MOST_TORN_CHARACTERS].decode("utf-8", "backslashreplace")
-    file.remarks.append(f"the last line was torn after {len(torn)} bytes: {shown}")
-
-
-def _after_last_newline(handle: int, size: int) -> bytes:
-    """Return the bytes after the last newline, at most one more than the longest line has."""
-    start = max(0, size - LONGEST_LINE_BYTES - 1)
-    end = _read(handle, start, size)
-    return end[end.rfind(b"\n") + 1 :]
 
 
 def _from_end(handle: int) -> Iterator[Event]:
     """Yield the events in the last `2 * LONGEST` bytes, the newest first."""
-    size = os.fstat(handle).st_size
-    start = max(0, size - 2 * LONGEST_LINE_BYTES)
-    lines = _read(handle, start, size).split(b"\n")
+    start = max(0, os.fstat(handle).st_size - 2 * LONGEST_LINE_BYTES)
+    lines = os.pread(handle, 2 * LONGEST_LINE_BYTES, start).split(b"\n")
     for text in reversed(lines[1:] if start else lines):
         if text and isinstance(event := parse_event(text, line=0), Event):
             yield event
-
-
-def _read(handle: int, start: int, end: int) -> bytes:
-    """Read a range of bytes; a single `pread` may return fewer than requested."""
-    chunks = []
-    while start < end and (chunk := os.pread(handle, end - start, start)):
-        chunks.append(chunk)
-        start += len(chunk)
-    return b"".join(chunks)
 
 
 # Write the journal of a run, `journal.jsonl`, with one event per line.
@@ -558,7 +526,7 @@ class Journal:
         self._last = self._file.last if self._file else None
         self.attempt = self._last.attempt if self._last else 0
         self._begun = False
-        self._torn = False
+        self._torn = self._file is not None and self._file.ends_torn
         keep_from_children(self)
         self._lost = 0
         self._why = ""
