@@ -182,3 +182,14 @@ def test_torchrun_with_a_wrong_configuration_gets_the_right_command(tmp_path):
     status, _, error = command(*TINY, "steps=1", cwd=tmp_path, command=RANKS)
     assert status != 0
     assert "ranks were started and parallel is none" in " ".join(error.split())
+
+
+def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(tmp_path):
+    words = ["--model", "mlp", "data.source=workload", "batch_size=8", "microbatch=8", "name=a"]
+    first = start(*words, "steps=1", "optimizer.learning_rate=2e-3", cwd=tmp_path)
+    assert first.communicate()[1] == ""
+    again = start(*words, "steps=2", "--resume", "latest", cwd=tmp_path)
+    output, error = again.communicate()
+    assert again.returncode == 0, error
+    text = " ".join((output + error).split())
+    assert "optimizer.learning_rate: 0.002 -> 0.003" in text

@@ -228,4 +228,4 @@ def test_the_configuration_is_in_the_journal_and_in_every_state(tmp_path):
     evaluation = events(tmp_path / "run", "eval")[0]
     assert (evaluation["metric"], evaluation["value"]) == ("dev_loss", 0.5)
     with saving(nn.Linear(2, 1), runs=tmp_path / "run", config={"mine": 4}, **options) as run:
-        assert "the configuration differs in mine" in run.resumed.words
+        assert "the configuration differs in mine: 3 -> 4" in run.resumed.words

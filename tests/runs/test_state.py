@@ -405,18 +405,20 @@ def test_another_optimizer_or_other_groups_are_refused(store):
 
 
 def test_harmless_differences_are_reported(store):
-    state = new_state(config={"lr": 0.1, "name": "a"})
+    state = new_state(config={"optimizer": {"lr": 0.1, "beta": 0.9}, "name": "a"})
     saved = store.save("rollback", 1, state)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        report = store.load(saved, new_state(config={"lr": 0.2, "name": "a"}))
+        report = store.load(
+            saved, new_state(config={"optimizer": {"lr": 0.2, "beta": 0.9}, "name": "a"})
+        )
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(threads)
     assert report.notes == [
         f"torch computes with {threads} threads, as at the save; {threads + 1} were set",
-        "the configuration differs in lr",
+        "the configuration differs in optimizer.lr: 0.1 -> 0.2",
     ]
 
 

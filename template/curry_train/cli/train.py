@@ -363,7 +363,7 @@ def require_tensorboard() -> Any:
 
 
 def describe_training(run: TrainingRun) -> str:
-    """Describe model, data and settings, and the damaged states that a resume passed over."""
+    """Describe model, data and settings, and what a resume passed over or does differently."""
     config = run.config
     started = f", from step {run.first_step}" if run.first_step else ""
     ranks = ""
@@ -373,12 +373,13 @@ def describe_training(run: TrainingRun) -> str:
     if run.changed:
         recompute = f", {config.recomputation().strategy} on {len(run.changed)} layers"
     resumed = run.attached.resumed
-    damaged = f"\n{resumed.words}" if resumed and resumed.damaged else ""
+    is_noted = resumed and (resumed.damaged or resumed.report.notes)
+    noted = f"\n{resumed.words}" if resumed and is_noted else ""
     return (
         f"{run.folder}: {run.task.name}, {run.num_parameters / 1e6:.2f}M parameters, "
         f"{len(run.stream.dataset):,} samples{started}\n"
         f"{run.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
-        f"{config.precision} on {run.device.type}{recompute}{damaged}"
+        f"{config.precision} on {run.device.type}{recompute}{noted}"
     )
 
 

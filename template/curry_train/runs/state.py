@@ -8,7 +8,7 @@ Why so long: what a snapshot names, a load has to look up, and both are only cle
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -563,13 +563,19 @@ class TrainingState:
             # With other ranks the sums differ anyway, and more threads could crowd the cores.
             may_restore = values["world_size"] == ranks.size
             notes.append(restore_threads(values["threads"], may_restore=may_restore))
-        saved = decode(values["config"])
-        changed = sorted(
-            key for key in {*saved, *self.config} if saved.get(key) != self.config.get(key)
-        )
-        if changed:
+        if changed := list(_changes(decode(values["config"]), self.config)):
             notes.append(f"the configuration differs in {', '.join(changed)}")
         return notes
+
+
+def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
+    """Yield each key whose value is another one than was saved, with both."""
+    if isinstance(saved, Mapping) and isinstance(current, Mapping):
+        for name in sorted({*saved, *current}, key=str):
+            inner = f"{key}.{name}" if key else str(name)
+            yield from _changes(saved.get(name), current.get(name), inner)
+    elif saved != current:
+        yield f"{key}: {saved!r:.60} -> {current!r:.60}"
 
 
 def _parts_of(contents: Contents, rank: int) -> Mapping[str, Any]:
