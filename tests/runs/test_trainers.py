@@ -174,6 +174,14 @@ def test_hugging_face_resumes_from_the_newest_whole_checkpoint(tmp_path):
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
+def test_a_finished_run_of_hugging_face_that_is_resumed_trains_no_step_in_silence(tmp_path, caplog):
+    train(commit_checkpoints(hugging_face(tmp_path)))
+    finished = commit_checkpoints(hugging_face(tmp_path))
+    train(finished, resume_from_checkpoint=newest_whole(tmp_path))
+    assert finished.state.global_step == 7
+    assert "step 6 of 6 was saved already, and the Trainer trains step 7 now" in caplog.text
+
+
 class Killed(BaseException):
     pass
 

@@ -353,6 +353,15 @@ class _HuggingFaceCommits:
         if args.save_total_limit is not None:
             self._limit = args.save_total_limit
         args.save_total_limit = None
+        step = state.global_step
+        if step >= state.max_steps > 0 and state.is_world_process_zero:
+            logger.warning(
+                "step %d of %d was saved already, and the Trainer trains step %d now: raise "
+                "max_steps or num_train_epochs, or leave out train() where the run has finished",
+                step,
+                state.max_steps,
+                step + 1,
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         args.save_total_limit = self._limit
