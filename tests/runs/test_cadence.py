@@ -6,11 +6,15 @@ python -m pytest tests/runs/test_cadence.py
 import itertools
 import math
 import random
+import re
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store_models import new_state
 
+from curry_train.runs import SavingPolicy, Store
 from curry_train.runs.files import (
     DISK_TRIAL_FILE_NAME,
     FIXED_SAVE_SECONDS,
@@ -256,3 +260,29 @@ def test_the_write_that_predicts_the_first_save_leaves_no_file(tmp_path):
     assert FIXED_SAVE_SECONDS < small < large
     assert large > 2**31 / 1e11  # no disk writes 100 GB in a second
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(tmp_path, caplog):
+    state = new_state()
+    config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=0.01)
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+        for step in range(1, 12):
+            state.step = step
+            policy.after_step(step, state, {"loss": 1.0})
+    (message,) = [one for one in caplog.messages if "rollback_every" in one]
+    assert re.search(
+        r"saves have taken \d+% of the time of the steps, and overhead allows 1.00%", message
+    )
+    wider = int(re.search(r"rollback_every=(\d+)", message)[1])
+    assert wider > 1
+
+
+def test_a_cadence_within_the_bound_is_not_mentioned(tmp_path, caplog):
+    state = new_state()
+    config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=1.0)
+    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+        for step in range(1, 8):
+            time.sleep(0.3)
+            state.step = step
+            policy.after_step(step, state, {"loss": 1.0})
+    assert "rollback_every" not in caplog.text

@@ -148,12 +148,16 @@ class CadenceFromOverhead:
         self.expected = expected
         self._earned = 0.0
         self._since = 0.0
+        # The seconds of all steps, and of all pauses for saves.
+        self._trained = 0.0
+        self._paused = 0.0
         self._steps = deque[float](maxlen=NUM_RECENT_DURATIONS)
         self._saves = deque[float](maxlen=NUM_RECENT_DURATIONS)
 
     def stepped(self, seconds: float) -> None:
         self._steps.append(seconds)
         self._since += seconds
+        self._trained += seconds
         self._earned += self.overhead * seconds
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
@@ -162,6 +166,7 @@ class CadenceFromOverhead:
         `save` means that the pause was a whole save, or the beginning of one in the background.
         """
         self._earned -= seconds
+        self._paused += seconds
         if save:
             self._saves.append(seconds)
             self._since = 0.0
@@ -169,8 +174,20 @@ class CadenceFromOverhead:
     def waited_later(self, seconds: float) -> None:
         """Record a further pause for the last save, which runs in the background."""
         self._earned -= seconds
+        self._paused += seconds
         if self._saves:
             self._saves[-1] += seconds
+
+    def too_costly(self) -> str:
+        """Describe the cost of the saves so far and a better cadence; empty within the bound."""
+        share = self._paused / max(self._trained, 1e-9)
+        if len(self._saves) < NUM_RECENT_DURATIONS or share <= self.overhead:
+            return ""
+        wider = steps_between(_mean(self._saves), _mean(self._steps), self.overhead)
+        return (
+            f"saves have taken {share:.0%} of the time of the steps, and overhead allows "
+            f"{self.overhead:.2%}: rollback_every={wider} keeps to it, or {AUTO_INTERVAL}"
+        )
 
     def steps_to_next(self) -> int:
         """Estimate the number of steps until a rollback is due; 0 if it is due now."""
@@ -414,6 +431,8 @@ class SavingPolicy:
         # The step at which this process left the line of states that it resumed from.
         self._branched_at: int | None = None
         self._by_design: frozenset[str] = frozenset()
+        # `auto` keeps the bound itself, and one warning is enough.
+        self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks(store.group).first
         self._cadence = AutomaticCadence(store, self.config, saver=saver)
 
     def __enter__(self) -> "SavingPolicy":
@@ -476,6 +495,9 @@ class SavingPolicy:
             if self._is_sound(step, taken, metrics):
                 saved = self._save_due(step, taken, kinds, value)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
+            if self._warns and (costly := self._cadence.too_costly()):
+                logger.warning("%s", costly)
+                self._warns = False
         self._cadence.go_on()
         return saved
 
