@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 
 import hashlib
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from curry_train.runs.format import (
 )
 from curry_train.runs.layout import BEST_KIND, SavedCheckpoint, read_manifest
 from curry_train.runs.store import STATE_FILE_NAME
+from curry_train.runs.values import load
 from torture_ranks import start
 
 STEPS = 24
@@ -114,7 +116,10 @@ def contents(run: SavedRun, saved: SavedCheckpoint) -> dict[str, str]:
         name: _hash(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, tensor in held.items()
     }
-    return found | {STATE_FILE_NAME: _hash(run.files.read(f"{saved.folder}/{STATE_FILE_NAME}"))}
+    # Equal values may have other bytes in another process, as objects are shared otherwise.
+    values = load(run.files.read(f"{saved.folder}/{STATE_FILE_NAME}"))
+    with numpy.printoptions(threshold=sys.maxsize):
+        return found | {STATE_FILE_NAME: _hash(repr(values).encode())}
 
 
 def _hash(data: bytes) -> str:
