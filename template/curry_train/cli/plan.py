@@ -55,8 +55,10 @@ from .screen import ScreenCommand, messages_on_screen, write_output
 # Command `plan`: find the fastest way to train within a memory budget.
 
 
-FOR_THIS_CPU = "This plan is for this CPU; --target h100 plans for a GPU without having one."
-FOR_THIS_GPU = "This plan is for this GPU; --target names another device, such as h100."
+FOR_THIS_DEVICE = {
+    "cpu": "This plan is for this CPU; --target h100 plans for a GPU without having one.",
+    "cuda": "This plan is for this GPU; --target names another device, such as h100.",
+}
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -246,7 +248,7 @@ def plan_command(
     """
     console = Console(highlight=False, soft_wrap=True)
     place = choose_device("auto")
-    here = [] if target else [FOR_THIS_CPU if place.type == "cpu" else FOR_THIS_GPU]
+    here = [] if target else [FOR_THIS_DEVICE[place.type]]
     files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)

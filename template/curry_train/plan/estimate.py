@@ -7,8 +7,6 @@ This runs on a laptop for a model of any size. On the CPU the estimate equals th
 the byte. A model whose shapes depend on values is measured for real, and `Sketch.why_real` names
 the operation.
 
-Why so long: the trials, the cached optimizer steps and the sketch share tensors without values.
-
 Proof: `python -m pytest tests/plan`.
 """
 

@@ -186,26 +186,26 @@ def _is_time(value: Any) -> bool:
 
 
 # For each field of a plan file a check, and what the value must be.
-WHOLE = (_is_whole, "a whole number of at least 1")
-NUMBER = (_is_number, "a number of at least 0")
-TEXT = (_is_text, "a text")
+A_WHOLE_NUMBER = (_is_whole, "a whole number of at least 1")
+A_NUMBER = (_is_number, "a number of at least 0")
+A_TEXT = (_is_text, "a text")
 SHOWN_SECONDS = ("compute", "communication", "exposed", "optimizer")
 FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "workload": TEXT,
-    "budget_bytes": WHOLE,
-    "microbatch": WHOLE,
-    "steps": WHOLE,
-    "ranks": WHOLE,
-    "chunk_tokens": WHOLE,
+    "workload": A_TEXT,
+    "budget_bytes": A_WHOLE_NUMBER,
+    "microbatch": A_WHOLE_NUMBER,
+    "steps": A_WHOLE_NUMBER,
+    "ranks": A_WHOLE_NUMBER,
+    "chunk_tokens": A_WHOLE_NUMBER,
     "options": (_is_mapping, "a mapping"),
-    "peak_bytes": WHOLE,
-    "step_seconds": NUMBER,
-    "plain_seconds": NUMBER,
-    "flops": NUMBER,
-    "plain_flops": NUMBER,
+    "peak_bytes": A_WHOLE_NUMBER,
+    "step_seconds": A_NUMBER,
+    "plain_seconds": A_NUMBER,
+    "flops": A_NUMBER,
+    "plain_flops": A_NUMBER,
     "fingerprint": (_maps_to(_is_text), "a mapping of texts"),
     "settings": (_is_mapping, "a mapping"),
-    "why": TEXT,
+    "why": A_TEXT,
     "cuda": (_maps_to(functools.partial(_is_whole, least=0)), "a mapping of whole numbers"),
     "communication": (_is_time, "a mapping of seconds and a text"),
 }
