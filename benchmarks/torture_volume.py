@@ -72,7 +72,7 @@ def full_disk(expected: Expected, *, most: int = 60) -> dict[str, Any]:
     with _volume("3m") as volume:
         assert volume is not None
         trial = prepared(volume / "run", expected)
-        _fill(volume / "filler", leave=400_000)
+        _fill(volume / "filler", leave=60_000)
         error_text = trial.train(AFTER)
         wrong += [f"too little room: {one}" for one in [*trial.judge(), *trial.wrong_state()]]
         wrong += (

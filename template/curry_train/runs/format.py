@@ -639,7 +639,7 @@ class ShardedLayout:
 
 def _tensor(value: Any, name: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise ValueError(f"only tensors and JSON can be saved: {name} is a {type(value).__name__}")
+        raise ValueError(f"only tensors can be saved here: {name} is a {type(value).__name__}")
     if value.layout is not torch.strided or value.dtype not in PLAIN_DTYPES:
         raise ValueError(f"{name}: a tensor of {value.dtype}, {value.layout} can't be read again")
     return value.detach()

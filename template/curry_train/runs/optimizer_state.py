@@ -123,7 +123,7 @@ class FrozenBase:
         return {name: value for name, value in state.items() if names.isdisjoint(_starts(name))}
 
     def content(self, algorithm: str | None = None) -> dict[str, Any]:
-        """Return the JSON that a checkpoint has in place of the base."""
+        """Return what a checkpoint has in place of the base."""
         chosen = algorithm or default_algorithm()
         parameters = [one for one in self.model.parameters() if not one.requires_grad]
         key = (chosen, tuple((id(one), one._version) for one in parameters))
@@ -220,7 +220,7 @@ class OptimizerState:
         self._class = type(optimizer).__name__
 
     def take(self, tensors: CollectedTensors) -> dict[str, Any]:
-        """Put the state's tensors into `tensors`; return the rest as JSON."""
+        """Put the state's tensors into `tensors`; return the rest."""
         additional = set(self.optimizer.state_dict()) - {"state", "param_groups"}
         if additional:
             raise ValueError(
@@ -252,7 +252,7 @@ class OptimizerState:
     def _take_entries(
         self, name: str, entries: Any, parameter: Tensor, tensors: CollectedTensors
     ) -> list[Any]:
-        """Return the JSON of one parameter's state: keys, values and whether they are on the host.
+        """Return one parameter's state: keys, values and whether they are on the host.
 
         The last part of a tensor's name, up to a slash, has no dot, and the parameter no slash.
         """
@@ -299,7 +299,7 @@ class OptimizerState:
         return own, new
 
     def _requests(self, saved: Mapping[str, Any]) -> Iterator["_Request"]:
-        """Return the tensors that the JSON of an optimizer names."""
+        """Return the tensors that a saved optimizer names."""
         for name, entries in saved["parameters"].items():
             parameter = self._parameters[name]
             state = self.optimizer.state.get(parameter, {})

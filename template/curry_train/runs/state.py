@@ -239,7 +239,7 @@ class TrainingState:
     def _part_states(
         self, rank: int, tensors: CollectedTensors
     ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-        """Return the JSON of shared parts, that of this rank's parts, and the tensors to copy.
+        """Return the state of shared parts, that of this rank's parts, and the tensors to copy.
 
         An average of weights (a module) changes only after a step; a loader's state may change at
         once, so its tensors are copied.
@@ -465,7 +465,7 @@ class TrainingState:
     def _model_state(
         self, tensors: CollectedTensors, base: FrozenBase | None
     ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        """Return the model's tensors, the ties between their names, and its other state as JSON.
+        """Return the model's tensors, the ties between their names, and its other state.
 
         All its tensors go into `tensors`, also those in the other state.
         """
@@ -589,7 +589,7 @@ def _is_whole(tensor: Tensor) -> bool:
 
 @dataclass
 class _Load:
-    """One load: the tensors to fill, and the JSON to read."""
+    """One load: the tensors to fill, and the values to read."""
 
     contents: Contents
     # The model's tensors, by their saved names.
@@ -605,10 +605,10 @@ class _Load:
     # Names that fit, and names of optimizer state that the optimizer does not hold yet.
     fitting: set[str] = field(default_factory=set)
     new_state: set[str] = field(default_factory=set)
-    # The model's other state, as JSON and read.
+    # The model's other state, as saved and as read.
     extras: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    # The optimizers that fit, with their JSON and what was read from it.
+    # The optimizers that fit, as saved and as read.
     states: list[OptimizerState] = field(default_factory=list)
     optimizers: list[Mapping[str, Any]] = field(default_factory=list)
     read: list[ReadState] = field(default_factory=list)
@@ -619,7 +619,7 @@ class _Load:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The JSON of shared parts, and of this rank's parts."""
+        """The saved state of shared parts, and of this rank's parts."""
         return {**self.contents.values["parts"], **_parts_of(self.contents, self.source_rank)}
 
     def require_same(self, prefix: str, content: Any, own: Mapping[str, Tensor]) -> None:
@@ -645,7 +645,7 @@ class _Load:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Add the tensors that JSON names: those of `own` in place, and new ones for the others."""
+        """Add the tensors that a value names: those of `own` in place, and new ones otherwise."""
         for found in references(content):
             name = found.name
             if name in self.live or name in self.new or name in self.own:
@@ -702,7 +702,7 @@ def bare_parameters(model: nn.Module) -> dict[str, Any]:
 
 
 def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport) -> dict[str, Any]:
-    """Return the JSON of the model's other state, and report what only one side has."""
+    """Return the model's saved other state, and report what only one side has."""
     saved = contents.values["model"]
     report.missing += sorted(own.keys() - saved.keys())
     report.extra += sorted(saved.keys() - own.keys())
@@ -710,7 +710,7 @@ def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport
 
 
 def check_values(contents: Contents) -> None:
-    """Raise DamagedCheckpoint unless the JSON of a state has the right form."""
+    """Raise DamagedCheckpoint unless the values of a state have the right form."""
     values = contents.values
     if absent := REQUIRED_VALUES.keys() - values.keys():
         raise DamagedCheckpoint(
@@ -738,7 +738,7 @@ def check_values(contents: Contents) -> None:
 
 
 def _is_optimizer(saved: Any) -> bool:
-    """Return whether this is the JSON of an optimizer."""
+    """Return whether this is the saved state of an optimizer."""
     if type(saved) is not dict or type(saved.get("class")) is not str:
         return False
     groups = saved.get("groups")
