@@ -54,7 +54,7 @@ MOST_STEPS = 12
 NAME_WIDTH = 56
 # A larger file is announced with the time that it takes.
 LONG_TO_READ_BYTES = 100 * 2**20
-READ_BYTES_PER_SECOND = 4e6
+READ_BYTES_PER_SECOND = 1e7
 # Options of a measured model, which a snapshot has no use for.
 MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed")
 
