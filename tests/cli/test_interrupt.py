@@ -57,41 +57,76 @@ def wait_for(condition):
 
 
 def processes_in(folder):
-    """Return the processes that work in a folder."""
+    """Return the processes that work in a folder; those that have ended do not."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if (entry / "cwd").readlink() == folder:
-                found.append(int(entry.name))
+                found.append((entry / "cmdline").read_text())
         except OSError:  # it has ended, or is not ours
             continue
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("gates", [["recompute/off"], ["recompute", "sac"], ["*/two-ranks"]])
-def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path, gates):
-    (tmp_path / "deaf.py").write_text(MODEL)
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    options = [word for gate in gates for word in ("--gate", gate)]
-    command = [sys.executable, "-m", "curry_train", "validate", "--model", "deaf.py:build"]
-    process = subprocess.Popen(
-        [*command, *options],
-        cwd=tmp_path,
-        env=os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)},
+def started(folder, *words):
+    """Start `validate` with a temporary folder inside of `folder`, and return its process."""
+    (folder / "deaf.py").write_text(MODEL)
+    (folder / "temporary").mkdir()
+    environment = {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "curry_train", "validate", *words],
+        cwd=folder,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # On the one core of a worker of the tests it would start no processes.
+        preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())),
     )
-    wait_for((tmp_path / "in_backward").exists)
-    assert list(temporary.iterdir())
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+
+
+def assert_ended(process, folder, status):
+    """Wait until it has ended with this status, without an error, a process or a file left."""
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert errors.strip().splitlines()[-1] == "interrupted"
-    assert "Traceback" not in errors
-    assert "Error" not in errors
-    wait_for(lambda: not processes_in(tmp_path))
-    assert list(temporary.iterdir()) == []
+    assert process.returncode == status, errors
+    lines = errors.strip().splitlines()
+    assert lines[-1] == {130: "interrupted", 143: "terminated"}[status], errors
+    assert not any(word in errors for word in ("Traceback", "Error", "Warning", "Aborted"))
+    wait_for(lambda: not processes_in(folder))
+    assert list((folder / "temporary").iterdir()) == []
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize("gates", [["recompute/off"], ["recompute", "sac"], ["*/two-ranks"]])
+def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path, gates):
+    options = [word for gate in gates for word in ("--gate", gate)]
+    process = started(tmp_path, "--model", "deaf.py:build", *options)
+    wait_for((tmp_path / "in_backward").exists)
+    assert list((tmp_path / "temporary").iterdir())
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert_ended(process, tmp_path, 130)
+
+
+def is_worker(command):
+    return "spawn_main" in command
+
+
+@needs_proc
+@pytest.mark.parametrize(
+    ("send", "number", "seconds", "status"),
+    [
+        (os.killpg, signal.SIGINT, 0, 130),
+        (os.kill, signal.SIGINT, 4, 130),
+        (os.kill, signal.SIGTERM, 0, 143),
+    ],
+)
+def test_a_signal_ends_workers_that_start_and_that_run(tmp_path, send, number, seconds, status):
+    process = started(tmp_path, "--model", "mlp")
+    wait_for(lambda: any(map(is_worker, processes_in(tmp_path))))
+    time.sleep(seconds)
+    send(process.pid, number)
+    assert_ended(process, tmp_path, status)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from curry_train.core.blocks import NoBlocks
 from curry_train.gates.same_training import bit_difference
 from curry_train.gates.verdict import (
     TECHNIQUES,
@@ -54,3 +55,23 @@ def test_patterns_with_wildcards_find_their_technique():
     assert techniques_of(["sac", "bench/same"]) == ("bench", "sac")
     assert techniques_of(["*parity*"]) == techniques_of([]) == techniques_of(["sack"]) == TECHNIQUES
     assert {gate.name.partition("/")[0] for gate in discover()} == set(TECHNIQUES)
+
+
+def test_a_gate_that_fails_before_the_model_runs_does_not_count_as_one_that_ran_it():
+    def fails_in_the_batch(case):
+        case.build()
+        torch.stack([torch.ones(1), torch.ones(2)])
+
+    verdict = Gate("a/batch", fails_in_the_batch).run(Case(load_workload("mlp")))
+    assert verdict.ran == ()
+    assert "test_verdict.py, line" in verdict.hint
+    assert verdict.hint.endswith("torch.stack([torch.ones(1), torch.ones(2)])")
+
+
+def test_shrink_1_points_to_two_layers():
+    def needs_blocks(case):
+        raise NoBlocks("none")
+
+    verdict = Gate("a/blocks", needs_blocks).run(Case(load_workload("shrink=1:mlp")))
+    assert verdict.passed is None
+    assert verdict.hint.startswith("--shrink 1 leaves one block")

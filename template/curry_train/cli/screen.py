@@ -20,8 +20,10 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from unittest import mock
 
 import click
 from click.shell_completion import CompletionItem
@@ -299,7 +301,8 @@ def ended_by_interrupt() -> Iterator[None]:
 
     A KeyboardInterrupt may be swallowed: in a hook of autograd, or by a model that catches all
     errors. So the signal is blocked, in the processes that are started here too, and a thread waits
-    for it. Temporary files go into a folder of their own, which is removed.
+    for it. SIGTERM, which a pool sends to its workers, has a handler here alone. Temporary files go
+    into a folder of their own, which is removed.
     """
     if threading.current_thread() is not threading.main_thread() or os.name == "nt":
         yield
@@ -311,16 +314,26 @@ def ended_by_interrupt() -> Iterator[None]:
 
     def wait() -> None:
         signal.sigwait({signal.SIGINT})
-        if is_over.is_set():
-            return
-        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\ninterrupted\n".encode())
+        if not is_over.is_set():
+            end("interrupted", INTERRUPTED_STATUS)
+
+    def end(word: str, status: int) -> None:
+        os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{word}\n".encode())
         for child in multiprocessing.active_children():
             child.kill()
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(INTERRUPTED_STATUS)
+        os._exit(status)
 
     waiting = threading.Thread(target=wait, daemon=True)
+    # It unblocks the signals when it starts, as with the first worker (python/cpython#127586). When
+    # this process ends at once it removes what is left, which is nothing to warn of.
+    quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
+    with mock.patch.dict(os.environ, PYTHONWARNINGS=quiet):
+        resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    on_termination = signal.signal(
+        signal.SIGTERM, lambda number, _: end("terminated", 128 + number)
+    )
     waiting.start()
     try:
         yield
@@ -329,6 +342,7 @@ def ended_by_interrupt() -> Iterator[None]:
         signal.pthread_kill(cast(int, waiting.ident), signal.SIGINT)
         waiting.join()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGTERM, on_termination)
         tempfile.tempdir = before[1]
         if before[0] is None:
             os.environ.pop("TMPDIR", None)

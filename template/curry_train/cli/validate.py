@@ -21,7 +21,7 @@ import click
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import count_flops, heap_kept
@@ -35,6 +35,8 @@ from ..gates.implementation import (
 )
 from ..gates.verdict import (
     KINDS_THAT_RUN,
+    ONE_BLOCK,
+    TO_RUN,
     Gate,
     GateRow,
     Verdict,
@@ -65,7 +67,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, progress_on_screen
+from .screen import ScreenCommand, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -145,25 +147,33 @@ class VerdictLines:
         else:
             mark = VERDICT_MARKS[first.passed]
             text = f"{mark}: {escape(seen.short(first.hint))}"
-            if first.passed is not None:
+            if first.required == TO_RUN and not first.ran:
+                text = f"{mark} before your model ran: {escape(seen.short(_cause(first)))}"
+            elif first.passed is not None:
                 ran = " + ".join(first.ran) or "nothing"
                 text = f"{mark} [dim]on {ran}[/]: {escape(first.measured)}"
             self._print_columns(f"  {first.gate}", text)
         self._group = []
 
     def _print_columns(self, name: str, text: str, style: str = "") -> None:
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(width=NAME_WIDTH if len(name) <= NAME_WIDTH else len(name), no_wrap=True)
-        table.add_column(overflow="fold", style=style)
-        table.add_row(escape(name), text)
-        self._console.print(table)
+        indent = max(NAME_WIDTH, len(name)) + 2
+        width = max(20, self._console.width - indent)
+        for line in Text.from_markup(text, style=style).wrap(self._console, width) or [Text()]:
+            line.rstrip()
+            line = Text.assemble(name.ljust(indent) if line else name, line)
+            self._console.print(line, soft_wrap=True)
+            name = ""
 
     def print_end(self, notes: Sequence[str]) -> None:
         """Print the details of the gates that failed, the counts, and what of the user's ran."""
         self.end_group()
-        for row in self.rows:
-            if row.verdict.passed is False:
-                _print_detail(self._console, row)
+        failed = [row for row in self.rows if row.verdict.passed is False]
+        causes: dict[tuple[str, ...], list[GateRow]] = {}
+        for row in failed:
+            facts = (row.verdict.measured, row.verdict.required, row.verdict.hint)
+            causes.setdefault((row.workload, *facts), []).append(row)
+        for rows in causes.values():
+            _print_detail(self._console, rows)
         counts = Counter(row.verdict.passed for row in self.rows)
         counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
         more = "" if self._by_gate else "; --figures shows what each measured"
@@ -184,7 +194,8 @@ def coverage(rows: Sequence[GateRow]) -> str:
         if counts[kind]
     ]
     models = len({row.workload for row in rows})
-    on_model = f"{counts['model']} gates ran your {'model' if models == 1 else f'{models} models'}"
+    gates = "1 gate" if counts["model"] == 1 else f"{counts['model']} gates"
+    on_model = f"{gates} ran your {'model' if models == 1 else f'{models} models'}"
     return ", ".join([on_model, *counted]) if verdicts else ""
 
 
@@ -208,9 +219,17 @@ def list_claims(gates: Sequence[Gate]) -> str:
     return "\n".join(f"{claim.name}  {claim.gate}  {claim.text}" for claim in rows)
 
 
-def _print_detail(console: Console, row: GateRow) -> None:
-    verdict = row.verdict
-    console.print(f"\n{row.workload}, {verdict.gate}: {VERDICT_MARKS[verdict.passed]}")
+def _cause(verdict: Verdict) -> str:
+    """Return why a gate could not run, in which `could not be measured` adds nothing."""
+    raised = verdict.measured if verdict.measured.startswith("raised") else ""
+    return f"{raised}; {verdict.hint}" if raised else verdict.hint
+
+
+def _print_detail(console: Console, rows: Sequence[GateRow]) -> None:
+    """Print what failed, and what to do, once for all gates that failed alike."""
+    verdict = rows[0].verdict
+    gates = ", ".join(row.verdict.gate for row in rows)
+    console.print(f"\n{rows[0].workload}, {gates}: {VERDICT_MARKS[verdict.passed]}")
     facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
     for label, text in facts.items():
         console.print(f"  {label}: {escape(text)}")
@@ -339,6 +358,8 @@ def validate_command(
     console = Console(stderr=json_path == "-", highlight=False)
     facts = provenance(place)
     is_long = _announce_time(console, specs, gates, place, dtype, batch_size, shrinks=bool(shrink))
+    if is_long:
+        gates = tuple(sorted(gates, key=lambda gate: gate.steps))
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
@@ -396,15 +417,10 @@ def _announce_time(
     total = num_steps * sum(filter(None, flops)) / product_rate(device, precision)
     if total < LONG_SECONDS:
         return False
-    duration = f"{total / 3600:.1f} hours" if total > 7200 else f"{total / 60:.0f} minutes"
-    counted = "1 gate" if len(gates) == 1 else f"{len(gates)} gates"
-    faster = "" if shrinks else "--shrink 2 checks the same model with 2 layers, "
-    text = (
-        f"this takes about {duration}: {counted} with some {num_steps} steps of "
-        f"{format_seconds(total / num_steps)}; {faster}--gate chooses gates; a line follows for "
-        "each gate as it ends"
-    )
-    console.print(fill_screen(text))
+    duration = f"{total / 3600:.1f} hours" if total > 7200 else f"{total / 60:.0f} min"
+    steps = f"({num_steps} steps of {format_seconds(total / num_steps)})"
+    console.print(f"about {duration} {steps}, a line for each gate, short gates first")
+    console.print(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
     return True
 
 
@@ -539,6 +555,8 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
     except Exception as error:  # noqa: BLE001
         note = f"no forward could be recorded: {first_line(error)}"
         choice = BlockChoice((), None, None, (note,))
+    if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
+        choice = BlockChoice((), None, None, (ONE_BLOCK,))
     try:
         return case, FirstLook(choice, look(case))
     except Exception:  # noqa: BLE001

@@ -31,11 +31,16 @@ import torch
 from ..core.blocks import NoBlocks
 from ..core.wording import nearest
 from ..workloads.models import load_workload
+from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
 from .implementation import CONTRACTS, Implementation, load_implementation
 
 LESS_MEMORY = "try a smaller --batch-size, or --shrink"
+ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: use --shrink 2"
 
+
+# What is required of a gate that raised.
+TO_RUN = "to run"
 
 # What of the user's a gate may run. The loop of a script or Trainer is not run yet.
 KINDS_THAT_RUN = ("model", "loss", "implementation", "machine")
@@ -120,13 +125,17 @@ class Gate:
         """
         taken = {one.name: one for one in given if one.name in self.takes}
         if given and not taken:
-            named = ", ".join(one.name for one in given)
-            why = f"this gate takes {' and '.join(self.takes) or 'none'}, and --impl gives {named}"
+            why = "takes no --impl; it runs only without it"
+            if self.takes:
+                named = ", ".join(one.name for one in given)
+                why = f"takes --impl of {' and '.join(self.takes)}, and {named} was given"
             return not_applicable(self.name, required="another implementation", why=why)
         workload, calls = with_calls_counted(case.workload)
         calls.clear()
         num_before = sum(one.num_calls for one in given)
         verdict = self._checked(replace(case, workload=workload), taken)
+        if verdict.required == TO_RUN and not calls["loss"]:
+            calls["model"] = 0  # built, and the gate ended before a batch reached it
         calls["implementation"] = sum(one.num_calls for one in given) - num_before
         calls["machine"] = int(self.machine)
         return replace(verdict, ran=tuple(kind for kind in KINDS_THAT_RUN if calls[kind]))
@@ -136,7 +145,9 @@ class Gate:
         try:
             return self.check(case, **given)
         except NoBlocks as error:
-            return not_applicable(self.name, required="blocks", why=error.in_short)
+            is_one = case.workload.spec.startswith(f"{SHRINK_PREFIX}1:")
+            why = ONE_BLOCK if is_one else error.in_short
+            return not_applicable(self.name, required="blocks", why=why)
         except NotApplicable as error:
             return not_applicable(self.name, required=error.required, why=str(error))
         except IndivisibleBatch as error:
@@ -147,15 +158,23 @@ class Gate:
             return not_applicable(self.name, required="memory", why=why)
         except ValueError as error:
             # Our own errors state what to do.
-            return Verdict(self.name, False, "could not be measured", "to run", str(error))
+            return Verdict(self.name, False, "could not be measured", TO_RUN, str(error))
         except Exception as error:  # noqa: BLE001
             # The user's model may raise anything, and the other gates must still run.
             if NO_HOOKS_INSIDE in str(error):
                 return not_applicable(self.name, required="saved-tensor hooks", why=WHY_NO_HOOKS)
-            where = traceback.extract_tb(error.__traceback__)[-1]
             measured = f"raised {type(error).__name__}: {error}"
-            hint = f"see {where.filename}, line {where.lineno}"
-            return Verdict(self.name, False, measured, "to run", hint)
+            return Verdict(self.name, False, measured, TO_RUN, _where_to_look(error))
+
+
+def _where_to_look(error: Exception) -> str:
+    """Name the user's own line: the last one of the traceback that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    if own:
+        return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
+    return f"no line of yours: it was raised in {frames[-1].filename}, line {frames[-1].lineno}"
 
 
 # The last workload whose calls were counted: the original, the counting one, and the counts.
