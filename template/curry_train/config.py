@@ -421,8 +421,15 @@ def set_words(values: dict[str, Any], words: Sequence[str]) -> None:
         key, equals, text = word.partition("=")
         if not equals:
             raise ValueError(f"{word!r} sets nothing: write key=value, such as steps=1000")
-        if lost := [other for other in done if other.startswith(f"{key}.")]:
-            raise ValueError(f"{word} would undo {lost[0]}=...: give {key}=... first")
+        value = _parse(text, key)
+        inside = [other for other in done if other.startswith(f"{key}.")]
+        # A block may add to what was set in it before.
+        parts = [other.removeprefix(f"{key}.").split(".") for other in inside]
+        kept = isinstance(value, Mapping) and all(
+            len(part) == 1 or part[0] not in value for part in parts
+        )
+        if inside and not kept:
+            raise ValueError(f"{word} would undo {inside[0]}=...: give one of them")
         done.append(key)
         *blocks, last = key.split(".")
         block = values
@@ -434,7 +441,7 @@ def set_words(values: dict[str, Any], words: Sequence[str]) -> None:
                 )
             block[name] = dict(inner or {})
             block = block[name]
-        block[last] = _parse(text, key)
+        block[last] = {**block[last], **value} if inside else value
 
 
 def _parse(text: str, key: str) -> Any:

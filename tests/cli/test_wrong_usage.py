@@ -64,7 +64,7 @@ grad-flow --model mlpp                      | no workload is called 'mlpp'
 grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no module; there are 0, 0.0
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
-train --trainer made.py:blocks              | No such option
+train --trainer made.py:blocks              | takes no --trainer, give a factory
 memory                                      | give either --model or --snapshot
 memory --model mlp --against made.py        | --against compares snapshots
 plan --model mlp                            | a plan needs a --budget

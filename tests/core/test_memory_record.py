@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,13 +55,18 @@ class Recorder:
         return subprocess.CompletedProcess(command, 0, stdout=ended.stdout)
 
 
+def processes(run):
+    """Return the module of processes with another `run`, for the recorder alone."""
+    return SimpleNamespace(**{**vars(subprocess), "run": run})
+
+
 @pytest.fixture
 def recorder(monkeypatch):
     found = Recorder()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", found.history)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", found.dump)
-    monkeypatch.setattr(memory_recorder.subprocess, "run", found.run)
+    monkeypatch.setattr(memory_recorder, "subprocess", processes(found.run))
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     return found
 
@@ -116,7 +122,7 @@ def test_a_full_disk_and_a_missing_command_are_a_line_each(recorder, tmp_path, m
     def missing(command, **_):
         raise FileNotFoundError(command[0])
 
-    monkeypatch.setattr(memory_recorder.subprocess, "run", missing)
+    monkeypatch.setattr(memory_recorder, "subprocess", processes(missing))
     fill(tmp_path / "oom")
     shown = capsys.readouterr().err
     assert f"curry-train memory --snapshot {tmp_path / 'oom.pickle'}" in shown

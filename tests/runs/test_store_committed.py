@@ -25,7 +25,7 @@ def operations(tmp_path_factory):
         store.save("rollback", 1, new_state())
         store.files.ask = found.append
         store.save("rollback", 2, new_state())
-    return found
+        return [*found]  # without what closing the store changes
 
 
 def test_an_error_at_any_change_is_reported_as_what_it_is(tmp_path, operations, caplog):

@@ -5,6 +5,7 @@ python -m pytest tests/runs/test_waits.py
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,14 @@ def test_an_error_while_state_is_taken_or_restored_is_raised_on_all_ranks(tmp_pa
         assert [saved.step for saved in SavedRun(tmp_path / how).committed("rollback")] == [1]
 
 
+def lose_connections(error):
+    """Close every connection, as a rank that dies, and end once the other has seen it."""
+    os.closerange(3, 1024)
+    while not error.exists():
+        time.sleep(0.05)
+    os._exit(7)
+
+
 def one_rank_ends(folder):
     """End rank 1 while it saves in the background, and return the error of rank 0."""
     state = new_state()
@@ -91,7 +100,7 @@ def one_rank_ends(folder):
         store.save("rollback", 1, state)
         saver = BackgroundSaver(store)
         if dist.get_rank():
-            saver._staging.copy = lambda: os._exit(7)
+            saver._staging.copy = lambda: lose_connections(Path(folder, "error"))
         saver.save("rollback", 2, state)
         saver._thread.join()
         Path(folder, "error").write_text(str(saver._error))
