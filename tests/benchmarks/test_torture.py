@@ -49,6 +49,7 @@ def test_kills_of_one_and_of_two_ranks():
     assert found["kills"]["total"] >= 5
 
 
+@pytest.mark.long
 def test_damage_failing_disks_and_hostile_files():
     only = ("flips", "swaps", "disk.each_read", "disk.read_only", "hostile")
     status, found = run("torture", "--flips", "32", "--every", "43", "--only", *only, "--json", "-")
@@ -79,6 +80,7 @@ def planted():
     return run("torture_planted", *FAULTS)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(planted, fault):
     assert any(FAULTS[fault] in wrong for wrong in planted[fault]), planted[fault]

@@ -168,8 +168,8 @@ def test_json_on_standard_output_is_json_alone_where_another_process_prints(fold
 
 def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "folder"))
-    (folder / "folder/net.py").write_text(MODELS)
-    line = "memory --model=~/net.py:blocks --json=~/found.json"
+    (folder / "folder/net_at_home.py").write_text(MODELS)
+    line = "memory --model=~/net_at_home.py:blocks --json=~/found.json"
     ended = CliRunner().invoke(main, shlex.split(line))
     assert ended.exit_code == 0, ended.output
     assert json.loads((folder / "folder/found.json").read_text())["workload"]

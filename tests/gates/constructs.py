@@ -60,13 +60,6 @@ class CheckpointsSegments(Model):
         return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
 
 
-class Loops(Model):
-    def run(self, x):
-        for _ in range(3):
-            x = self.layers(x)
-        return x
-
-
 class DropsLayers(Model):
     """Runs each layer or leaves it out, at random."""
 
@@ -191,17 +184,6 @@ class Spectral(Block):
     def __init__(self):
         super().__init__()
         self.up = nn.utils.parametrizations.spectral_norm(self.up)
-
-
-class InFourierSpace(Block):
-    """Has a complex parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
-
-    def forward(self, x):
-        return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=WIDTH))
 
 
 class Differentiates(nn.Module):
@@ -480,7 +462,6 @@ CONSTRUCTS = {
     "calls_forward": [CallsForward],
     "checkpoints_all": [CheckpointsAll],
     "checkpoints_segments": [CheckpointsSegments],
-    "loops": [Loops],
     "drops_layers": [DropsLayers],
     "keeps_last": [KeepsLast, of_last],
     "keeps_in_closure": [of_block(KeepsInClosure)],
@@ -496,7 +477,6 @@ CONSTRUCTS = {
     "counted_in_python": [of_block(Counts, 0, share=0.1)],
     "own_generator": [of_block(OwnGenerator)],
     "spectral": [of_block(Spectral)],
-    "in_fourier_space": [of_block(InFourierSpace)],
     "differentiates": [of_block(Differentiates)],
     "scripted": [lambda: Model(lambda: torch.jit.script(Block()))],
     "data_parallel": [lambda: nn.DataParallel(Model())],

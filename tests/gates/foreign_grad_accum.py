@@ -101,17 +101,6 @@ def steps_each_time(model, window, loss, optimizer):
     optimizer.zero_grad()
 
 
-def steps_each_time_by_accelerate(model, window, loss, optimizer):
-    """Prepare no optimizer, whose steps Accelerate then does not hold back."""
-    accelerator = Accelerator(gradient_accumulation_steps=len(window.microbatches), cpu=True)
-    for microbatch in window.microbatches:
-        with accelerator.accumulate(model):
-            share = len(window.microbatches) / window.num_terms
-            accelerator.backward(loss(model, microbatch) * share)
-            optimizer.step()
-    optimizer.zero_grad()
-
-
 def zeroes_each_time(model, window, loss, optimizer):
     for microbatch in window.microbatches:
         optimizer.zero_grad()

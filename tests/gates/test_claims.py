@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from saboteurs import claims_by_name, faults, gates
 
-from curry_train.cli.validate import list_claims, quick_gates
+from curry_train.cli.validate import quick_gates
 from curry_train.gates.verdict import TECHNIQUES, claims, discover, technique_of
 
 ROOT = Path(__file__).parents[2]
@@ -65,11 +65,6 @@ def test_a_skill_names_every_claim_of_its_gates(technique):
     marked = marked_in(ROOT / "skills" / technique / "SKILL.md")
     own = {claim.name for claim in claims() if technique_of(claim.gate) == technique}
     assert marked == own
-
-
-def test_claims_are_listed_with_their_gates():
-    listed = list_claims([gates()["recompute/off"]])
-    assert listed.startswith("recompute.off  recompute/off  Without gradients nothing runs twice")
 
 
 def test_gates_that_take_longer_run_where_they_are_asked_for():

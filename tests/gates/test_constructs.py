@@ -46,7 +46,6 @@ NEED_NOT_APPLY = {
     ),
     "own_generator": (STATEFUL, "layers.0.generator to layers.2.generator: state stays"),
     "spectral": (["bench/timed"], "each call changes buffers"),
-    "in_fourier_space": (["grad-accum/scaled"], ""),
     "differentiates": ([*ON_BLOCKS], "forward or loss takes derivatives with torch.func"),
     "scripted": ([*ON_BLOCKS, "bench/*"], "scripted, so neither hooks nor techniques reach"),
     "data_parallel": (["grad-flow/*"], ""),

@@ -151,7 +151,6 @@ class NeverFrees(StepInBackward):
 # The claim, and the fault as a `train_window`.
 FAULTY_WINDOWS = [
     ("large-batch", "steps_each_time"),
-    ("large-batch", "steps_each_time_by_accelerate"),
     ("large-batch", "zeroes_each_time"),
     ("uneven", "mean_of_means"),
     ("uneven", "mean_of_means_by_accelerate"),

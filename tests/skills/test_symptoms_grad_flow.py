@@ -158,6 +158,7 @@ def on_one_rank_alone(everywhere):
     return len(flow.records)
 
 
+@pytest.mark.long  # it waits for the time limits of both ranks
 @symptom("the job hangs at a probed step")
 def test_opening_the_probe_on_one_rank_alone_is_an_error():
     assert run_on_ranks(f"{__file__}:on_one_rank_alone", everywhere=True) == [1, 1]

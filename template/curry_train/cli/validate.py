@@ -81,7 +81,7 @@ class FirstLook:
 
     def lines(self) -> list[str]:
         """Return the notes on the blocks and, numbered, each cause."""
-        causes = [finding.text for finding in self.findings]
+        causes = list(dict.fromkeys(finding.text for finding in self.findings))
         notes = [line for line in self.choice.lines() if line not in causes]
         return [*notes, *(f"cause {at}: {cause}" for at, cause in enumerate(causes, 1))]
 
@@ -90,7 +90,7 @@ class FirstLook:
 
     def short(self, reason: str) -> str:
         """Return the number of a cause in place of its text, which stands with the model."""
-        causes = [finding.text for finding in self.findings]
+        causes = list(dict.fromkeys(finding.text for finding in self.findings))
         return f"cause {causes.index(reason) + 1}" if reason in causes else reason
 
 
