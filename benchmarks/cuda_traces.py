@@ -10,8 +10,6 @@ Some traces are of training steps whose program is known: a language model of a 
 and optimizer, or its forward alone. Their memory is also predicted from shapes alone, and compared
 with the record.
 
-Why so long: the recorded programs are written out beside the figures that they are held against.
-
 Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
 

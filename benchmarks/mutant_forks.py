@@ -9,9 +9,6 @@ mutant and records which functions each gate and test calls, so that a mutant me
 reach it. Each result is printed as one line of JSON.
 
 The first process computes nothing with torch, since a fork of a process with threads may hang.
-Why so long: how mutants are made and how they run both follow from mutmut's names for them, which
-nothing else needs to know.
-`make mutants` runs it.
 """
 
 import ast

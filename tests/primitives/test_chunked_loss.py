@@ -1,9 +1,6 @@
 """Chunked cross-entropy equals torch's, one chunk of logits at a time.
 
-python -m pytest tests/primitives/test_chunked_loss.py
-
-Why so long: each way to use logits is tried on one model.
-"""
+python -m pytest tests/primitives/test_chunked_loss.py"""
 
 import contextlib
 import copy

@@ -28,7 +28,7 @@ from .screen import write_output
 LOCK_NAME = "curry-train.lock"
 STAGING_FOLDER = ".curry-train-staging"
 
-# What git writes around the lines that both sides changed.
+# Git's markers around lines that both sides changed.
 OURS_MARKER = "<<<<<<< yours"
 THEIRS_MARKER = ">>>>>>> curry-train"
 MOST_CONFLICTS = 127  # the highest exit status of `git merge-file` that is a number of conflicts

@@ -33,7 +33,7 @@ BUNDLED_FOLDER = "bundled"  # where an installed package has what lies next to i
 SAVING_ROOMS = ("core", "runs")
 RUN_TIME_ROOMS = (*SAVING_ROOMS, "primitives")
 TRAINER_MODULES = ("__init__.py", "loop.py", "benchmark.py", "config.py", "data.py", "trainer.py")
-# What a project installs, so that none may have its name.
+# Packages that a project installs; the project can't have the name of one.
 NEEDED_BY_PROJECTS = ("curry-train", "torch", "numpy", "pyyaml", "rich", "pytest", "tensorboard")
 
 TEMPLATE_SUFFIX = ".jinja"

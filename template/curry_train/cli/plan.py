@@ -2,8 +2,6 @@
 
 The rows of the plan's table are marked. `--fits` prints and draws the fewest GPUs instead.
 
-Why so long: one command with one set of options, its two tables and two pictures.
-
 Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 

@@ -1,7 +1,5 @@
 """The runs commands: list, show, verify, export and estimate.
 
-Why so long: each command is short, and shares the console, the tables and the search for a run.
-
 Proof: `python -m pytest tests/cli/test_runs_command.py tests/cli/test_export.py`.
 """
 

@@ -51,7 +51,7 @@ SECTIONS = {
 OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 WIDEST_OPTION = 24
-# What click appends for the range of a number, which its error message has as well.
+# The range that click appends to the help of a number; its error message has it too.
 _RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
 

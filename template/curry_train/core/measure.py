@@ -4,8 +4,6 @@ On CPU the bytes are exact and repeatable: every storage that an operation creat
 it is freed. On CUDA they are the allocator's. Each pass runs under one instrument only, because an
 instrument keeps tensors alive that another one would count.
 
-Why so long: storages, FLOPs and layers are followed by the same modes and hooks.
-
 Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 """
 

@@ -87,7 +87,7 @@ class PickleReader(pickle.Unpickler):
             raise RefusedPickle(f"{type(error).__name__}: {error!s:.200}") from error
 
 
-# What Python's unpickler raises for damaged bytes.
+# Errors that Python's unpickler raises for damaged bytes.
 _ERRORS = (AttributeError, EOFError, LookupError, OverflowError, TypeError, ValueError)
 DAMAGE = (pickle.PickleError, *_ERRORS)
 
@@ -106,7 +106,7 @@ if __name__ == "__main__":
     with contextlib.suppress(ImportError, *DAMAGE):
         import resource
 
-        # What Python takes, and a multiple of the file: memory snapshots take 7.
+        # Python's own memory, and 24 times the file: reading a memory snapshot takes 7 times it.
         limit = 2**27 + 24 * int(sys.argv[1])
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         # Less than any thread has, so that deeply nested keys end this process alone.

@@ -76,7 +76,7 @@ def find_spikes(
             "and report NaN and infinity at once"
         )
     elif num_late:
-        hint = f"raise the alarm at the {patience}. high loss, and at the first that is not finite"
+        hint = f"raise the alarm within {patience} high losses, and at the first that is not finite"
     measured = (
         f"{NUM_PLANTED - num_missed - num_late} of {NUM_PLANTED} in time, {num_late} late, "
         f"{num_false_healthy + num_false_single} false in {NUM_PLANTED + 1} series"

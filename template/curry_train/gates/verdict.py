@@ -39,7 +39,7 @@ LESS_MEMORY = "try a smaller --batch-size, or --shrink"
 ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: use --shrink 2"
 
 
-# What is required of a gate that raised.
+# Printed as the requirement of a gate that raised an error.
 TO_RUN = "to run"
 
 # What of the user's a gate may run. The loop of a script or Trainer is not run yet.

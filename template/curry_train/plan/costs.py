@@ -1,7 +1,5 @@
 """Measure what each option of a block costs in bytes and seconds.
 
-Why so long: a block's run, its kind and its menu rest on each other.
-
 Proof: `python -m pytest tests/plan/test_menu.py`.
 """
 

@@ -9,8 +9,6 @@ a gradient, one made by the optimizer that outlives the step is its state, and o
 that is alive when backward begins is an activation. Blocks that were there before the record are
 recognized by the sizes of the gradients.
 
-Why so long: a lever is a replay of the blocks of an owner, and reads what chose that owner.
-
 Proof: `python -m pytest tests/plan/test_owners.py`.
 """
 

@@ -18,8 +18,6 @@ Each rank runs in this process, on shapes, as in `rank_step.py`. What stages ask
 answered from the ranks that ran before. On a GPU the storages of its steps pass through the model
 of CUDA's allocator, and the time of a step follows from the messages between the ranks.
 
-Why so long: the record of a rank, the shapes that it asks others for and its messages are one run.
-
 Proof: `python -m pytest tests/plan/test_pipeline.py`.
 """
 

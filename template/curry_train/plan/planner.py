@@ -8,8 +8,6 @@ No device is needed. Blocks are measured alone, from shapes, and the chain of bl
 each microbatch size, which fixes the number of microbatches to accumulate. Then the whole step of
 each candidate that may win is estimated, and the chain is corrected by the result.
 
-Why so long: what a plan says, and what would help where nothing fits, reads the search's figures.
-
 Proof: `python -m pytest tests/plan/test_plan.py`.
 """
 

@@ -7,8 +7,6 @@ The rank is that of the user's own program, under torch's fake process group, wh
 no data. Corrections make the bytes equal to those of a rank among real processes. They are those of
 torch 2.13, and the tests compare each with gloo.
 
-Why so long: all that stands in for other ranks acts in one context, routing to experts included.
-
 Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.py`.
 """
 

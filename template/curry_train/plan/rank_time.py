@@ -9,8 +9,6 @@ unit while this one computes. The rates of links are inputs, so the result is an
 step is measured on the machines themselves. The ranks of a pipeline wait for the messages of each
 other, whatever their schedule.
 
-Why so long: the ranks of a pipeline wait for each other on the same clocks and links.
-
 Proof: `python -m pytest tests/plan/test_rank_time.py`.
 """
 

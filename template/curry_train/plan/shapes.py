@@ -6,8 +6,6 @@
 The differences are those of torch 2.11 and 2.13. Each correction has a test that fails when it is
 no longer needed.
 
-Why so long: each correction is small, and all of them act in the two modes of one context.
-
 Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py`.
 """
 

@@ -10,9 +10,6 @@ nothing, and every field is checked, because such files are sent from one person
 Blocks are placed at their recorded addresses, so that their sizes need no model of the allocator:
 of a large native block, the rest of its gap belongs to it where torch does not split that off.
 
-Why so long: the file's fields, the lives of blocks and what a stack shows are one subject, and a
-reader of one needs the other two.
-
 Proof: `python -m pytest tests/plan/test_snapshot.py`.
 """
 

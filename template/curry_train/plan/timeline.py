@@ -3,8 +3,6 @@
     timeline = measure_timeline(model, batch, loss)
     print(timeline.table())
 
-Why so long: the record of a step and the recorded optimizer steps that it replays are one thing.
-
 Proof: `python -m pytest tests/plan/test_timeline.py`.
 """
 

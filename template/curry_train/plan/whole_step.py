@@ -4,8 +4,6 @@ The chain of blocks predicts a peak from blocks measured alone. `WholeSteps` est
 candidate from shapes, corrects the chain by the difference, and searches for the fastest options
 that fit. With several ranks, the whole step is that of one rank in its wrapping.
 
-Why so long: the search, and the figures that it reads of whole steps.
-
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
 """
 

@@ -12,8 +12,6 @@ operations. Forward computes the gradients; only a loss per token repeats a matr
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
-# Why so long: it is copied as one of four files at most.
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

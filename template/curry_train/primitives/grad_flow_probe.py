@@ -1,8 +1,5 @@
 """Probe layers once per step, under recompute, accumulation and several ranks too.
 
-Why so long: layers, sums and hooks are one instrument, and an owned copy of the technique is to
-stay within four modules.
-
 Proof: `python -m pytest tests/gates tests/primitives`.
 """
 

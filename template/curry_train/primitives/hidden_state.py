@@ -7,9 +7,6 @@ that its graph reaches or the random numbers that it draws are then different, t
 state, and the step is refused. Values that change without any effect, such as a stored copy of the
 last output, are restored after a recomputation.
 
-Why so long: search, snapshots and trials work on one notion of a holder, and an owned copy of the
-technique is to stay within four modules.
-
 Proof: `python -m pytest tests/primitives/test_snn_timesteps_refusals.py`.
 """
 

@@ -7,8 +7,6 @@ Commands list `STRATEGIES`; the options of a plan's blocks, the levers of a benc
 `CheckpointConfig.strategy` are views of `ALL_STRATEGIES`. Settings that were not given are chosen
 from measured bytes: layers to recompute, segments, sizes of chunks.
 
-Why so long: the registry, its settings and `CheckpointConfig` name the same strategies.
-
 Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
 

@@ -23,11 +23,7 @@ is rolled back in the same process, and a signal ends the loop instead of the pr
             run.step(loss=result.loss)
     sys.exit(run.exit_status)
 
-Proof: `python -m pytest tests/runs`.
-
-Why so long: the object that a loop uses stands beside the journal that it writes and the signals
-that end it, so that everything that `saving` adds to a loop is read in one file.
-"""
+Proof: `python -m pytest tests/runs`."""
 
 import logging
 import math

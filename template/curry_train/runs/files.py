@@ -77,7 +77,7 @@ class Files:
             )
         return data
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         """Write a small file, or replace one; it is on the disk when this returns."""
         folder, _, name = key.rpartition("/")
         new = f"{folder}/.{name}.new".lstrip("/")
@@ -202,20 +202,9 @@ def expected_save_seconds(files: Files, num_bytes: int) -> float:
     data = memoryview(
         bytearray(min(max(num_bytes // DISK_TRIAL_DIVISOR, LEAST_TRIAL_BYTES), MOST_TRIAL_BYTES))
     )
-    # A process that was killed during the trial leaves its file behind.
-    with contextlib.suppress(FileNotFoundError):
-        files.remove_file(DISK_TRIAL_FILE_NAME)
-
     began = time.perf_counter()
-    stream = files.create(DISK_TRIAL_FILE_NAME)
-    try:
-        stream.write(data)
-        files.finish(stream)
-    except BaseException:
-        files.abandon(stream)
-        raise
+    files.write(DISK_TRIAL_FILE_NAME, data)
     seconds = time.perf_counter() - began
-
     files.remove_file(DISK_TRIAL_FILE_NAME)
     return FIXED_SAVE_SECONDS + seconds * max(1.0, num_bytes / len(data))
 

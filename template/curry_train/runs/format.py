@@ -5,9 +5,6 @@ files, and the positions of its tensors in them. Private names of torch's checkp
 only in this module. Tests load the files written here with plain
 `torch.distributed.checkpoint`.
 
-Why so long: the writer and the reader of each of the two formats define together what is valid, and
-share their types with the training state.
-
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_hostile.py`.
 """
 

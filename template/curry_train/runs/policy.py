@@ -14,8 +14,6 @@ A step at which both a rollback and a recovery are due is written once, as a rec
 as both on every kind of storage. A best-K is a separate file, because it has to stay when the
 optimizer's state is deleted.
 
-Why so long: when a state is due, whether it is sound, and what a save replaces are one decision.
-
 Proof: `python -m pytest tests/runs/test_cadence.py tests/runs/test_saving_policy.py`.
 """
 

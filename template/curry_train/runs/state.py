@@ -3,8 +3,6 @@
 `snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
 key, or another shape or dtype, is an error before anything is changed.
 
-Why so long: what a snapshot names, a load has to look up, and both are only clear side by side.
-
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 

@@ -3,8 +3,6 @@
 A checkpoint is committed when its manifest verifies. All ranks make a store of the same folder and
 call together.
 
-Why so long: what commits a checkpoint and what takes it for committed have to agree to the letter.
-
 Proof: `python -m pytest tests/runs/test_store_kill.py tests/runs/test_store.py`.
 """
 

@@ -9,8 +9,6 @@ deleted after that. Where the library allows it, the checkpoint itself is writte
 and renamed. `newest_whole` reads every byte, and returns the newest checkpoint that is what was
 saved. `record_training` writes the journal of such a training.
 
-Why so long: commits and journals of the three libraries share how a trainer is recognised.
-
 Proof: `python -m pytest tests/runs/test_trainers.py`.
 """
 

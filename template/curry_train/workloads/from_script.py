@@ -8,8 +8,6 @@ the thread of the script waits for ever: it is not unwound, so none of its `exce
 `with` blocks runs on, nothing is trained, and what it would write or log after that step is not.
 What was recorded is written as the source of a loss, which is what the workload then computes.
 
-Why so long: the recording and the source that is written from it share the operations.
-
 Proof: `python -m pytest tests/workloads/test_from_script.py`.
 """
 

@@ -8,8 +8,6 @@ tuple; or an Accelerator that has prepared model, optimizer and loader, with a f
 `loss(model, batch)` where the model returns no loss. Model, first batch, loss, optimizer, precision
 and accumulation are read off these objects. Nothing is trained, logged or saved.
 
-Why so long: what three libraries and a script have in common stands beside the reading of each.
-
 Proof: `python -m pytest tests/workloads/test_from_trainer.py`.
 """
 

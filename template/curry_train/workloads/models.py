@@ -3,8 +3,6 @@
 The built-in ones serve gates and examples: an MLP, a Llama-like transformer with grouped-query
 attention, rotary positions, SwiGLU and RMS norms, a bottleneck ResNet and a spiking network.
 
-Why so long: what a text may name, and the errors of the user's code there, belong together.
-
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 

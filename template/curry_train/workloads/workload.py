@@ -3,8 +3,6 @@
 A `Case` is one workload on a device, with the seed that makes it repeatable. `load_workload` finds
 the built-in workloads, and makes one from a user's own model.
 
-Why so long: what a factory may return, and the batches and losses that follow, rest on each other.
-
 Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
