@@ -52,3 +52,8 @@ class DeafToNaN(MedianWatchdog):
 class Silent(MedianWatchdog):
     def observe(self, step, loss):
         return None
+
+
+class DeafToInfinity(MedianWatchdog):
+    def observe(self, step, loss):
+        return loss != float("inf") and super().observe(step, loss)

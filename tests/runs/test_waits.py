@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from store_models import new_state, train
 
-from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.gates.two_ranks import RankProcesses, run_on_ranks
 from curry_train.runs import BackgroundSaver, SavedRun, SaveError, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
@@ -84,14 +84,6 @@ def test_an_error_while_state_is_taken_or_restored_is_raised_on_all_ranks(tmp_pa
         assert [saved.step for saved in SavedRun(tmp_path / how).committed("rollback")] == [1]
 
 
-def lose_connections(error):
-    """Close every connection, as a rank that dies, and end once the other has seen it."""
-    os.closerange(3, 1024)
-    while not error.exists():
-        time.sleep(0.05)
-    os._exit(7)
-
-
 def one_rank_ends(folder):
     """End rank 1 while it saves in the background, and return the error of rank 0."""
     state = new_state()
@@ -100,13 +92,25 @@ def one_rank_ends(folder):
         store.save("rollback", 1, state)
         saver = BackgroundSaver(store)
         if dist.get_rank():
-            saver._staging.copy = lambda: lose_connections(Path(folder, "error"))
+            saver._staging.copy = lambda: os._exit(7)
         saver.save("rollback", 2, state)
         saver._thread.join()
-        Path(folder, "error").write_text(str(saver._error))
+        # Written whole at once: the other process looks for it.
+        Path(folder, "new").write_text(str(saver._error))
+        Path(folder, "new").rename(Path(folder, "error"))
 
 
-def test_a_rank_that_dies_ends_the_wait_of_the_others(tmp_path):
+def test_a_rank_that_dies_ends_the_wait_of_the_others(tmp_path, monkeypatch):
+    end_all = RankProcesses._raise
+
+    def wait_for_rank_0(*arguments):
+        """Let the other rank notice before it is ended too."""
+        until = time.monotonic() + 20
+        while not (tmp_path / "error").exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        end_all(*arguments)
+
+    monkeypatch.setattr(RankProcesses, "_raise", wait_for_rank_0)
     with pytest.raises(RuntimeError):
         run_on_ranks(f"{__file__}:one_rank_ends", folder=str(tmp_path), timeout=60)
     assert "another rank ended" in (tmp_path / "error").read_text()

@@ -51,6 +51,7 @@ FAULTS = [
     planted("loss-spike.in-time", "silent", SpikeWatchdog=foreign.Silent),
     planted("loss-spike.in-time", "mean-of-all", SpikeWatchdog=foreign.MeanOfAll),
     planted("loss-spike.in-time", "deaf-to-nan", SpikeWatchdog=foreign.DeafToNaN),
+    planted("loss-spike.in-time", "deaf-to-infinity", SpikeWatchdog=foreign.DeafToInfinity),
     planted("loss-spike.no-false-alarm", "impatient", SpikeWatchdog=foreign.Impatient),
     planted(
         "loss-spike.never-saw",

@@ -52,7 +52,7 @@ class Movable:
 class Slotted:
     """An object without a dictionary of attributes."""
 
-    __slots__ = ("inputs", "name")
+    __slots__ = ("__weakref__", "inputs", "name")
 
     def __init__(self, inputs, name="words"):
         self.inputs = inputs

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import sysconfig
 import tomllib
 import traceback
 from collections import Counter
@@ -168,9 +169,10 @@ class Gate:
 
 
 def _where_to_look(error: Exception) -> str:
-    """Name the user's own line: the last one of the traceback that is neither torch's nor ours."""
+    """Name the user's own line: the last of the traceback that is in no library and not ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), "<")
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
+    libraries = (str(Path(__file__).parents[1]), *installed, "<")
     own = [frame for frame in frames if not frame.filename.startswith(libraries)]
     if own:
         return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"

@@ -81,10 +81,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     for kind in type(value).__mro__:
         named = vars(kind).get("__slots__", ())
         slots += [named] if isinstance(named, str) else named
-    in_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {name: found for name, found in in_slots.items() if name != "__dict__"} | getattr(
-        value, "__dict__", {}
-    )
+    # Python's own are __dict__ and __weakref__.
+    own = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
+    return {name: getattr(value, name) for name in own} | getattr(value, "__dict__", {})
 
 
 # Objects in objects are looked into so far.
