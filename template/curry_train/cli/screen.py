@@ -19,7 +19,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
@@ -304,6 +304,15 @@ INTERRUPTED_STATUS = 130
 SHOW_CURSOR = "\x1b[?25h"  # which a progress display hides
 
 
+def _children() -> set[int]:
+    """Return the processes to end, also one that starts and that multiprocessing can't name yet."""
+    children = {cast(int, child.pid) for child in multiprocessing.active_children()}
+    for path in Path("/proc/self/task").glob("*/children"):
+        children.update(map(int, path.read_text().split()))
+    # It removes what the others leave, and then ends by itself.
+    return children - {vars(resource_tracker._resource_tracker)["_pid"]}
+
+
 @contextmanager
 def ended_by_interrupt() -> Iterator[None]:
     """End this process and its workers with status 130 on Ctrl-C, wherever they compute.
@@ -327,9 +336,12 @@ def ended_by_interrupt() -> Iterator[None]:
             end("interrupted", INTERRUPTED_STATUS)
 
     def end(word: str, status: int) -> None:
+        # From here on no worker starts: it would be ended by nobody.
+        multiprocessing.util.spawnv_passfds = lambda *_: threading.Event().wait()
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{word}\n".encode())
-        for child in multiprocessing.active_children():
-            child.kill()
+        for child in _children():
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(status)
 

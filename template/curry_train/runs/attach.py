@@ -23,7 +23,8 @@ is rolled back in the same process, and a signal ends the loop instead of the pr
             run.step(loss=result.loss)
     sys.exit(run.exit_status)
 
-Proof: `python -m pytest tests/runs`."""
+Proof: `python -m pytest tests/runs`.
+"""
 
 import logging
 import math
