@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from curry_train.gates import checkpoint_policy, grad_flow, recompute
+from curry_train.gates.implementation import load_implementation
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -45,3 +46,18 @@ def test_a_workload_is_loaded_as_without_a_launcher(tmp_path):
     )
     verdict = GATES["grad-flow/two-ranks"].run(Case(load_workload(f"{tmp_path}/launched.py:build")))
     assert verdict.passed, verdict
+
+
+def test_an_error_on_the_ranks_is_one_line_and_names_the_users_own(tmp_path):
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(
+        "import torch.distributed as dist\n"
+        "def recompute_blocks(model, *, blocks):\n"
+        "    if dist.is_initialized():\n"
+        "        raise RuntimeError('not on ranks\\nas torch goes on')\n"
+    )
+    given = load_implementation(f"{wrong}:recompute_blocks")
+    verdict = GATES["recompute/two-ranks"].run(Case(load_workload("mlp")), [given])
+    assert verdict.passed is False
+    assert verdict.measured == "raised on a rank: RuntimeError: not on ranks"
+    assert verdict.hint.startswith(f"correct your {wrong}, line 4: raise RuntimeError(")

@@ -232,7 +232,14 @@ def _print_detail(console: Console, rows: Sequence[GateRow]) -> None:
     console.print(f"\n{rows[0].workload}, {gates}: {VERDICT_MARKS[verdict.passed]}")
     facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
     for label, text in facts.items():
-        console.print(f"  {label}: {escape(text)}")
+        wrapped = textwrap.fill(
+            f"  {label}: {text}",
+            console.width,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        console.print(wrapped, markup=False, soft_wrap=True)
 
 
 # Command line of a project.

@@ -361,7 +361,7 @@ def _train_on_rank(
             for parameter in trained:
                 parameter.zero_()
     with seeded(case.seed + dist.get_rank() + 10 * resumes):
-        with attach(model, optimizer, runs=runs, rollback_every=1) as run:
+        with attach(model, optimizer, runs=runs, rollback_every=STOPPED_AFTER) as run:
             for _ in run.batches(range(NUM_STEPS + 1)):
                 if run.steps == until:
                     break
@@ -383,5 +383,11 @@ GATES = (
     Gate("checkpoint-policy/bitwise", compare_resumed, machine=True, steps=4),
     Gate("checkpoint-policy/damage", detect_damage, machine=True, steps=1),
     Gate("checkpoint-policy/fallback", fall_back, machine=True, steps=2),
-    Gate("checkpoint-policy/two-ranks", compare_resumed_ranks, machine=True, steps=30),
+    Gate(
+        "checkpoint-policy/two-ranks",
+        compare_resumed_ranks,
+        machine=True,
+        on_ranks=True,
+        steps=30,
+    ),
 )

@@ -471,5 +471,5 @@ GATES = (
     Gate("grad-accum/own-loop", own_loop),
     Gate("grad-accum/joint-loss", joint_loss),
     Gate("grad-accum/in-backward", step_in_backward),
-    Gate("grad-accum/two-ranks", two_ranks),
+    Gate("grad-accum/two-ranks", two_ranks, on_ranks=True),
 )

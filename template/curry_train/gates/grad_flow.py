@@ -382,5 +382,5 @@ GATES = (
     Gate("grad-flow/once", layers_counted_once),
     Gate("grad-flow/same-training", flow_same_training),
     Gate("grad-flow/held-bytes", held_bytes),
-    Gate("grad-flow/two-ranks", flow_of_both),
+    Gate("grad-flow/two-ranks", flow_of_both, on_ranks=True),
 )

@@ -514,6 +514,6 @@ GATES = (
     Gate("recompute/profiler", compare_profile),
     Gate("recompute/routing", compare_routing),
     *OFFLOAD_GATES,
-    Gate("recompute/two-ranks", compare_ranks),
+    Gate("recompute/two-ranks", compare_ranks, on_ranks=True),
     Gate("recompute/long-run", compare_long_run, thorough=True),
 )

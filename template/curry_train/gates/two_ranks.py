@@ -37,7 +37,14 @@ from ..core.blocks import find_blocks
 from ..core.rerun import seeded
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
-from .verdict import NotApplicable, Verdict, not_applicable
+from .verdict import (
+    NotApplicable,
+    RankFailed,
+    Verdict,
+    error_in_a_line,
+    not_applicable,
+    where_to_look,
+)
 
 # Variables that torchrun sets for a rank. A rank loads the workload with this process's values.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -134,7 +141,7 @@ def under_both(
                     with seeded(case.seed):
                         case.workload.loss(wrapped, batch).backward()
             except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
-                refused = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                refused = error_in_a_line(error)
                 continue
             found[kind] = measure(make, kind)
             break
@@ -281,7 +288,8 @@ class RankProcesses:
         return [json.loads(path.read_text()) for path in results]
 
     def _raise(self, target: str, codes: Sequence[int | None], timeout: float) -> NoReturn:
-        reports = [_last_words(Path(self._folder.name), rank) for rank in range(self.num_ranks)]
+        folder = Path(self._folder.name)
+        failures = [_failure(folder, rank) for rank in range(self.num_ranks)]
         self.close()
         if all(code is None for code in codes):
             raise RuntimeError(
@@ -289,8 +297,10 @@ class RankProcesses:
             )
         if -signal.SIGKILL in codes:
             raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
-        reason = "; ".join(report for report in reports if report)
-        raise RuntimeError(f"{target} on {self.num_ranks} ranks failed: {reason}")
+        # Both ranks often fail alike.
+        reasons = dict.fromkeys(reason for reason, _ in failures if reason)
+        hints = [hint for _, hint in failures if hint]
+        raise RankFailed("; ".join(reasons), hint=hints[0] if hints else "run it on one rank")
 
     @property
     def is_running(self) -> bool:
@@ -321,13 +331,14 @@ def run_on_ranks(
         ranks.close()
 
 
-def _last_words(folder: Path, rank: int) -> str:
+def _failure(folder: Path, rank: int) -> tuple[str, str]:
+    """Return why a rank failed and where to look; its log if it could not say; else nothing."""
     error = folder / f"{rank}.error"
-    log = folder / f"{rank}.log"
     if error.exists():
-        return f"rank {rank}: {error.read_text()}"
-    lines = log.read_text(errors="replace").strip().splitlines()[-LAST_LINES:]
-    return "\n".join([f"rank {rank}:", *lines]) if lines else ""
+        reason, hint = json.loads(error.read_text())
+        return reason, hint
+    log = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
+    return "\n".join([f"rank {rank}:", *log[-LAST_LINES:]]) if log else "", ""
 
 
 class GradientSyncs(TorchDispatchMode):
@@ -392,7 +403,8 @@ def _rank_main(folder: str) -> None:
             unfinished.write_text(result)
             unfinished.rename(Path(folder, f"{rank}.{number}.json"))
     except BaseException as error:
-        Path(folder, f"{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        failure = json.dumps([error_in_a_line(error), where_to_look(error)])
+        Path(folder, f"{rank}.error").write_text(failure)
         raise
 
 

@@ -20,8 +20,8 @@ import sysconfig
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -81,6 +81,14 @@ class NotApplicable(ValueError):
         self.required = required
 
 
+class RankFailed(RuntimeError):
+    """Another process raised an error; `hint` names the line of the user that raised it, if any."""
+
+    def __init__(self, reason: str, *, hint: str) -> None:
+        super().__init__(reason)
+        self.hint = hint
+
+
 def not_applicable(gate: str, *, required: str, why: str) -> Verdict:
     return Verdict(gate, None, "not applicable", required, why)
 
@@ -109,6 +117,9 @@ class Gate:
 
     # Whether it measures the user's machine too: times, or a disk.
     machine: bool = False
+
+    # Whether it waits for ranks, which are processes of their own.
+    on_ranks: bool = False
 
     # About how many forward passes of the model it takes, for the estimate of the time.
     steps: int = 10
@@ -157,6 +168,9 @@ class Gate:
             # CUDA goes on for many sentences.
             why = f"memory ran out ({str(error).partition('. ')[0]}): {LESS_MEMORY}"
             return not_applicable(self.name, required="memory", why=why)
+        except RankFailed as error:
+            measured = f"raised on a rank: {error}"
+            return Verdict(self.name, False, measured, TO_RUN, error.hint)
         except ValueError as error:
             # Our own errors state what to do.
             return Verdict(self.name, False, "could not be measured", TO_RUN, str(error))
@@ -164,11 +178,17 @@ class Gate:
             # The user's model may raise anything, and the other gates must still run.
             if NO_HOOKS_INSIDE in str(error):
                 return not_applicable(self.name, required="saved-tensor hooks", why=WHY_NO_HOOKS)
-            measured = f"raised {type(error).__name__}: {error}"
-            return Verdict(self.name, False, measured, TO_RUN, _where_to_look(error))
+            measured = f"raised {error_in_a_line(error)}"
+            return Verdict(self.name, False, measured, TO_RUN, where_to_look(error))
 
 
-def _where_to_look(error: Exception) -> str:
+def error_in_a_line(error: BaseException) -> str:
+    """Return the type and the first line of an error; torch goes on with advice on itself."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
@@ -336,13 +356,10 @@ def measure_rows(
             drop_shared_results()
         return
 
-    named = tuple(f"{given.name}={given.spec}" for given in implementations)
-    tasks = [
-        (case.workload.spec, _settings(case), gate.name, named) for case in cases for gate in gates
-    ]
-    names = (case.workload.name for case in cases for _ in gates)
-    verdicts = _in_processes(tasks, num_processes)
-    yield from (GateRow(name, verdict) for name, verdict in zip(names, verdicts, strict=True))
+    pairs = [(case, gate) for case in cases for gate in gates]
+    verdicts = _in_processes(pairs, implementations, num_processes)
+    for (case, _), verdict in zip(pairs, verdicts, strict=True):
+        yield GateRow(case.workload.name, verdict)
 
 
 def _processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
@@ -353,15 +370,37 @@ def _processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int
     return min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, cores)
 
 
-Task = tuple[str, dict[str, Any], str, tuple[str, ...]]
+def _in_processes(
+    pairs: Sequence[tuple[Case, Gate]], given: Sequence[Implementation], num_processes: int
+) -> Iterator[Verdict]:
+    """Yield the verdict of each gate on its case, in order.
+
+    Gates on ranks run in a thread of this process, one after the other, so that all use the same
+    ranks. The others run in worker processes.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        on_ranks = [thread.submit(gate.run, case, given) for case, gate in pairs if gate.on_ranks]
+        in_workers = _in_workers(
+            [(case, gate) for case, gate in pairs if not gate.on_ranks], given, num_processes
+        )
+        try:
+            for _, gate in pairs:
+                yield on_ranks.pop(0).result() if gate.on_ranks else next(in_workers)
+        finally:
+            in_workers.close()
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _in_processes(tasks: Sequence[Task], num_processes: int) -> Iterator[Verdict]:
-    """Yield the verdicts of `_measure`, in order.
+def _in_workers(
+    pairs: Sequence[tuple[Case, Gate]], given: Sequence[Implementation], num_processes: int
+) -> Generator[Verdict]:
+    """Yield the verdicts of gates that run in worker processes, in order.
 
     Where memory runs out the system ends a process. The gates that have no verdict by then run one
     at a time; one that even then ends its process does not apply.
     """
+    named = tuple(f"{one.name}={one.spec}" for one in given)
+    tasks = [(case.workload.spec, _settings(case), gate.name, named) for case, gate in pairs]
     first = 0
     while first < len(tasks):
         with _pool(num_processes) as pool:
