@@ -25,7 +25,7 @@ from curry_train.gates.verdict import GATES_WORTH_A_PROCESS
 
 # The commands that README and DESIGN promise.
 PROMISED = (
-    *("validate", "plan", "memory", "savings", "bench", "grad-flow", "train", "runs"),
+    *("validate", "plan", "memory", "preflight", "savings", "bench", "grad-flow", "train", "runs"),
     *("new", "add", "update", "diff", "list", "gen-tests"),
 )
 NAMED_SCRIPTS = (
@@ -218,6 +218,7 @@ def folder_with_runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     (folder / "src/mylib").mkdir(parents=True)
     (folder / "src/mylib/__init__.py").touch()
+    (folder / "train.py").write_text(SCRIPT)
     words = ["train", "name=run", "steps=2", "batch_size=2", "microbatch=2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -226,6 +227,17 @@ def folder_with_runs(tmp_path_factory):
             assert ended.exit_code == 0, ended.output
     return folder
 
+
+SCRIPT = """\
+import torch
+
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 SLOW_EXAMPLES = {("bench",), ("runs", "spike-check"), ("runs", "resume-check"), ("train",)}
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "validate": ("validate:validate_command", "Measure every gate on a model."),
     "plan": ("plan:plan_command", "Find the fastest way to train within a memory budget."),
     "memory": ("memory:memory_command", "Show what holds the memory of a training step."),
+    "preflight": ("preflight:preflight_command", "Check your own training loop, as it is."),
     "savings": ("savings:savings_command", "Measure what each strategy saves and costs."),
     "bench": ("bench:bench_command", "Time optimizer steps with each lever."),
     "grad-flow": ("grad_flow:grad_flow_command", "Train a few steps and report unhealthy layers."),

@@ -1,0 +1,176 @@
+"""Run the user's script or trainer in a process of its own, and check its loop.
+
+The process ends at the last step that was asked for, without the rest of the loop. What it saves
+is not written, and the files that it made or changed are put back.
+
+Proof: `python -m pytest tests/gates/test_loop_run.py`.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+
+from ..workloads.models import load_object
+from .loop import judge
+from .loop_trace import Trace, observe
+from .verdict import Verdict, error_in_a_line, where_to_look
+
+# Services that a loop may report to.
+OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disabled"}
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+class LoopFailed(RuntimeError):
+    """The user's training raised an error before it could be checked; the text says where."""
+
+
+def preflight_program(
+    kind: str, words: Sequence[str], *, num_steps: int, timeout: float | None = None
+) -> list[Verdict]:
+    """Check the loop of a `script` with its arguments, or of a `trainer` factory."""
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        result = Path(folder, "verdicts.json")
+        command = [sys.executable, "-m", str(__spec__.name), str(result), str(num_steps), kind]
+        subprocess.run(
+            [*command, *words],
+            env=os.environ | OFFLINE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            # What the script prints is no result of the command: it goes to standard error.
+            stdout=2,
+            check=False,
+            timeout=timeout,
+        )
+        if not result.exists():
+            raise LoopFailed("its process ended before a step, as where memory runs out")
+        found = json.loads(result.read_text())
+    if "error" in found:
+        raise LoopFailed(found["error"])
+    return [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in found["verdicts"]]
+
+
+def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
+    files = ChangedFiles()
+
+    def end(found: dict[str, Any]) -> NoReturn:
+        files.put_back()
+        unfinished = Path(f"{result}.part")
+        unfinished.write_text(json.dumps(found))
+        unfinished.rename(result)
+        sys.stdout.flush()
+        os._exit(0)
+
+    def when_enough(trace: Trace) -> None:
+        end({"verdicts": [asdict(verdict) for verdict in judge(trace)]})
+
+    run = _script if kind == "script" else _trainer
+    try:
+        with files.noticed(), _nothing_saved():
+            trace = observe(lambda: run(*words), num_steps=int(num_steps), when_enough=when_enough)
+        when_enough(trace)
+    except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
+        end({"error": f"{error_in_a_line(error)}: {where_to_look(error)}"})
+
+
+def _script(file: str, *arguments: str) -> None:
+    """Run a file as `python FILE ARGUMENTS` does; a call of sys.exit ends the loop."""
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(Path(file).resolve().parent))
+    with contextlib.suppress(SystemExit):
+        runpy.run_path(file, run_name="__main__")
+
+
+def _trainer(spec: str) -> None:
+    """Train by what a factory makes: a Trainer of Hugging Face, or of Lightning with its module."""
+    made = load_object(spec)
+    trainer, *rest = made if isinstance(made, tuple) else (made,)
+    if hasattr(trainer, "fit"):
+        trainer.fit(*[one for one in rest if one is not None])
+    elif hasattr(trainer, "train"):
+        trainer.train()
+    else:
+        raise ValueError(f"{type(trainer).__name__} has no loop: give its script by --script")
+
+
+@contextlib.contextmanager
+def _nothing_saved() -> Iterator[None]:
+    """Replace torch's functions that save by ones that do nothing."""
+    import torch.distributed.checkpoint as dcp
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in ((torch, "save"), (dcp, "save"), (dcp, "async_save")):
+            stack.enter_context(mock.patch.object(owner, name))
+        yield
+
+
+class ChangedFiles:
+    """Files and folders that Python code makes, changes or removes, to be put back."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="preflight-files-"))
+        self.is_noticing = False
+        self.copies: dict[Path, Path | None] = {}
+
+    @contextlib.contextmanager
+    def noticed(self) -> Iterator[None]:
+        sys.addaudithook(self._audit)  # which can't be removed
+        self.is_noticing = True
+        try:
+            yield
+        finally:
+            self.is_noticing = False
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.is_noticing:
+            return
+        if event == "open" and isinstance(args[2], int) and args[2] & WRITES:
+            self._note(args[0])
+        elif event in ("os.mkdir", "os.remove", "os.truncate", "os.symlink", "os.link"):
+            self._note(args[1] if event in ("os.symlink", "os.link") else args[0])
+        elif event == "os.rename":
+            self._note(args[0])
+            self._note(args[1])
+
+    def _note(self, path: Any) -> None:
+        """Copy a file before its first change."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return
+        place = Path(os.path.abspath(os.fsdecode(path)))
+        is_other = place.is_relative_to("/dev") or place.is_relative_to("/proc")
+        if is_other or place in self.copies or place.is_relative_to(self.folder):
+            return
+        self.is_noticing = False
+        try:
+            copy = self.folder / str(len(self.copies))
+            is_file = place.is_file() and not place.is_symlink()
+            self.copies[place] = Path(shutil.copy2(place, copy)) if is_file else None
+            if place.is_dir():
+                del self.copies[place]
+        finally:
+            self.is_noticing = True
+
+    def put_back(self) -> None:
+        self.is_noticing = False
+        for place, copy in self.copies.items():
+            with contextlib.suppress(OSError):
+                if copy is not None:
+                    shutil.copy2(copy, place)
+                elif place.is_dir() and not place.is_symlink():
+                    shutil.rmtree(place)
+                else:
+                    place.unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,93 @@
+"""`curry-train preflight` prints its verdict first, and ends with the promised status.
+
+Run: `python -m pytest tests/cli/test_preflight.py`.
+"""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from curry_train.cli import preflight
+from curry_train.gates.loop_run import LoopFailed
+from curry_train.gates.verdict import Verdict, not_applicable
+
+HELD = Verdict("loop/mode", True, "held", "training mode in training", ran=("loop",))
+FAILED = Verdict(
+    "loop/zeroed",
+    False,
+    "train.py:14: a step with gradients of the step before",
+    "gradients are set to zero once per step",
+    "call optimizer.zero_grad() once per step, before the first backward call of its window",
+    ran=("loop",),
+)
+UNKNOWN = not_applicable(
+    "loop/scaler", required="a scaler", why="the loop has no scaler that is on"
+)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    def invoke(found, *words):
+        def program(kind, arguments, *, num_steps):
+            assert (kind, arguments) == ("script", [str(script), "--rate", "1"])
+            assert num_steps == 3
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(preflight, "preflight_program", program)
+        given = ["--script", str(script), *words, "--", "--rate", "1"]
+        return CliRunner().invoke(preflight.preflight_command, given, env={"COLUMNS": "80"})
+
+    return invoke
+
+
+def test_what_failed_is_printed_with_what_to_do(run):
+    ended = run([HELD, FAILED, UNKNOWN])
+    assert ended.exit_code == 1
+    assert "1 of 2 checks FAILED" in " ".join(ended.output.split())
+    assert "\nzeroed: train.py:14: a step with gradients of the step before\n" in ended.output
+    assert "\nheld: mode\n" in ended.output
+    assert "not applicable: scaler (the loop has no scaler that is on)" in ended.output
+    # The first line has the path of the script, which is in a temporary folder.
+    assert max(map(len, ended.output.splitlines()[2:])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "text"),
+    [
+        ([HELD], 0, "1 checks held"),
+        ([UNKNOWN], 2, "nothing was checked: the loop has no scaler that is on"),
+        (LoopFailed("ValueError: no: correct your train.py, line 7"), 2, "ValueError: no"),
+    ],
+)
+def test_the_status_is_that_of_the_verdicts(run, found, status, text):
+    ended = run(found)
+    assert ended.exit_code == status
+    assert text in " ".join(ended.output.split())
+
+
+def test_results_are_written_as_json(run, tmp_path):
+    assert run([HELD, FAILED], "--json", str(tmp_path / "found.json")).exit_code == 1
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [one["gate"] for one in found["results"]] == ["loop/mode", "loop/zeroed"]
+    assert found["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "give either --script or --trainer"),
+        (["--script", "a.py", "--trainer", "b:c"], "give either --script or --trainer"),
+        (["--script", "gone.py"], "there is no file gone.py"),
+        (["--script", "gone.py", "--steps", "1"], "--steps"),
+    ],
+)
+def test_wrong_usage_ends_in_one_line(words, text):
+    ended = CliRunner().invoke(preflight.preflight_command, words)
+    assert ended.exit_code == 2
+    assert text in ended.output

@@ -1,0 +1,717 @@
+"""Training loops, each a function: healthy ones, and ones with one planted fault.
+
+A faulty loop names the check that has to find it, and marks its wrong line with `# here`.
+"""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def classifier(width=16, *, dropout=0.0, classes=5):
+    return nn.Sequential(
+        nn.Linear(8, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, classes)
+    )
+
+
+def loader(num_samples=64, batch_size=8, *, shuffle=True):
+    data = TensorDataset(torch.randn(num_samples, 8), torch.randint(5, (num_samples,)))
+    return DataLoader(data, batch_size, shuffle=shuffle)
+
+
+def adamw(model, rate=1e-2):
+    return torch.optim.AdamW(model.parameters(), rate)
+
+
+class Language(nn.Module):
+    """A small language model, which has seen each token before it predicts the next."""
+
+    def __init__(self, width=16, vocabulary=50):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens, attention_mask=None):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.head(hidden)
+
+
+# Healthy.
+
+
+def plain():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def accumulated():
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 2))
+    for number, (inputs, labels) in enumerate(loader()):
+        (nn.CrossEntropyLoss()(model(inputs), labels) / 2).backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+def tokens_weighted():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        window = [torch.randint(50, (2, length)) for length in (9, 17)]
+        num_tokens = sum(one[:, 1:].numel() for one in window)
+        for tokens in window:
+            logits = model(tokens[:, :-1]).flatten(0, 1)
+            loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
+            (loss / num_tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def scaled():
+    model = classifier()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for number, (inputs, labels) in enumerate(loader()):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(inputs), labels) / 2
+        scaler.scale(loss).backward()
+        if number % 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+def adversarial():
+    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+    judge = classifier(classes=1)
+    of_generator, of_judge = adamw(generator), adamw(judge)
+    for real, _ in loader():
+        fake = generator(torch.randn(len(real), 4))
+        of_judge.zero_grad()
+        ones = torch.ones(len(real), 1)
+        F.binary_cross_entropy_with_logits(judge(real), ones).backward()
+        F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones).backward()
+        of_judge.step()
+        of_generator.zero_grad()
+        F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
+        of_generator.step()
+
+
+def averaged():
+    model = classifier(dropout=0.1)
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+            mean.lerp_(new.detach(), 0.1)
+        model.eval()
+        with torch.no_grad():
+            model(inputs)
+
+
+def with_closure():
+    model = classifier()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    for inputs, labels in loader():
+
+        def closure(inputs=inputs, labels=labels):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def frozen_backbone():
+    model = classifier()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[3].parameters(), 0.1)
+    for inputs, labels in loader():
+        optimizer.zero_grad(set_to_none=False)
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def recomputed():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 9))
+        hidden = model.embed(tokens[:, :-1])
+        for layer in model.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        loss = F.cross_entropy(model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def penalized():
+    model = classifier(classes=1)
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        inputs.requires_grad_()
+        output = model(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        optimizer.zero_grad()
+        (output.mean() + slope.square().sum(1).mean()).backward()
+        optimizer.step()
+
+
+def log_probabilities():
+    model = classifier()
+    optimizer = adamw(model)
+    losses = []
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        loss = F.nll_loss(F.log_softmax(model(inputs), dim=1), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+
+def masked_tokens():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(50, (3, 12))
+        hidden = torch.rand(tokens.shape) < 0.15
+        hidden[:, 0] = True
+        labels = tokens.masked_fill(~hidden, -100)
+        optimizer.zero_grad()
+        logits = model(tokens.masked_fill(hidden, 0))
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+
+
+def one_fixed_batch():
+    model = classifier()
+    optimizer = adamw(model)
+    inputs, labels = torch.randn(8, 8), torch.randint(5, (8,))
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+
+
+def two_optimizers():
+    model = Language()
+    of_table = torch.optim.SGD(model.embed.parameters(), 0.1)
+    of_rest = torch.optim.AdamW([*model.layers.parameters(), *model.head.parameters()])
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 9))
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        for optimizer in (of_table, of_rest):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def perceptual():
+    model, network = nn.Linear(8, 8), classifier()
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        optimizer.zero_grad()
+        F.mse_loss(network(model(inputs)), network(inputs).detach()).backward()
+        optimizer.step()
+
+
+def policy_by_minibatches():
+    model, value = classifier(), classifier(classes=1)
+    optimizer = torch.optim.Adam([*model.parameters(), *value.parameters()], 1e-3)
+    for states, _ in loader():
+        with torch.no_grad():
+            actions = torch.distributions.Categorical(logits=model(states)).sample()
+            advantage = torch.randn(len(states)) - value(states).squeeze(1)
+        for _ in range(2):
+            for part in torch.arange(len(states)).chunk(2):
+                chosen = torch.distributions.Categorical(logits=model(states[part]))
+                gain = (chosen.log_prob(actions[part]) * advantage[part]).mean()
+                loss = value(states[part]).square().mean() - gain
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+
+
+def sums_of_two_losses():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        logits = model(inputs)
+        loss = F.cross_entropy(logits, labels) + 0.1 * logits.square().mean()
+        (loss / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def contrastive_with_cached_gradients():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        parts = inputs.chunk(2)
+        with torch.no_grad():
+            cached = torch.cat([model(part) for part in parts])
+        cached.requires_grad_()
+        F.cross_entropy(cached @ cached.T, torch.arange(len(cached))).backward()
+        optimizer.zero_grad()
+        for part, slope in zip(parts, cached.grad.chunk(2), strict=True):
+            (model(part) * slope).sum().backward()
+        optimizer.step()
+
+
+def steps_in_hooks():
+    model = classifier()
+    of_each = {one: torch.optim.SGD([one], 0.1) for one in model.parameters()}
+
+    def step(parameter):
+        of_each[parameter].step()
+        of_each[parameter].zero_grad()
+
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+    for inputs, labels in loader():
+        F.cross_entropy(model(inputs), labels).backward()
+
+
+def experts():
+    gate, all_experts = nn.Linear(8, 6), nn.ModuleList(classifier() for _ in range(6))
+    optimizer = adamw(nn.ModuleList([gate, all_experts]))
+    for inputs, labels in loader():
+        weight, chosen = gate(inputs).softmax(1).max(1)
+        logits = torch.stack(
+            [all_experts[int(index)](one) for index, one in zip(chosen, inputs, strict=True)]
+        )
+        optimizer.zero_grad()
+        F.cross_entropy(logits * weight[:, None], labels).backward()
+        optimizer.step()
+
+
+def warmed_up_from_zero():
+    model = classifier()
+    optimizer = adamw(model)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10))
+    rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], [10])
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+HEALTHY = [
+    two_optimizers, perceptual, policy_by_minibatches, sums_of_two_losses,
+    contrastive_with_cached_gradients, steps_in_hooks, experts, warmed_up_from_zero,
+    plain, accumulated, tokens_weighted, scaled, adversarial, averaged, with_closure,
+    frozen_backbone, recomputed, penalized, log_probabilities, masked_tokens, one_fixed_batch,
+]  # fmt: skip
+
+
+# Faulty, by the check that finds it.
+
+
+def undivided():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def mean_of_means():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        for length in (9, 17):
+            tokens = torch.randint(50, (2, length))
+            logits = model(tokens[:, :-1]).flatten(0, 1)
+            (F.cross_entropy(logits, tokens[:, 1:].flatten()) / 2).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def never_zeroed():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+
+
+def zeroed_per_microbatch():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        optimizer.zero_grad()  # here
+        (F.cross_entropy(model(inputs), labels) / 2).backward()
+        if number % 2:
+            optimizer.step()
+
+
+def zeroed_before_the_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.zero_grad()  # here
+        optimizer.step()
+
+
+def one_layer_in_the_optimizer():
+    model = classifier()
+    optimizer = torch.optim.SGD(model[3].parameters(), 0.1)
+    for inputs, labels in loader():
+        model.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+
+
+def optimizer_of_a_copy():
+    model = classifier()
+    optimizer = adamw(copy.deepcopy(model))
+    for inputs, labels in loader():
+        model.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+
+
+def no_learning_rate():
+    model = classifier()
+    optimizer = adamw(model, rate=0.0)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+
+
+def frozen_input_of_reentrant_checkpoints():
+    model = Language()
+    model.embed.requires_grad_(False)
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 9))
+        hidden = model.embed(tokens[:, :-1])
+        for layer in model.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        logits = model.head(hidden).flatten(0, 1)
+        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def scheduled_per_microbatch():
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    for number, (inputs, labels) in enumerate(loader()):
+        (F.cross_entropy(model(inputs), labels) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number:
+            scheduler.step()  # here
+
+
+def scheduled_first():
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        scheduler.step()  # here
+        optimizer.step()
+
+
+def clipped_after_the_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+
+
+def clipped_per_microbatch():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        (F.cross_entropy(model(inputs), labels) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipped_nothing():
+    model = classifier()
+    parameters = model.parameters()
+    optimizer = torch.optim.AdamW(parameters)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)  # here
+        optimizer.step()
+
+
+def clipped_while_scaled():
+    model = classifier()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def stepped_while_scaled():
+    model = classifier()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+        optimizer.step()  # here
+
+
+def backward_under_autocast():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = F.cross_entropy(model(inputs), labels)
+            loss.backward()  # here
+        optimizer.step()
+
+
+def probabilities():
+    model = nn.Sequential(classifier(), nn.Softmax(dim=1))
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        optimizer.step()
+
+
+def sigmoid_twice():
+    model = classifier(classes=1)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        output = torch.sigmoid(model(inputs)).squeeze(1)
+        F.binary_cross_entropy_with_logits(output, (labels > 2).float()).backward()  # here
+        optimizer.step()
+
+
+def no_log_probabilities():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.nll_loss(model(inputs), labels).backward()  # here
+        optimizer.step()
+
+
+def targets_are_inputs():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 9))
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # here
+        optimizer.step()
+
+
+def targets_shifted_twice():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 12))
+        labels = tokens[:, 1:]
+        logits = model(tokens)[:, :-2]
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()  # here
+        optimizer.step()
+
+
+def all_ignored():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels.fill_(-100)).backward()  # here
+        optimizer.step()
+
+
+def padding_counts():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(1, 50, (3, 12))
+        mask = torch.ones_like(tokens)
+        mask[1:, 7:] = 0
+        tokens = tokens * mask
+        optimizer.zero_grad()
+        logits = model(tokens, attention_mask=mask)[:, :-1]
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()  # here
+        optimizer.step()
+
+
+def left_in_eval_mode():
+    model = classifier(dropout=0.2)
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        optimizer.step()
+        if number == 1:
+            model.eval()
+
+
+def first_batch_for_ever():
+    model = classifier()
+    optimizer = adamw(model)
+    batches = loader(shuffle=False)
+    for _ in range(4):
+        inputs, labels = next(iter(batches))
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        optimizer.step()
+
+
+def losses_with_graphs():
+    model = classifier()
+    optimizer = adamw(model)
+    losses = []
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), labels)
+        loss.backward()  # here
+        optimizer.step()
+        losses.append(loss)
+
+
+def divided_by_too_few():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def stepped_per_microbatch():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        (F.cross_entropy(model(inputs), labels) / 2).backward()
+        optimizer.step()  # here
+        if number % 2:
+            optimizer.zero_grad()
+
+
+def head_replaced_after_the_optimizer():
+    model = classifier()
+    optimizer = adamw(model)
+    model[3] = nn.Linear(16, 5)
+    for inputs, labels in loader():
+        model.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+
+
+def encoder_without_gradients():
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 9))
+        with torch.no_grad():
+            hidden = model.layers[0](model.embed(tokens[:, :-1]))
+        logits = model.head(hidden).flatten(0, 1)
+        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def detached_loss():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).detach().requires_grad_().backward()
+        optimizer.step()  # here
+
+
+def clipped_another_model():
+    model = classifier()
+    optimizer = adamw(model)
+    other = copy.deepcopy(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # here
+        optimizer.step()
+
+
+def scale_never_updated():
+    model = classifier()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()  # here
+        scaler.step(optimizer)
+        scaler._per_optimizer_states.clear()
+
+
+FAULTY = {
+    "accumulation": [undivided, divided_by_too_few, mean_of_means],
+    "zeroed": [never_zeroed, stepped_per_microbatch, zeroed_per_microbatch, zeroed_before_the_step],
+    "optimizer": [one_layer_in_the_optimizer, head_replaced_after_the_optimizer],
+    "moves": [
+        optimizer_of_a_copy, encoder_without_gradients, detached_loss, no_learning_rate,
+        frozen_input_of_reentrant_checkpoints,
+    ],
+    "schedule": [scheduled_per_microbatch, scheduled_first],
+    "clipping": [
+        clipped_after_the_step, clipped_per_microbatch, clipped_nothing, clipped_while_scaled,
+        clipped_another_model,
+    ],
+    "scaler": [stepped_while_scaled, scale_never_updated],
+    "autocast": [backward_under_autocast],
+    "logits": [probabilities, sigmoid_twice, no_log_probabilities],
+    "targets": [targets_are_inputs, targets_shifted_twice, all_ignored, padding_counts],
+    "mode": [left_in_eval_mode],
+    "data": [first_batch_for_ever],
+    "graph": [losses_with_graphs],
+}  # fmt: skip

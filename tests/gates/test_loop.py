@@ -1,0 +1,43 @@
+"""The checks of a user's loop find planted faults at their line, and pass healthy loops.
+
+Run: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import inspect
+
+import pytest
+import torch
+from loops import FAULTY, HEALTHY
+
+from curry_train.gates.loop import CHECKS, preflight
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of some of these faults itself
+
+
+def failed(train):
+    torch.manual_seed(0)
+    return {
+        verdict.gate.removeprefix("loop/"): verdict
+        for verdict in preflight(train)
+        if verdict.passed is False
+    }
+
+
+@pytest.mark.parametrize("train", HEALTHY)
+def test_a_healthy_loop_passes(train):
+    assert failed(train) == {}
+
+
+@pytest.mark.parametrize(
+    ("check", "train"),
+    [pytest.param(check, one, id=one.__name__) for check in CHECKS for one in FAULTY[check]],
+)
+def test_a_fault_is_found_at_its_line(check, train):
+    found = failed(train)
+    assert check in found, found
+    lines, first = inspect.getsourcelines(train)
+    (wrong,) = [
+        number for number, line in enumerate(lines, start=first) if line.endswith("# here\n")
+    ]
+    assert found[check].measured.startswith(f"loops.py:{wrong}: ")
+    assert found[check].hint

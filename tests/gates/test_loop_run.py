@@ -1,0 +1,175 @@
+"""Scripts and trainers run in a process of their own, and leave no trace.
+
+Run: `python -m pytest tests/gates/test_loop_run.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from curry_train.gates.loop_run import LoopFailed, preflight_program
+
+SCRIPT = """\
+import os
+import sys
+
+import torch
+from torch.nn import functional as F
+
+divided_by = float(sys.argv[1])
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+with open("log.txt", "a") as log:
+    log.write("begins")
+os.makedirs("output/today", exist_ok=True)
+for number in range(1000):
+    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.randint(5, (4,)))
+    (loss / divided_by).backward()
+    if number % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.save(model.state_dict(), "output/today/weights.pt")
+        with open("output/today/losses.txt", "a") as losses:
+            losses.write(str(loss.item()))
+        os.replace("log.txt", "log_of_today.txt")
+        os.replace("log_of_today.txt", "log.txt")
+os.remove("log.txt")
+"""
+
+HUGGING_FACE = """\
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels[:, 1:].flatten())
+
+
+def trainer(kind):
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    rows = []
+    for length in torch.randint(4, 16, (64,)).tolist():
+        tokens = torch.randint(64, (17,))
+        labels = tokens.clone()
+        labels[length:] = -100
+        rows.append({"input_ids": tokens, "labels": labels})
+    arguments = TrainingArguments(
+        "output", per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=9,
+        save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+    )
+    return kind(LlamaForCausalLM(config), arguments, train_dataset=rows)
+
+
+def right():
+    return trainer(Trainer)
+
+
+def wrong():
+    return trainer(OwnLoss)
+"""
+
+LIGHTNING = """\
+import pytorch_lightning
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 5)
+
+    def training_step(self, batch, index):
+        inputs, labels = batch
+        return F.cross_entropy(self.layer(inputs), labels)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class ByHand(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index))
+        self.optimizers().step()
+
+
+def trainer(module, **options):
+    data = TensorDataset(torch.randn(64, 8), torch.randint(5, (64,)))
+    made = pytorch_lightning.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, **options
+    )
+    return made, module, DataLoader(data, 8, shuffle=True)
+
+
+def right():
+    return trainer(Module(), accumulate_grad_batches=2, gradient_clip_val=1.0)
+
+
+def wrong():
+    return trainer(ByHand())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    Path("log.txt").write_text("before\n")
+    return tmp_path
+
+
+def failed(kind, *words):
+    verdicts = preflight_program(kind, words, num_steps=3)
+    return {verdict.gate: verdict.measured for verdict in verdicts if verdict.passed is False}
+
+
+def files(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("divided_by", "expected"),
+    [
+        ("2", {}),
+        ("1", "train.py:15: the gradients of a window are 2 times those of one batch"),
+    ],
+)
+def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expected):
+    found = failed("script", "train.py", divided_by)
+    assert found == ({"loop/accumulation": expected} if expected else {})
+    assert files(folder) == {"train.py", "log.txt"}
+    assert Path("log.txt").read_text() == "before\n"
+
+
+def test_an_error_of_the_script_names_its_line(folder):
+    with pytest.raises(LoopFailed, match=r"^ValueError: .*: correct your .*train.py, line 7"):
+        preflight_program("script", ["train.py", "half"], num_steps=3)
+    assert Path("log.txt").read_text() == "before\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "expected"),
+    [
+        (HUGGING_FACE, "right", set()),
+        (HUGGING_FACE, "wrong", {"loop/accumulation"}),
+        (LIGHTNING, "right", set()),
+        (LIGHTNING, "wrong", {"loop/zeroed"}),
+    ],
+    ids=["Trainer", "a Trainer that ignores num_items_in_batch", "Lightning", "manual Lightning"],
+)
+def test_the_loop_of_a_trainer_is_checked(folder, source, kind, expected):
+    Path("mine.py").write_text(source)
+    assert set(failed("trainer", f"mine.py:{kind}")) == expected
+    assert files(folder) == {"train.py", "log.txt", "mine.py"}
