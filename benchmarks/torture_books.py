@@ -9,7 +9,6 @@ from pathlib import Path
 from curry_train.runs import RunError, SavedRun
 from curry_train.runs.layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint
 from curry_train.runs.policy_config import PolicyConfig
-from curry_train.runs.retention import TURNED_BACK_FILE_NAME, given_up
 from curry_train.runs.store import LATEST_POINTER
 from torture_ranks import RankReport
 from torture_training import STEPS, Expected, contents, dev_loss
@@ -36,7 +35,7 @@ class Books:
             for folder, why in run.damaged(kind).items()
         ]
         wrong += [words for one in there.values() if (words := self._different(run, one))]
-        gone = given_up(run.files)
+        gone = {one.folder for one in run.given_up()}
         line = [
             one.step
             for one in there.values()
@@ -154,11 +153,6 @@ class Books:
             ),
             *([f"at the end {best} of the best are there"] if best != self.config.best_k else []),
             *([f"at the end there still are {left}"] if left else []),
-            *(
-                [f"{TURNED_BACK_FILE_NAME} is still there"]
-                if (self.folder / TURNED_BACK_FILE_NAME).exists()
-                else []
-            ),
             *(
                 [f"latest points to {run.files.pointed(LATEST_POINTER)}"]
                 if run.files.pointed(LATEST_POINTER) != run.latest().folder

@@ -8,8 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from curry_train.runs import policy
-from curry_train.runs.layout import BEST_KIND, Metric, SavedCheckpoint, folder_name
+from curry_train.runs.layout import BEST_KIND, folder_name
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
 from torture_paper import FIRST, Crash, PaperFiles, PaperState, PaperStore
@@ -22,17 +21,12 @@ class Books:
     config: PolicyConfig
     rows: set[tuple[str, int, float]] = field(default_factory=set)
     rotten: set[tuple[str, int, float]] = field(default_factory=set)
-    guarded: set[tuple[str, int, float]] = field(default_factory=set)
+    # The step after which the next state begins a new line, and the earlier later states go.
+    branching_at: int | None = None
 
-    def above(self, row: tuple[str, int, float], step: int, kinds: tuple[str, ...]) -> int:
-        """Count the intact steps of these kinds after the row's step, up to `step`."""
-        return len(
-            {
-                at
-                for kind, at, value in self.rows - self.rotten
-                if kind in kinds and row[1] < at <= step
-            }
-        )
+    def above(self, row: tuple[str, int, float], kinds: tuple[str, ...]) -> int:
+        """Count the intact steps of these kinds after the row's step."""
+        return len({at for kind, at, _ in self.rows - self.rotten if kind in kinds and row[1] < at})
 
     def better(self, row: tuple[str, int, float]) -> int:
         up = self.config.best_k_direction == "maximize"
@@ -43,32 +37,32 @@ class Books:
                 found += value == row[2] and at < row[1]
         return found
 
-    def stays(self, row: tuple[str, int, float], step: int) -> bool:
+    def stays(self, row: tuple[str, int, float]) -> bool:
         kind, at, _ = row
         keep = self.config.retention
-        if row in self.guarded:
-            return True
         if kind == BEST_KIND:
             return self.config.best_k == 0 or self.better(row) < self.config.best_k
         states = ("rollback", "recovery")
-        if not any(other in states and when <= step for other, when, _ in self.rows - self.rotten):
-            return True
         if row in self.rotten:
-            return not self.above(row, step, states)
-        if at > step:
-            return False
+            return not self.above(row, states)
         if kind == "recovery":
-            newer = self.above(row, step, states) < keep.rollback_keep
-            return newer or self.above(row, step, ("recovery",)) < keep.recovery_keep
+            newer = self.above(row, states) < keep.rollback_keep
+            return newer or self.above(row, ("recovery",)) < keep.recovery_keep
         return (
-            self.above(row, step, states) < keep.rollback_keep
+            self.above(row, states) < keep.rollback_keep
             and ("recovery", at, 0.0) not in self.rows - self.rotten
         )
 
-    def save(self, row: tuple[str, int, float], step: int) -> None:
+    def save(self, row: tuple[str, int, float]) -> None:
+        if row[0] != BEST_KIND and self.branching_at is not None:
+            self.go_back(self.branching_at)
         self.rows.add(row)
         self.rotten.discard(row)
-        self.rows = {held for held in self.rows if self.stays(held, step)}
+        self.rows = {held for held in self.rows if self.stays(held)}
+
+    def go_back(self, step: int) -> None:
+        self.rows = {row for row in self.rows if row[0] == BEST_KIND or row[1] <= step}
+        self.branching_at = None
 
     def takes(self, value: float, step: int) -> bool:
         finite = value == value and abs(value) != math.inf
@@ -97,7 +91,7 @@ class History:
 
     def begin(self) -> None:
         """Start a new process, which resumes from the latest checkpoint."""
-        self.state, self.books.guarded = PaperState(), set()
+        self.state, self.books.branching_at = PaperState(), None
         self.store = PaperStore(self.files, self.rotten)
         self.policy = SavingPolicy(self.store, self.config)
         self.policy.resume(self.state)
@@ -110,13 +104,7 @@ class History:
         self.look(exact=self.sure)
 
     def there(self) -> set[tuple[str, int, float]]:
-        gone = policy.given_up(self.files)
-        every = [
-            one
-            for kind in ("rollback", "recovery", BEST_KIND)
-            for one in self.store.committed(kind)
-            if one.folder not in gone
-        ]
+        every = [*self.store.states(), *self.store.committed(BEST_KIND)]
         return {(one.kind, one.step, one.metric.value if one.metric else 0.0) for one in every}
 
     def look(self, *, exact: bool = True) -> None:
@@ -157,10 +145,11 @@ class History:
             return
         if due:
             row = (due[0], step, 0.0)
-            if row not in self.books.rows or row in self.books.rotten:
-                self.books.save(row, step)
+            is_new = row not in self.books.rows or row in self.books.rotten
+            if is_new or self.books.branching_at is not None:
+                self.books.save(row)
         if value is not None and self.books.takes(value, step):
-            self.books.save((BEST_KIND, step, value), step)
+            self.books.save((BEST_KIND, step, value))
 
     def cadences(self) -> list[tuple[str, Any]]:
         return [("recovery", self.config.recovery_every), ("rollback", self.config.rollback_every)]
@@ -179,7 +168,21 @@ class History:
         expect(
             resumed is not None and self.state.step == step, f"resumed from {self.state.step}", step
         )
-        self.books.rows = {row for row in self.books.rows if row[0] == BEST_KIND or row[1] <= step}
+        self.books.go_back(step)
+        self.look()
+
+    def branch(self, choice: int) -> None:
+        """Resume from an earlier step, whose later states stay until the next state is saved."""
+        states = sorted(
+            {at for kind, at, _ in self.books.rows - self.books.rotten if kind != BEST_KIND}
+        )
+        if not states:
+            return
+        step = states[choice % len(states)]
+        self.restart()
+        self.policy.resume(self.state, step)
+        expect(self.state.step == step, f"resumed from {self.state.step}", step)
+        self.books.branching_at = step
         self.look()
 
     def rot(self, choice: int) -> None:
@@ -205,18 +208,12 @@ class History:
     def restart(self, _: Any = None) -> None:
         self.begin()
 
-    def guard(self, choice: int) -> None:
-        rows = sorted(self.books.rows)
-        if rows:
-            kind, step, value = row = rows[choice % len(rows)]
-            metric = Metric("dev_loss", value) if kind == BEST_KIND else None
-            folder = folder_name(kind, step, metric)
-            self.policy.protect(SavedCheckpoint(kind, step, folder, folder, metric))
-            self.books.guarded.add(row)
-
     def crash(self, what: tuple[int, Any]) -> None:
         """Crash at the n-th change of a step or a rollback; judge the folder in a new process."""
         after, inner = what
+        if self.books.branching_at is not None:
+            # Both lines are right then; tests/runs/test_saving_policy.py has such kills.
+            return
         before, turned = set(self.books.rows), None
         try:
             if isinstance(inner, int):
@@ -264,13 +261,13 @@ class History:
             f"a rollback that crashed left a part of {beyond}",
             "all or nothing",
         )
-        now = Books(self.config, there, rotten & there, set())
+        now = Books(self.config, there, rotten & there)
         for row in before - there - rotten:
             beyond = row[0] != BEST_KIND and turned is not None and row[1] > turned
             stale = row[0] != BEST_KIND and row[1] > self.state.step
             now.rows = there | {row}
             expect(
-                beyond or stale or not now.stays(row, self.state.step),
+                beyond or stale or not now.stays(row),
                 f"after a crash {row} is gone of {before}",
                 there,
             )

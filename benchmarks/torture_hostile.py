@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from curry_train.cli.main import main
 from curry_train.runs import HostileCheckpoint, RunError, SavedRun, Store, load_chosen
 from curry_train.runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, parse_manifest
-from curry_train.runs.retention import TURNED_BACK_FILE_NAME
+from curry_train.runs.lineage import LINEAGE_FILE_NAME
 from torture_shapes import calls, opcodes, places
 from torture_training import Training
 
@@ -298,7 +298,7 @@ def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
         "latest",
         "",
     ):
-        note = json.dumps([given_up])
+        note = json.dumps([{"line": given_up, "after": 0, "at_once": True}])
         yield (
             "paths",
             f"turned back from {given_up!r}",
@@ -316,11 +316,11 @@ def _link(path: Path, target: str) -> None:
 
 
 def _turned_back(ground: Ground, note: str) -> None:
-    """Write a note that names files outside of the run, which the next save would remove."""
+    """Write a lineage that names files outside of the run, as if the next save removed them."""
     from curry_train.runs.policy import SavingPolicy
     from curry_train.runs.policy_config import PolicyConfig
 
-    (ground.run / TURNED_BACK_FILE_NAME).write_text(note)
+    (ground.run / LINEAGE_FILE_NAME).write_text(note)
     training = Training()
     try:
         with (

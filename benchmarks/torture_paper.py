@@ -117,6 +117,7 @@ class PaperStore(Store):
 
     def open(self) -> None:
         if not self._opened:
+            self._number_line()
             self._sweep()
             self._opened = True
 
@@ -127,8 +128,10 @@ class PaperStore(Store):
         found = None if metric is None else Metric(*metric)
         final = folder_name(kind, step, found)
         folder = self._prepare(final)
-        manifest = Manifest(self.algorithm, kind, step, {}, found)
+        manifest = Manifest(self.algorithm, kind, step, {}, found, line=self.line)
         self.files.write(f"{folder}/{MANIFEST_FILE_NAME}", manifest.render())
+        if self.files.kind(final) is not None:
+            self._remove(final)
         self.files.rename(folder, final)
         self.rotten.discard(final)
         return self._saved(final, manifest)
@@ -157,7 +160,9 @@ class PaperStore(Store):
 @functools.lru_cache(maxsize=100_000)
 def _saved(data: bytes, key: str) -> SavedCheckpoint:
     manifest, folder = parse_manifest(data), key.removesuffix(f"/{MANIFEST_FILE_NAME}")
-    return SavedCheckpoint(manifest.kind, manifest.step, folder, folder, manifest.metric)
+    return SavedCheckpoint(
+        manifest.kind, manifest.step, folder, folder, manifest.metric, line=manifest.line
+    )
 
 
 @dataclass

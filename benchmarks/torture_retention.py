@@ -17,7 +17,7 @@ from curry_train.runs import policy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from torture_history import History
 
-KINDS_OF_EVENT = ("train", "rollback", "restart", "crash", "guard", "rot")
+KINDS_OF_EVENT = ("train", "rollback", "restart", "crash", "branch", "rot")
 VALUES = (0.1, 0.2, 0.2, 0.3, 5.0, -1.0, 1e-9, math.nan, math.inf)
 TRAIN = st.tuples(
     st.integers(1, 4),
@@ -32,7 +32,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("rollback"), PICK),
     st.tuples(st.just("restart"), st.none()),
     st.tuples(st.just("crash"), st.tuples(st.integers(0, 12), st.one_of(TRAIN, PICK))),
-    st.tuples(st.just("guard"), PICK),
+    st.tuples(st.just("branch"), PICK),
     st.tuples(st.just("rot"), PICK),
 )
 CONFIGS = st.builds(

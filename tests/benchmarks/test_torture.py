@@ -15,9 +15,9 @@ from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.runs import Store
+from curry_train.runs.lineage import LINEAGE_FILE_NAME
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
-from curry_train.runs.retention import TURNED_BACK_FILE_NAME
 from torture import wrongs
 
 # A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
@@ -101,7 +101,7 @@ def test_a_kill_while_a_rollback_is_noted_does_not_stop_later_rollbacks(tmp_path
         for _ in range(3):
             train(state, 1)
             policy.after_step(state.step, state, {})
-    (tmp_path / f".{TURNED_BACK_FILE_NAME}.new").write_bytes(b"[")
+    (tmp_path / f".{LINEAGE_FILE_NAME}.new").write_bytes(b"[")
     with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
         assert policy.resume(new_state(1), "before-3").saved.step == 2
         assert store.latest().step == 2

@@ -7,9 +7,11 @@ import dataclasses
 
 import pytest
 
-from curry_train.runs import retention
+from curry_train.runs import retention, store
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from torture_retention import KINDS_OF_EVENT, histories, run_history, with_rules
+
+BRANCH = store.Store.branch
 
 
 def test_the_rules_agree_with_the_simple_model_on_some_hundred_histories():
@@ -41,14 +43,13 @@ def deletes_the_best(every, config, **options):
     return [*gone, *(one for one in best[:1] if len(best) > config.best_k > 0 and one not in gone)]
 
 
-def guards_nothing(every, config, *, protected=(), **options):
-    return retention.to_delete(every, config, **options)
+def branches_later(store, step, *, at_once=False):
+    """Give nothing up before the new line has saved a state."""
+    return BRANCH(store, step)
 
 
-def removes_one_by_one(store, folders):
-    """Delete without a note first, so that a crash leaves some of it behind."""
-    for folder in sorted(folders):
-        store.discard(folder)
+def gives_up_nothing(branches, states):
+    return []
 
 
 WRONG = {
@@ -56,13 +57,21 @@ WRONG = {
     "one too many": dict(to_delete=keeps_one_more),
     "one too few": dict(to_delete=keeps_one_less),
     "the best": dict(to_delete=deletes_the_best),
-    "what is guarded": dict(to_delete=guards_nothing),
-    "nothing is given up": dict(
-        give_up=lambda store, folders: None, given_up=lambda files: frozenset()
-    ),
-    "given up without a note": dict(give_up=removes_one_by_one),
     "NaN is saved": dict(what_is_wrong=lambda *_, **__: None),
 }
+
+
+WRONG_LINES = {
+    "nothing is given up": (store, "branches_in_force", gives_up_nothing),
+    "given up too late": (store.Store, "branch", branches_later),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LINES)
+def test_a_wrong_lineage_is_caught(name, monkeypatch):
+    monkeypatch.setattr(*WRONG_LINES[name])
+    found = histories(600, shorten=False)
+    assert found["wrong"] != [], f"not in {found['histories']} histories"
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -124,7 +124,7 @@ def test_a_requested_step_is_not_replaced_by_another(run):
 @pytest.mark.parametrize(
     ("what", "error", "message"),
     [
-        (11, NothingSaved, "has no step 11; saved steps: 9, 10, 50, 100"),
+        (11, NothingSaved, "holds no step 11; saved steps: 9, 10, 50, 100"),
         (
             "newest",
             ValueError,

@@ -16,7 +16,7 @@ from curry_train.runs.lock import reading
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.resume import NothingSaved, load_chosen
-from curry_train.runs.retention import TURNED_BACK_FILE_NAME, NoRoom, best_first, given_up
+from curry_train.runs.retention import NoRoom, best_first
 
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=2, retention=Retention(3, 2))
 
@@ -139,7 +139,6 @@ def test_turning_back_gives_up_later_checkpoints(tmp_path):
         train_on(policy, state, 20)
     assert SavedRun(tmp_path).latest().step == 20
     assert steps(tmp_path, "best-k") == [19]
-    assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
 
 
 @pytest.mark.parametrize("in_background", [False, True])
@@ -187,7 +186,6 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
     train_on(policy, state, 12)
     policy.finish()
     store.close()
-    assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
     assert steps(tmp_path, "rollback") == [8, 10]
     assert SavedRun(tmp_path).latest().step == 12
 
@@ -200,17 +198,13 @@ def test_a_kill_while_turning_back_does_not_revive_later_checkpoints(tmp_path):
         store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             policy.resume(state, "before-7")
-    assert SavedRun(tmp_path).latest().step == 10
-    assert given_up(SavedRun(tmp_path).files) == {
-        "rollback/step-00000008.dcp",
-        "rollback/step-00000010.dcp",
-    }
+    assert steps(tmp_path, "rollback") == [8, 10]
+    assert SavedRun(tmp_path).latest().step == 6
     state = new_state(1)
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         assert policy.resume(state).saved.step == 6
         train_on(policy, state, 8)
         assert steps(tmp_path, "rollback") == [8]
-        assert not (tmp_path / TURNED_BACK_FILE_NAME).exists()
 
 
 def test_a_new_run_in_the_folder_of_another_is_refused_before_deleting(tmp_path):
@@ -241,14 +235,6 @@ def test_a_checkpoint_that_is_being_read_is_deleted_later(tmp_path):
             assert steps(tmp_path, "rollback") == [2, 8, 10]
         train_on(policy, state, 14)
     assert steps(tmp_path, "rollback") == [10, 14]
-
-
-def test_a_protected_checkpoint_is_not_deleted(tmp_path):
-    state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        policy.protect(train_on(policy, state, 2)[0])
-        train_on(policy, state, 20)
-    assert steps(tmp_path, "rollback") == [2, 16, 20]
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_and_does_not_count(tmp_path):
@@ -363,7 +349,7 @@ def test_latest_and_best_never_select_a_parameters_only_rollback(light):
 
 def test_resuming_from_parameters_only_is_refused_with_what_is_missing(light):
     folder, _, _ = light
-    said = "step 10 has parameters only, without optimizer, generators and position.*saved steps: 6"
+    said = "parameters only of step 10, without optimizer, generators and position.*saved steps: 6"
     with pytest.raises(NothingSaved, match=said), Store(folder) as store:
         SavingPolicy(store, LIGHT).resume(new_state(1), 10)
     other = new_state(1)
@@ -372,7 +358,7 @@ def test_resuming_from_parameters_only_is_refused_with_what_is_missing(light):
     )
     assert "parameters only: optimizer, generators and position are as they were" in resumed.words
     assert other.step == 0
-    with pytest.raises(NothingSaved, match="has no step 9"):
+    with pytest.raises(NothingSaved, match="holds no step 9"):
         load_chosen(folder, new_state(1), 9)
 
 

@@ -204,20 +204,6 @@ def test_each_tensor_is_the_file_that_torch_save_makes(store, tmp_path):
         tensors["number"] = values["number"]
 
 
-def test_the_newest_is_found_from_its_own_manifest(store, monkeypatch):
-    for step in (1, 2, 3, 4):
-        store.save("rollback" if step % 2 else "recovery", step, new_state())
-    read = []
-
-    def noted(files, folder):
-        read.append(folder)
-        return read_manifest(files, folder)
-
-    monkeypatch.setattr("curry_train.runs.store.read_manifest", noted)
-    assert store.latest().step == 4
-    assert sorted(read) == ["recovery/step-00000004.dcp", "rollback/step-00000003.dcp"]
-
-
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(store, tmp_path):
     for step in (1, 2, 3):
         saved = store.save("rollback", step, new_state())

@@ -188,7 +188,6 @@ class BackgroundSaver:
         state: SavableState,
         *,
         metric: tuple[str, float] | None = None,
-        replace: bool = False,
     ) -> None:
         """Begin a save and return before it is copied.
 
@@ -199,7 +198,7 @@ class BackgroundSaver:
         ranks.all_do(self._settle)
         self._saved = None
 
-        writing = self.store.begin(kind, step, state, metric=metric, replace=replace)
+        writing = self.store.begin(kind, step, state, metric=metric)
         optimizers = writing.optimizers
         self._hook(optimizers)
         self._staging.begin(writing.tensors)

@@ -72,6 +72,8 @@ class SavedCheckpoint:
     location: str
     metric: Metric | None = None
     num_bytes: int = 0
+    # The number of the line of states that it belongs to (see lineage.py).
+    line: int = 0
 
     @property
     def serves_as(self) -> str:
@@ -82,6 +84,11 @@ class SavedCheckpoint:
         if self.metric is not None and self.metric.name == PARAMETERS_ONLY_METRIC:
             return "rollback"
         return self.kind
+
+    @property
+    def is_state(self) -> bool:
+        """Whether this is a rollback or recovery, also with parameters only."""
+        return self.serves_as in RESUMABLE_KINDS
 
 
 def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
@@ -236,6 +243,8 @@ class Manifest:
     files: Mapping[str, FileEntry]
     metric: Metric | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
+    # The number of the line of states that it belongs to.
+    line: int = 0
     format: int = MANIFEST_FORMAT
 
     @property
@@ -270,6 +279,7 @@ def parse_manifest(data: bytes) -> Manifest:
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             metric=None if content["metric"] is None else Metric(**content["metric"]),
             about=content["about"],
+            line=content["line"],
         )
         is_canonical = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -47,12 +47,7 @@ from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
 from .retention import (
     bytes_to_write,
-    finish_giving_up,
-    give_up,
-    give_up_once,
-    given_up,
     is_among_best,
-    is_of_line,
     require_room,
     to_delete,
 )
@@ -421,13 +416,12 @@ class SavingPolicy:
         self.notes: list[str] = []
         self.pruned: list[SavedCheckpoint] = []
         self._damaged: set[str] = set()
-        self._protected: set[str] = set()
         self._last: SavedCheckpoint | None = None
-        self._pending: int | None = None
+        self._pending = False
         self._entered = False
         self._begun = False
-        # The step at which this process left the line of states that it resumed from.
-        self._branched_at: int | None = None
+        # The step after which the next state that is saved begins a new line.
+        self._branching_at: int | None = None
         self._by_design: frozenset[str] = frozenset()
         # `auto` keeps the bound itself, and one warning is enough.
         self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks(store.group).first
@@ -450,8 +444,8 @@ class SavingPolicy:
     ) -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
-        Where this run resumes from an earlier step, its later states stay until it has saved a
-        state of the new line. `before-180` gives them up at once (see `turn_back`).
+        Where this run resumes from an earlier step, it begins a new line: its later states stay
+        until the new line has saved one. `before-180` gives them up at once (see `turn_back`).
         """
         own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
         if own is None:
@@ -523,50 +517,33 @@ class SavingPolicy:
         return not wrong
 
     def turn_back(self, step: int) -> list[SavedCheckpoint]:
-        """Delete the states of steps beyond `step` for good, and return them.
+        """Give up the states of steps beyond `step` for good, and return them.
 
         A state that is being read is deleted later. Best-Ks stay.
         """
-
-        def beyond() -> list[SavedCheckpoint]:
-            return [saved for saved in self._there() if saved.step > step and is_of_line(saved)]
-
         self._settle()
-        given_up_states = Ranks(self.store.group).agree(beyond)
-        if given_up_states:
-            give_up(self.store, [saved.folder for saved in given_up_states])
+        beyond = self._states_from(step + 1)
+        if beyond:
+            self.store.branch(step, at_once=True)
+            self._discard(self.store.given_up)
         if self._last and self._last.step > step:
             self._last = None
-        self._branched_at = None
+        self._branching_at = None
         self._cadence.turned_back()
-        return given_up_states
+        return beyond
+
+    def _states_from(self, step: int) -> list[SavedCheckpoint]:
+        """Return the states of this line from a step on."""
+        return Ranks(self.store.group).agree(
+            lambda: [saved for saved in self.store.states() if saved.step >= step]
+        )
 
     def _branch_off(self, step: int) -> None:
         """Begin a new line of states at this step; the first one saved replaces the later ones."""
         self._settle()
         self._entered = False
-        self._branched_at = step
+        self._branching_at = step
         self._cadence.turned_back()
-
-    def _give_up_line(self, folder: str) -> bool:
-        """Before the first save of a new line, note the states that it replaces.
-
-        Return whether a state of the old line has its folder.
-        """
-        if self._branched_at is None:
-            return False
-        begin = self._branched_at
-
-        def beyond() -> list[str]:
-            return [one.folder for one in self._there() if one.step > begin and is_of_line(one)]
-
-        folders = Ranks(self.store.group).agree(beyond)
-        give_up_once(self.store, folders, folder)
-        return folder in folders
-
-    def protect(self, saved: SavedCheckpoint) -> None:
-        """Never delete this checkpoint in this process."""
-        self._protected.add(saved.folder)
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
@@ -597,14 +574,11 @@ class SavingPolicy:
     ) -> list[SavedCheckpoint]:
         ranks = Ranks(self.store.group)
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
+        if self._branching_at is not None and self._is_state(kind, metric):
+            self.store.branch(self._branching_at)
+            self._branching_at = None
 
-        is_new_line = self._branched_at is not None and self._is_of_line(kind, metric)
-        replaced = self._give_up_line(folder) if is_new_line else False
-
-        def is_saved() -> bool:
-            return self._is_good(folder) and not replaced and self.store.is_committed(folder)
-
-        if ranks.agree(is_saved):
+        if ranks.agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
 
@@ -616,25 +590,23 @@ class SavingPolicy:
             lambda: bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND), check_room
         )
         committed: list[SavedCheckpoint] = []
-        options = {"replace": True} if replaced else {}
         if self.saver is None:
-            committed = [self.store.save(kind, step, state, metric=metric, **options)]
+            committed = [self.store.save(kind, step, state, metric=metric)]
         else:
-            self.saver.save(kind, step, state, metric=metric, **options)
-            self._pending = step
+            self.saver.save(kind, step, state, metric=metric)
+            self._pending = True
         self._begun = True
-        return self._committed(committed, step)
+        return self._committed(committed)
 
     def _settle(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
-        if self.saver is None or self._pending is None:
+        if self.saver is None or not self._pending:
             return []
-        step = self._pending
-        self._pending = None
+        self._pending = False
         committed = self.saver.finish()
-        return self._committed([committed] if committed else [], step)
+        return self._committed([committed] if committed else [])
 
-    def _committed(self, committed: list[SavedCheckpoint], step: int) -> list[SavedCheckpoint]:
+    def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Record the committed checkpoints, and delete those that retention no longer keeps."""
         if not committed:
             return []
@@ -642,44 +614,32 @@ class SavingPolicy:
             self._damaged.discard(saved.folder)
             if saved.kind in RESUMABLE_KINDS:
                 self._last = saved
-            if self._branched_at is not None and is_of_line(saved):
-                self._branched_at = None
-                finish_giving_up(self.store)
-        for superseded in Ranks(self.store.group).agree(lambda: self._superseded(step)):
-            self.store.discard(superseded)
-            self.pruned.append(superseded)
+        self.pruned += self._discard(self._superseded)
         return committed
 
-    def _superseded(self, step: int) -> list[SavedCheckpoint]:
-        """Return the checkpoints to delete; called on the first rank."""
-        protected = set(self._protected)
-        if self._last:
-            protected.add(self._last.folder)
-        if (branch := self._branched_at) is not None:
-            old_line = [one for one in self._there() if one.step > branch and is_of_line(one)]
-            protected |= {one.folder for one in old_line}
-        superseded = to_delete(
-            self._there(),
-            self.config,
-            step=step,
-            damaged=frozenset(self._damaged),
-            protected=protected,
-        )
-        files = self.store.files
-        return [saved for saved in superseded if not is_being_read(files, saved.folder)]
-
-    def _there(self) -> list[SavedCheckpoint]:
-        """Return the committed checkpoints of every kind that were not given up."""
-        excluded = given_up(self.store.files)
+    def _superseded(self) -> list[SavedCheckpoint]:
+        """Return the checkpoints that retention deletes; called on the first rank."""
+        given_up = self.store.given_up()
         committed = [saved for kind in CHECKPOINT_KINDS for saved in self.store.committed(kind)]
-        return [saved for saved in committed if saved.folder not in excluded]
+        counted = [saved for saved in committed if saved not in given_up]
+        beyond_counts = to_delete(counted, self.config, damaged=frozenset(self._damaged))
+        return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]
+
+    def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
+        """Delete the checkpoints that the first rank chooses, except those that are being read."""
+        files = self.store.files
+
+        def deletable() -> list[SavedCheckpoint]:
+            return [saved for saved in choose() if not is_being_read(files, saved.folder)]
+
+        discarded = Ranks(self.store.group).agree(deletable)
+        for saved in discarded:
+            self.store.discard(saved)
+        return discarded
 
     @staticmethod
-    def _is_of_line(kind: str, metric: tuple[str, float] | None) -> bool:
+    def _is_state(kind: str, metric: tuple[str, float] | None) -> bool:
         return kind in RESUMABLE_KINDS or (metric or ("",))[0] == PARAMETERS_ONLY_METRIC
-
-    def _is_good(self, folder: str) -> bool:
-        return folder not in self._damaged
 
     def _own_choice(self, what: str | int) -> bool | None:
         """Return whether `what` is a state of this run; None for `latest` without a save."""
@@ -693,22 +653,15 @@ class SavingPolicy:
     def _enter_line(self, step: int) -> None:
         """Check at the first save that the run has no states from this step or beyond.
 
-        Retention would take such states for leftovers of an abandoned line, and delete them.
+        A resume would take such states for later ones of this training.
         """
         if self._entered:
             return
         self.store.open()
-        finish_giving_up(self.store)
-
-        def ahead() -> list[str]:
-            if self._branched_at is not None:
-                return []
-            states = [saved for saved in self._there() if saved.step >= step and is_of_line(saved)]
-            return [saved.folder for saved in states if self._is_good(saved.folder)]
-
-        if folders := Ranks(self.store.group).agree(ahead):
+        ahead = [one for one in self._states_from(step) if one.folder not in self._damaged]
+        if ahead and self._branching_at is None:
             raise RunError(
-                f"{self.store.files.location('')} has {folders[-1]}, but training is at step "
+                f"{self.store.files.location('')} has {ahead[-1].folder}, but training is at step "
                 f"{step}: resume from it, give this run a folder of its own, or call "
                 f"turn_back({step - 1}) to delete the states beyond"
             )

@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/runs/test_resume.py`.
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from .format import LoadReport, SavableState
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, OtherRank, Ranks
-from .retention import best_first, given_up, newest_first
+from .retention import best_first, newest_first
 from .store import SavedRun
 
 BEFORE_PREFIX = "before-"
@@ -130,14 +130,16 @@ def choose(
     """
     config = config or PolicyConfig()
     text = str(what).strip()
-    if text == "latest":
-        return _latest(run)
+    before = text.removeprefix(BEFORE_PREFIX)
     if text == "best":
         return _best(run, config)
+    if text == "latest":
+        return _states(run, lambda step: True, "nothing to resume from: start the run anew")
     if text.isdecimal():
-        return _step(run, int(text))
-    if text.startswith(BEFORE_PREFIX) and text[len(BEFORE_PREFIX) :].isdecimal():
-        return _latest(run, before=int(text[len(BEFORE_PREFIX) :]))
+        return _states(run, lambda step: step == int(text), _why_no(int(text), run))
+    if text != before and before.isdecimal():
+        missing = f"no state from before step {before}; {_others(run)}"
+        return _states(run, lambda step: step < int(before), missing)
 
     place, inside = split_request(text)
     path = Path(place)
@@ -160,33 +162,18 @@ def split_request(text: str) -> tuple[str, str]:
     return (text, "") if is_whole else (place, inside)
 
 
-def _latest(run: SavedRun, *, before: int | None = None) -> ResumeChoice:
-    excluded = given_up(run.files)
-    states = [saved for saved in newest_first(_resumable(run)) if saved.folder not in excluded]
+def _states(run: SavedRun, fits: Callable[[int], bool], missing: str) -> ResumeChoice:
+    """Return the states whose steps fit; raise NothingSaved with what is `missing` without one."""
+    states = [saved for saved in newest_first(run.states()) if fits(saved.step)]
     damaged = {
         folder: reason
-        for folder, reason in _damaged_resumable(run).items()
-        if folder not in excluded
+        for kind in RESUMABLE_KINDS
+        for folder, reason in run.damaged(kind).items()
+        if fits(_step_in(folder))
     }
-    if before is not None:
-        states = [saved for saved in states if saved.step < before]
-        damaged = {
-            folder: reason for folder, reason in damaged.items() if _step_in(folder) < before
-        }
-
     if not states and not damaged:
-        location = run.files.location("")
-        if before is not None:
-            raise NothingSaved(
-                f"{location} holds no state from before step {before}; {_others(run)}"
-            )
-        raise NothingSaved(f"{location} holds nothing to resume from: start the run anew")
-
-    newest = states[0].step if states else -1
-    newer_damaged = {
-        folder: reason for folder, reason in damaged.items() if _step_in(folder) > newest
-    }
-    return ResumeChoice(states, newer_damaged)
+        raise NothingSaved(f"{run.files.location('')} holds {missing}")
+    return ResumeChoice(states, damaged)
 
 
 def _best(run: SavedRun, config: PolicyConfig) -> ResumeChoice:
@@ -199,23 +186,15 @@ def _best(run: SavedRun, config: PolicyConfig) -> ResumeChoice:
     return ResumeChoice(candidates)
 
 
-def _step(run: SavedRun, step: int) -> ResumeChoice:
-    candidates = [saved for saved in newest_first(_resumable(run)) if saved.step == step]
-    damaged = {
-        folder: reason
-        for folder, reason in _damaged_resumable(run).items()
-        if _step_in(folder) == step
-    }
-    if not candidates and not damaged:
-        parameters = [saved for saved in run.committed(BEST_KIND) if saved.step == step]
-        if parameters:
-            raise NothingSaved(
-                f"step {step} has parameters only, without optimizer, generators and position, so "
-                f"training can't resume from it; start a new run from {parameters[-1].location}; "
-                f"{_others(run)}"
-            )
-        raise NothingSaved(f"{run.files.location('')} has no step {step}; {_others(run)}")
-    return ResumeChoice(candidates, damaged)
+def _why_no(step: int, run: SavedRun) -> str:
+    """Describe why a run has no state of this step, for the error if it has none."""
+    parameters = [saved for saved in run.committed(BEST_KIND) if saved.step == step]
+    if not parameters:
+        return f"no step {step}; {_others(run)}"
+    return (
+        f"parameters only of step {step}, without optimizer, generators and position, so training "
+        f"can't resume from it; start a new run from {parameters[-1].location}; {_others(run)}"
+    )
 
 
 def _found(run: SavedRun, folder: str) -> ResumeChoice:
@@ -227,17 +206,6 @@ def _found(run: SavedRun, folder: str) -> ResumeChoice:
     if folder not in damaged:
         raise NothingSaved(f"{run.files.location(folder)} does not exist; {_others(run)}")
     return ResumeChoice(candidates, {folder: damaged[folder]})
-
-
-def _resumable(run: SavedRun) -> list[SavedCheckpoint]:
-    return [saved for kind in RESUMABLE_KINDS for saved in run.committed(kind)]
-
-
-def _damaged_resumable(run: SavedRun) -> dict[str, str]:
-    damaged: dict[str, str] = {}
-    for kind in RESUMABLE_KINDS:
-        damaged |= run.damaged(kind)
-    return damaged
 
 
 def _beyond(damaged: Mapping[str, str], saved: SavedCheckpoint) -> dict[str, str]:
@@ -257,7 +225,7 @@ def _step_in(folder: str) -> int:
 
 
 def _others(run: SavedRun) -> str:
-    steps = sorted({saved.step for saved in _resumable(run)})
+    steps = sorted({saved.step for saved in newest_first(run.states())})
     if not steps:
         return "nothing else is saved"
     return f"saved steps: {', '.join(map(str, steps[-8:]))}"

@@ -1,14 +1,12 @@
 """Decide which checkpoints stay on the disk, and whether the next one has room.
 
 These are pure functions over the list of saved checkpoints, so that every history can be tested.
-Steps are compared as numbers, never as text. A state beyond the current step belongs to an
-abandoned line: it does not count, and the newest state of the current line stays. A recovery counts
-as a rollback too. A damaged checkpoint does not count.
+Steps are compared as numbers, never as text. A recovery counts as a rollback too. A damaged
+checkpoint does not count.
 
 Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_free_space.py`.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,13 +19,9 @@ from .layout import (
     RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
-    hash_bytes,
-    read_manifest,
 )
-from .lock import is_being_read
 from .policy_config import PolicyConfig
-from .ranks import DamagedCheckpoint, Ranks, SaveError
-from .store import Store
+from .ranks import SaveError
 from .values import dump
 
 # Retention: which checkpoints to keep and which to delete.
@@ -37,30 +31,17 @@ def to_delete(
     saved: Iterable[SavedCheckpoint],
     config: PolicyConfig,
     *,
-    step: int,
     damaged: Collection[str] = (),
-    protected: Collection[str] = (),
 ) -> list[SavedCheckpoint]:
-    """Return the checkpoints to delete after a save, with training at `step`.
+    """Return the checkpoints to delete after a save; `saved` must not hold those given up.
 
-    `damaged` and `protected` name folders. A protected checkpoint (one that is being read, or that
-    the user protected) is never deleted. `saved` must not hold the states that `turned_back`
-    records as given up.
-
-    The newest intact state of the current line and the best ones always stay. So do best-Ks of
+    `damaged` names folders. The newest intact state and the best ones always stay. So do best-Ks of
     another metric, because the configuration does not cover them.
     """
     everything = list(saved)
     intact = [one for one in everything if one.folder not in damaged]
-    line = newest_first(one for one in intact if one.step <= step)
-    keep = _folders_to_keep(intact, line, config, step)
-
-    if not line:
-        # No state of the current line is saved yet, so the stale states are the only ones.
-        keep |= {
-            one.folder for one in everything if one.kind in RESUMABLE_KINDS and one.step > step
-        }
-
+    line = newest_first(intact)
+    keep = _folders_to_keep(intact, line, config)
     superseded = {one.folder for one in everything if line and one.step < line[0].step}
     covered_metrics = (
         {config.best_k_metric, PARAMETERS_ONLY_METRIC}
@@ -71,18 +52,17 @@ def to_delete(
         one
         for one in everything
         if one.folder not in keep
-        and one.folder not in protected
         and (one.kind in RESUMABLE_KINDS or _metric(one) in covered_metrics)
         and (one.folder not in damaged or one.folder in superseded)
     ]
 
 
 def _folders_to_keep(
-    intact: list[SavedCheckpoint], line: list[SavedCheckpoint], config: PolicyConfig, step: int
+    intact: list[SavedCheckpoint], line: list[SavedCheckpoint], config: PolicyConfig
 ) -> set[str]:
     """Return the folders that the counts of the configuration keep."""
     retention = config.retention
-    parameters = _parameters(intact, step)
+    parameters = _parameters(intact)
     recoveries = [one for one in line if one.kind == "recovery"]
 
     keep = {one.folder for one in _steps(line, retention.rollback_keep)}
@@ -99,11 +79,6 @@ def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the resumable states, newest first; a recovery before a rollback of its step."""
     resumable = [one for one in saved if one.kind in RESUMABLE_KINDS]
     return sorted(resumable, key=lambda one: (one.step, one.kind == "recovery"), reverse=True)
-
-
-def is_of_line(saved: SavedCheckpoint) -> bool:
-    """Return whether a checkpoint is a rollback or recovery, also with parameters only."""
-    return saved.serves_as in RESUMABLE_KINDS
 
 
 def best_first(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
@@ -144,134 +119,14 @@ def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:
     return list(by_step.values())[:count]
 
 
-def _parameters(saved: Iterable[SavedCheckpoint], step: int) -> list[SavedCheckpoint]:
+def _parameters(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the rollbacks that hold parameters only, newest first."""
-    rollbacks = [
-        one
-        for one in saved
-        if one.kind == BEST_KIND and one.serves_as == "rollback" and one.step <= step
-    ]
+    rollbacks = [one for one in saved if one.kind == BEST_KIND and one.serves_as == "rollback"]
     return sorted(rollbacks, key=lambda one: one.step, reverse=True)
 
 
 def _metric(saved: SavedCheckpoint) -> str | None:
     return saved.metric.name if saved.metric else None
-
-
-# Delete the states beyond the step that a run resumes from, also across a kill.
-
-TURNED_BACK_FILE_NAME = "turned-back.json"
-MOST_NOTE_BYTES = 2**22
-
-
-def given_up(files: Files) -> frozenset[str]:
-    """Return the folders that were given up and may still exist."""
-    note = _note(files)
-    if note.once is not None and _identity(files, note.once) not in (None, note.unlike):
-        return note.now | note.later
-    return note.now
-
-
-@dataclass(frozen=True)
-class _Note:
-    """The folders that are given up now, and later, when a new checkpoint has the name `once`."""
-
-    now: frozenset[str] = frozenset()
-    later: frozenset[str] = frozenset()
-    once: str | None = None
-    # The manifest's hash of an older checkpoint that has the name already.
-    unlike: str | None = None
-
-
-def _note(files: Files) -> _Note:
-    if files.kind(TURNED_BACK_FILE_NAME) != "file":
-        return _Note()
-    try:
-        content = json.loads(files.read(TURNED_BACK_FILE_NAME, most_bytes=MOST_NOTE_BYTES))
-        if isinstance(content, list):
-            return _Note(frozenset(str(folder) for folder in content))
-        now, later = (frozenset(map(str, content[name])) for name in ("now", "later"))
-        return _Note(now, later, str(content["once"]), content["unlike"])
-    except (DamagedCheckpoint, KeyError, TypeError, ValueError):
-        # The note is damaged: nothing is deleted.
-        return _Note()
-
-
-def _identity(files: Files, folder: str) -> str | None:
-    """Return the hash of a checkpoint's manifest, or None without a valid one."""
-    try:
-        return hash_bytes("blake2b", read_manifest(files, folder).render())
-    except (DamagedCheckpoint, OSError):
-        return None
-
-
-def give_up(store: Store, folders: Iterable[str]) -> None:
-    """Delete these folders for good; those that are being read are deleted later.
-
-    All ranks call together.
-    """
-    added = set(folders)
-    store.open()
-    Ranks(store.group).agree(lambda: _write(store.files, given_up(store.files) | added))
-    finish_giving_up(store)
-
-
-def give_up_once(store: Store, folders: Iterable[str], saved: str) -> None:
-    """Give these folders up as soon as the checkpoint `saved` is written, also across a kill.
-
-    Call `finish_giving_up` afterwards. All ranks call together.
-    """
-    files = store.files
-    names = sorted({*folders} - {saved})
-
-    def note() -> None:
-        content = {
-            "now": sorted(given_up(files)),
-            "later": names,
-            "once": saved,
-            "unlike": _identity(files, saved),
-        }
-        _replace_note(files, json.dumps(content).encode())
-
-    store.open()
-    Ranks(store.group).agree(note)
-
-
-def finish_giving_up(store: Store) -> None:
-    """Delete the given-up folders that an earlier call left, because of a reader or a kill.
-
-    A note on what was to be given up after a save that never came is removed. All ranks call
-    together.
-    """
-    ranks = Ranks(store.group)
-    files = store.files
-
-    def removable() -> list[str]:
-        existing = [folder for folder in given_up(files) if files.kind(folder) is not None]
-        return sorted(folder for folder in existing if not is_being_read(files, folder))
-
-    def update_note() -> None:
-        noted = given_up(files)
-        remaining = {folder for folder in noted if files.kind(folder) is not None}
-        if remaining != noted or _note(files).once is not None:
-            _write(files, remaining)
-
-    for folder in ranks.agree(removable):
-        store.discard(folder)
-    ranks.agree(update_note)
-
-
-def _write(files: Files, folders: Iterable[str]) -> None:
-    names = sorted(folders)
-    _replace_note(files, json.dumps(names).encode() if names else None)
-
-
-def _replace_note(files: Files, data: bytes | None) -> None:
-    if data is not None:
-        files.write(TURNED_BACK_FILE_NAME, data)
-    elif files.kind(TURNED_BACK_FILE_NAME) is not None:
-        files.remove_file(TURNED_BACK_FILE_NAME)
-    files.sync_folder("")
 
 
 # Check for enough free disk space before a checkpoint is written.

@@ -55,6 +55,7 @@ from .layout import (
     step_of,
     verify_files,
 )
+from .lineage import Branch, branches_in_force, is_given_up, read_branches, write_branches
 from .lock import RunLock, reading
 from .ranks import (
     DamagedCheckpoint,
@@ -87,10 +88,10 @@ class Writing:
         *,
         folder: str,
         algorithm: str,
-        replaces: bool = False,
+        line: int,
     ) -> None:
         self.files = files
-        self.replaces = replaces
+        self.line = line
         self.ranks = ranks
         self.kind = kind
         self.step = step
@@ -149,7 +150,9 @@ class Writing:
             "torch": torch.__version__.split("+")[0],
             "world_size": self.ranks.size,
         }
-        manifest = Manifest(self._new.algorithm, self.kind, self.step, entries, self.metric, about)
+        manifest = Manifest(
+            self._new.algorithm, self.kind, self.step, entries, self.metric, about, self.line
+        )
         content = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", content)
         self.files.sync_folder(self.folder)
@@ -161,9 +164,9 @@ class Writing:
         return manifest
 
     def _rename(self, manifest: Manifest) -> None:
-        """Give the folder its final name; one that it replaces is renamed just before."""
+        """Give the folder its final name; one of an earlier line is renamed just before."""
         removed = ""
-        if self.replaces and self.files.kind(self.final) is not None:
+        if self.files.kind(self.final) is not None:
             removed = removed_name(self.final)
             self.files.rename(self.final, removed)
         try:
@@ -225,14 +228,6 @@ class SavedRun:
                 committed.append(self._saved(folder, read_manifest(self.files, folder)))
         return sorted(committed, key=lambda saved: saved.step)
 
-    def is_committed(self, folder: str) -> bool:
-        """Return whether `committed` would return the checkpoint in this folder."""
-        try:
-            read_manifest(self.files, folder)
-        except DamagedCheckpoint:
-            return False
-        return True
-
     def damaged(self, kind: str) -> dict[str, str]:
         """Return the folders of a kind that `committed` leaves out, with the reason.
 
@@ -248,16 +243,23 @@ class SavedRun:
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        newest = [self._newest(kind) for kind in RESUMABLE_KINDS]
-        return max((saved for saved in newest if saved), key=_newness, default=None)
+        resumable = [saved for saved in self.states() if saved.kind in RESUMABLE_KINDS]
+        return max(resumable, key=_newness, default=None)
 
-    def _newest(self, kind: str) -> SavedCheckpoint | None:
-        """Return the last of `committed(kind)`, without reading the manifests of the others."""
-        folders = self._folders(kind)
-        for folder in sorted(folders, key=_step_in, reverse=True):
-            with contextlib.suppress(DamagedCheckpoint):
-                return self._saved(folder, read_manifest(self.files, folder))
-        return None
+    def states(self) -> list[SavedCheckpoint]:
+        """Return the committed rollbacks and recoveries that were not given up."""
+        every, in_force = self._lineage()
+        return [saved for saved in every if not is_given_up(saved, in_force)]
+
+    def given_up(self) -> list[SavedCheckpoint]:
+        """Return the states that the run went back from, and that are not deleted yet."""
+        every, in_force = self._lineage()
+        return [saved for saved in every if is_given_up(saved, in_force)]
+
+    def _lineage(self) -> tuple[list[SavedCheckpoint], list[Branch]]:
+        committed = [saved for kind in CHECKPOINT_KINDS for saved in self.committed(kind)]
+        every = [saved for saved in committed if saved.is_state]
+        return every, branches_in_force(read_branches(self.files), every)
 
     def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
@@ -384,7 +386,13 @@ class SavedRun:
     def _saved(self, folder: str, manifest: Manifest) -> SavedCheckpoint:
         location = self.files.location(folder)
         return SavedCheckpoint(
-            manifest.kind, manifest.step, folder, location, manifest.metric, manifest.num_bytes
+            manifest.kind,
+            manifest.step,
+            folder,
+            location,
+            manifest.metric,
+            manifest.num_bytes,
+            manifest.line,
         )
 
 
@@ -392,11 +400,6 @@ class SavedRun:
 class _Content:
     contents: Contents
     read_into: Callable[[Mapping[str, Tensor]], None]
-
-
-def _step_in(folder: str) -> int:
-    kind, _, name = folder.partition("/")
-    return step_of(kind, name) or 0
 
 
 def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
@@ -425,6 +428,8 @@ class Store(SavedRun):
     ) -> None:
         super().__init__(root, files=files, group=group)
         self.algorithm = algorithm or default_algorithm()
+        # The number of the line of states that saves belong to; the first rank counts it.
+        self.line = 0
         self._lock = RunLock(self.files)
         self._opened = False
         # A save in the background may commit while this thread discards or sweeps.
@@ -466,7 +471,13 @@ class Store(SavedRun):
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
+        self._number_line()
         self._sweep()
+
+    def _number_line(self) -> None:
+        every, in_force = self._lineage()
+        lines = [saved.line for saved in every] + [branch.line for branch in in_force]
+        self.line = max(lines, default=0)
 
     def close(self) -> None:
         """Release the lock."""
@@ -480,11 +491,10 @@ class Store(SavedRun):
         state: SavableState,
         *,
         metric: tuple[str, float] | None = None,
-        replace: bool = False,
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
         ranks = Ranks(self.group)
-        writing = self.begin(kind, step, state, metric=metric, replace=replace)
+        writing = self.begin(kind, step, state, metric=metric)
 
         def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
             return [self.commit(writing, parts)] * ranks.size
@@ -501,12 +511,8 @@ class Store(SavedRun):
         state: SavableState,
         *,
         metric: tuple[str, float] | None = None,
-        replace: bool = False,
     ) -> Writing:
-        """Prepare a save on all ranks together; afterwards each rank writes its part alone.
-
-        With `replace`, a valid checkpoint of this name stays until the new one is written.
-        """
+        """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks(self.group)
 
         def take() -> tuple[Metric | None, str, Snapshot]:
@@ -521,7 +527,7 @@ class Store(SavedRun):
         folder = ""
         try:
             self.open()
-            folder = ranks.agree(lambda: self._prepare(final, replace=replace))
+            folder = ranks.agree(lambda: self._prepare(final))
             return Writing(
                 self.files,
                 ranks,
@@ -531,7 +537,7 @@ class Store(SavedRun):
                 snapshot,
                 folder=folder,
                 algorithm=self.algorithm,
-                replaces=replace,
+                line=self.line,
             )
         except Exception as error:
             failed = self._failed(ranks, final, folder, error)
@@ -577,6 +583,27 @@ class Store(SavedRun):
             f"{error or type(error).__name__}; {remaining}"
         )
 
+    def branch(self, after: int, *, at_once: bool = False) -> None:
+        """Begin a new line of states after a step: later states of this line are given up.
+
+        They stay until the new line has saved a state, or are given up at once. All ranks call
+        together.
+        """
+        self.open()
+        Ranks(self.group).agree(lambda: self._branch_first(after, at_once))
+
+    def _branch_first(self, after: int, at_once: bool) -> None:
+        _, in_force = self._lineage()
+        self.line += 1
+        write_branches(self.files, [*in_force, Branch(self.line, after, at_once)])
+
+    def is_saved(self, folder: str) -> bool:
+        """Return whether a folder holds a committed checkpoint that a save does not replace."""
+        try:
+            return read_manifest(self.files, folder).line >= self.line
+        except DamagedCheckpoint:
+            return False
+
     def discard(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = self.folder_of(checkpoint)
@@ -596,23 +623,24 @@ class Store(SavedRun):
         self.files.sync_folder(folder.partition("/")[0])
         self.files.remove_folder(removed)
 
-    def _prepare(self, final: str, *, replace: bool = False) -> str:
+    def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name is removed; a valid one raises StepExists, unless it
-        is to be replaced.
+        A damaged checkpoint of the same name is removed; one of an earlier line stays until the new
+        one is written; any other raises StepExists.
         """
-        if not replace and self.files.kind(final) is not None:
+        if self.files.kind(final) is not None:
             try:
-                self.verify(final)
+                is_of_line = self.verify(final).line >= self.line
             except DamagedCheckpoint as error:
                 logger.warning("a new save replaces a damaged checkpoint: %s", error)
+                self._remove(final)
             else:
-                raise StepExists(
-                    f"{self.files.location(final)} is saved already: if it is stale, discard it "
-                    f"first"
-                )
-            self._remove(final)
+                if is_of_line:
+                    raise StepExists(
+                        f"{self.files.location(final)} is saved already: if it is stale, discard "
+                        f"it first"
+                    )
 
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self._unfinished.add(folder)
