@@ -306,21 +306,6 @@ def test_every_generator_continues(store):
     assert drawn() == expected
 
 
-def test_accumulated_gradients_between_two_steps_continue(store):
-    def half_a_window(state):
-        state.model(torch.randn(6, WIDTH)).square().mean().backward()
-        state.microstep = 1
-
-    state, other = new_state(), new_state(seed=1)
-    train(state, 1)
-    half_a_window(state)
-    saved = store.save("rollback", 1, state)
-    ahead = train(state, 2)
-    store.load(saved, other)
-    assert other.microstep == 1
-    assert train(other, 2) == ahead
-
-
 def test_a_load_without_gradients_clears_existing_ones(store):
     state, other = new_state(), new_state(seed=1)
     saved = store.save("rollback", 1, state)

@@ -493,20 +493,3 @@ def test_a_part_that_refuses_its_state_leaves_model_and_optimizer(store):
     with pytest.raises(StateMismatch, match=r"extra-odd \(Refusing\) refused .*old name"):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
-
-
-def test_sparse_gradients_between_two_steps_continue(store):
-    def build(seed):
-        torch.manual_seed(seed)
-        model = nn.Embedding(5, 3, sparse=True)
-        return TrainingState(model, torch.optim.SparseAdam(model.parameters()))
-
-    state, other = build(0), build(1)
-    state.model(torch.tensor([1, 3])).sum().backward()
-    state.microstep = 1
-    store.load(store.save("rollback", 1, state), other)
-    assert other.model.weight.grad.is_sparse
-    for one in (state, other):
-        one.model(torch.tensor([3])).sum().backward()
-        one.optimizers[0].step()
-    assert other.model.weight.equal(state.model.weight)

@@ -126,12 +126,6 @@ FAULTS = [
         ),
         "not restored: model",
     ),
-    fault(
-        "model",
-        "gradients",
-        not_restored(nothing, lambda training, _: training.model.zero_grad()),
-        "not restored: gradient",
-    ),
     fault("optimizer", "moments", not_restored(nothing, moments_anew), "exp_avg_sq"),
     fault(
         "generators",
@@ -156,7 +150,7 @@ FAULTS = [
         "generator['torch']",
     ),
     fault("counters", "position", counter("position"), "position"),
-    fault("counters", "microstep", counter("microstep"), "microstep|gradient"),
+    fault("counters", "step", counter("step"), "step"),
     fault("flipped-bit", "nothing", [(SavedRun, "verify", lambda *_: None)], "was not detected"),
     fault(
         "flipped-bit",

@@ -6,7 +6,8 @@ into a model that is wrapped differently, or not at all.
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,40 +285,37 @@ class OptimizerState:
         self._same_groups(saved)
         own: dict[str, Tensor] = {}
         new: dict[str, Tensor] = {}
-        for request in self._requests(saved):
-            name = request.name
-            # A tensor that shares the memory of another one has that one's name.
-            is_ours = name.startswith((self.prefix, f"{self.prefix[:-1]}/"))
-            if not is_ours or name in own or name in new:
-                continue
-            if name not in facts:
-                raise DamagedCheckpoint(f"{name:.80} is in the optimizer's state, but not saved")
-            if _fits(request.current, facts[name]):
-                own[name] = request.current
-            else:
-                new[name] = self._new(request, facts[name])
-        return own, new
 
-    def _requests(self, saved: Mapping[str, Any]) -> Iterator["_Request"]:
-        """Return the tensors that a saved optimizer names."""
+        def add(content: Any, current: Any, make: Callable[[Stored, TensorFacts], Tensor]) -> None:
+            """Add the tensors of a value, `current` if the value is a tensor that fits there."""
+            for found in references(content):
+                name = found.name
+                # A tensor that shares the memory of another one has that one's name.
+                is_ours = name.startswith((self.prefix, f"{self.prefix[:-1]}/"))
+                if not is_ours or name in own or name in new:
+                    continue
+                if name not in facts:
+                    raise DamagedCheckpoint(
+                        f"{name:.80} is in the optimizer's state, but not saved"
+                    )
+                if found is content and _fits(current, facts[name]):
+                    own[name] = current
+                else:
+                    new[name] = make(found, facts[name])
+
         for name, entries in saved["parameters"].items():
             parameter = self._parameters[name]
             state = self.optimizer.state.get(parameter, {})
             for key_content, value, on_host in entries:
                 key = decode(key_content)
-                current = state.get(key) if type(value) is Stored else None
-                for found in references(value):
-                    yield _Request(found.name, parameter, key, current, found.device, on_host)
-
-        nothing = torch.empty(())
+                make = functools.partial(self._new, parameter, key, on_host)
+                add(value, state.get(key), make)
         for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
             options = entry["options"]
             for key, value in options.items() if type(options) is dict else ():
-                current = group.get(key) if type(value) is Stored else None
-                for found in references(value):
-                    yield _Request(found.name, nothing, key, current, found.device)
-        for found in references([saved["others"], *(one["options"] for one in saved["groups"])]):
-            yield _Request(found.name, nothing, None, None, found.device)
+                add(value, group.get(key), _new_on_host)
+        add(saved["others"], None, _new_on_host)
+        return own, new
 
     def _same_groups(self, saved: Mapping[str, Any]) -> None:
         """Raise StateMismatch where the saved class or parameter groups differ from these."""
@@ -346,23 +344,23 @@ class OptimizerState:
             f"{own_sizes}{difference}: build its groups as at the save"
         )
 
-    def _new(self, request: "_Request", facts: TensorFacts) -> Tensor:
-        """Return a tensor for state that the optimizer does not hold yet."""
-        parameter = request.parameter
-        if request.on_host:
-            return torch.zeros(facts.shape, dtype=facts.dtype)
-        is_step = request.key == "step"
+    def _new(
+        self, parameter: Tensor, key: Any, on_host: bool, found: Stored, facts: TensorFacts
+    ) -> Tensor:
+        """Return a tensor for state of a parameter that the optimizer does not hold yet."""
+        if on_host:
+            return _new_on_host(found, facts)
+        is_step = key == "step"
         is_strided = parameter.layout is torch.strided and not parameter.is_quantized
         if is_strided and tuple(parameter.shape) == facts.shape and not is_step:
             return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
 
         options = self._options_of(parameter)
         # Torch keeps `step` on the host, except with capturable or fused.
-        on_host = is_step and not (options.get("capturable") or options.get("fused"))
-        device = torch.device("cpu") if on_host else parameter.device
-        if parameter.device.type == request.device:
-            device = parameter.device
-        return torch.zeros(facts.shape, dtype=facts.dtype, device=device)
+        stays = is_step and not (options.get("capturable") or options.get("fused"))
+        if stays and parameter.device.type != found.device:
+            return _new_on_host(found, facts)
+        return torch.zeros(facts.shape, dtype=facts.dtype, device=parameter.device)
 
     def _options_of(self, parameter: Tensor) -> dict[str, Any]:
         for group in self.optimizer.param_groups:
@@ -402,21 +400,6 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
-class _Request:
-    """One tensor of a saved optimizer, and where it belongs."""
-
-    name: str
-    parameter: Tensor
-    key: Any
-    # What the optimizer holds there now.
-    current: Any
-    # The kind of device that it was on, if not on the host.
-    device: str | None
-    # Whether it was on the host, and its parameter was not.
-    on_host: bool | None = None
-
-
-@dataclass(frozen=True)
 class ReadState:
     """The state of one optimizer, as it was saved."""
 
@@ -425,6 +408,10 @@ class ReadState:
     others: Mapping[Any, Any]
     # The options of each group.
     options: Sequence[Mapping[str, Any]]
+
+
+def _new_on_host(found: Stored, facts: TensorFacts) -> Tensor:
+    return torch.zeros(facts.shape, dtype=facts.dtype)
 
 
 def _is_tensor(value: Any) -> bool:

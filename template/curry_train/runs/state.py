@@ -131,7 +131,6 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 REQUIRED_VALUES: dict[str, type | None] = {
     "step": int,
     "position": int,
-    "microstep": int,
     "config": None,
     "world_size": int,
     "threads": int,
@@ -141,16 +140,15 @@ REQUIRED_VALUES: dict[str, type | None] = {
 }
 # Prefixes of the names of saved tensors.
 RANDOM_PREFIX = "random."
-GRADIENT_PREFIX = "gradient."
 PART_PREFIX = "part."
-UNMATCHED_PREFIXES = (RANDOM_PREFIX, GRADIENT_PREFIX, PART_PREFIX, "rank-")
+UNMATCHED_PREFIXES = (RANDOM_PREFIX, PART_PREFIX, "rank-")
 
 
 class TrainingState:
     """The state that a training run resumes from.
 
-    The loop sets three counters: `position` counts the samples consumed, `step` the optimizer's
-    steps, and `microstep` the backward passes since the last step. `extra` holds any other objects
+    The loop sets two counters: `position` counts the samples consumed, `step` the optimizer's
+    steps. Gradients are not saved: save between two steps. `extra` holds any other objects
     with `state_dict` and `load_state_dict`, by name. The first rank's state is saved; with an
     attribute `of_each_rank = True`, the state of every rank. With `trained_only` the parameters
     that do not train are a hash, and a load needs them in the model.
@@ -185,7 +183,6 @@ class TrainingState:
         self.generators = dict(generators or {})
         self.step = 0
         self.position = 0
-        self.microstep = 0
         self._random: tuple[RandomState, bool] | None = None
 
     def snapshot(self) -> Snapshot:
@@ -198,9 +195,6 @@ class TrainingState:
         own, ties, model_values = self._model_state(tensors, self.base)
         copied = set(tensors.by_name) - set(own)
         copied |= own.keys() & set(self._buffer_names())
-        gradients = self._gradients(ranks.rank, tensors) if self.microstep else {}
-        copied |= set(tensors.by_name) - set(own)
-
         optimizers = []
         for one in self._optimizer_states():
             optimizers.append(one.take(tensors))
@@ -221,7 +215,6 @@ class TrainingState:
         values = {
             "step": self.step,
             "position": self.position,
-            "microstep": self.microstep,
             "config": encode(plain_text(self.config), Place("config", "config")),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
@@ -231,7 +224,7 @@ class TrainingState:
         }
         if self.base is not None:
             values["base"] = self.base.content()
-        rank_values = {"random": random.values, "parts": own_parts, "gradients": gradients}
+        rank_values = {"random": random.values, "parts": own_parts}
         return Snapshot(taken, values, rank_values, ties, tensors.inline, self.optimizers)
 
     def _part_states(
@@ -299,7 +292,6 @@ class TrainingState:
         load.add_new(load.extras)
         if not contents.model_only:
             self._add_part_targets(load)
-            self._add_gradient_targets(load)
         return Loading(
             load.live,
             lambda: self._finish_load(load),
@@ -326,12 +318,6 @@ class TrainingState:
             load.optimizers.append(saved)
             load.states.append(state)
         self._compare_parts(load.contents, load.report)
-        num_saving = load.contents.values["world_size"]
-        if load.contents.values["microstep"] and num_saving != load.ranks.size:
-            load.report.different.append(
-                f"it was saved between two steps by {num_saving} ranks, each with its own "
-                f"gradients, and is loaded by {load.ranks.size}"
-            )
 
     def _add_part_targets(self, load: "_Load") -> None:
         """Add the tensors of parts: those of a module are filled in place, others are new."""
@@ -347,15 +333,6 @@ class TrainingState:
         for name, facts in load.contents.tensors.items():
             if name.startswith(RANDOM_PREFIX) and name.endswith(suffix):
                 load.new[name] = torch.empty(facts.shape, dtype=facts.dtype)
-
-    def _add_gradient_targets(self, load: "_Load") -> None:
-        if not load.contents.values["microstep"]:
-            return
-        gradients = load.contents.rank_values[load.source_rank]["gradients"]
-        for parameter, name in parameter_names(self.model).items():
-            if name in gradients:
-                load.gradients[name] = gradients[name]
-                load.add_new(gradients[name], device=parameter.device)
 
     def _prepare(self, load: "_Load") -> None:
         """Read everything but the tensors that are filled in place, and load the parts.
@@ -374,7 +351,6 @@ class TrainingState:
         fitting = {name.removeprefix(MODEL_PREFIX) for name in load.fitting}
         for optimizer, saved in zip(load.states, load.optimizers, strict=True):
             load.read.append(optimizer.read(saved, tensors, fitting))
-        load.read_gradients = self._read_gradients(load, tensors)
         load.random = _random_state_of(load.contents, load.new, load.source_rank)
         check_random_state(load.random)
 
@@ -395,15 +371,6 @@ class TrainingState:
             current = state[name.removeprefix(MODEL_PREFIX)]
             if isinstance(current, Tensor) and not _alike(current, value, name):
                 raise StateMismatch(f"{name} was {_form(value)} and is {_form(current)}")
-
-    def _read_gradients(self, load: "_Load", tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {name: decode(content, tensors) for name, content in load.gradients.items()}
-        parameters = bare_parameters(self.model)
-        for name, gradient in found.items():
-            wanted = parameters[name]
-            if gradient.shape != wanted.shape or gradient.dtype != wanted.dtype:
-                raise StateMismatch(f"the gradient of {name} does not fit it")
-        return found
 
     def _load_part(self, name: str, content: Any) -> None:
         try:
@@ -427,14 +394,13 @@ class TrainingState:
 
         for optimizer, read in zip(load.states, load.read, strict=True):
             optimizer.restore(read)
-        for name, parameter in bare_parameters(self.model).items():
-            parameter.grad = load.read_gradients.get(name)
+        for parameter in self.model.parameters():
+            parameter.grad = None
         for name, content in load.late_parts.items():
             self._load_part(name, content)
 
         self.step = values["step"]
         self.position = values["position"]
-        self.microstep = values["microstep"]
         self._random = (load.random, load.source_rank != load.ranks.rank)
         load.report.notes += [*self._differences(values, load.ranks), *self.restore_random()]
 
@@ -498,19 +464,6 @@ class TrainingState:
             OptimizerState(one, names, f"optimizer.{index}.")
             for index, one in enumerate(self.optimizers)
         ]
-
-    def _gradients(self, rank: int, tensors: CollectedTensors) -> dict[str, Any]:
-        gradients = {}
-        for parameter, name in parameter_names(self.model).items():
-            if parameter.grad is None:
-                continue
-            if not _is_whole(parameter.grad):
-                raise ValueError(
-                    "sharded gradients between two steps can't be saved: save when microstep is 0"
-                )
-            place = Place(f"the gradient of {name}", f"{GRADIENT_PREFIX}rank-{rank}.{name}")
-            gradients[name] = encode(parameter.grad, place, tensors)
-        return gradients
 
     def _compare_parts(self, contents: Contents, report: LoadReport) -> None:
         """Report parts and optimizers that only the state or only the checkpoint has."""
@@ -610,8 +563,6 @@ class _Load:
     states: list[OptimizerState] = field(default_factory=list)
     optimizers: list[Mapping[str, Any]] = field(default_factory=list)
     read: list[ReadState] = field(default_factory=list)
-    gradients: dict[str, Any] = field(default_factory=dict)
-    read_gradients: dict[str, Tensor] = field(default_factory=dict)
     late_parts: dict[str, Any] = field(default_factory=dict)
     random: Any = None
 
@@ -636,13 +587,7 @@ class _Load:
                     f"at the save"
                 )
 
-    def add_new(
-        self,
-        content: Any,
-        own: Mapping[str, Tensor] | None = None,
-        *,
-        device: torch.device | None = None,
-    ) -> None:
+    def add_new(self, content: Any, own: Mapping[str, Tensor] | None = None) -> None:
         """Add the tensors that a value names: those of `own` in place, and new ones otherwise."""
         for found in references(content):
             name = found.name
@@ -655,7 +600,7 @@ class _Load:
             if current is not None and _has(current, facts) and not is_expanded(current):
                 self.live[name] = current
             else:
-                place = device or _device(found.device)
+                place = _device(found.device)
                 self.new[name] = torch.empty(facts.shape, dtype=facts.dtype, device=place)
 
 
@@ -692,11 +637,6 @@ def _form(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{list(value.shape)}, {value.dtype}, {value.layout}"
-
-
-def bare_parameters(model: nn.Module) -> dict[str, Any]:
-    """Return the model's parameters by their names without wrapper prefixes."""
-    return {name: parameter for parameter, name in parameter_names(model).items()}
 
 
 def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport) -> dict[str, Any]:
@@ -759,7 +699,7 @@ def _is_group(group: Any) -> bool:
 def _is_of_rank(own: Any) -> bool:
     if type(own) is not dict or type(own.get("random")) is not dict:
         return False
-    return type(own.get("parts")) is dict and type(own.get("gradients")) is dict
+    return type(own.get("parts")) is dict
 
 
 def _random_state_of(contents: Contents, filled: Mapping[str, Tensor], rank: int) -> RandomState:
