@@ -352,7 +352,7 @@ def test_recompute_draws_again_from_the_device_of_its_tensors(generators):
 
 def test_a_checkpoint_has_the_generators_of_all_devices(generators):
     taken = take_random_state()
-    saved = {name: tensor.tolist() for name, tensor in taken.tensors.items() if "cuda" in name}
+    saved = {name: tensor.tolist() for name, tensor in taken.items() if "cuda" in name}
     assert saved == {"cuda-0": [0, 0], "cuda-1": [1, 0]}
     draw(generators, 1)
     assert restore_random_state(taken) == []

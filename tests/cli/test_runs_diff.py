@@ -27,7 +27,7 @@ def test_a_resume_from_the_other_run_is_reported_with_its_step(tmp_path):
     plant(tmp_path / "first", last=30)
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
-        journal.resume(20, from_run="first", facts=facts())
+        journal.resume(20, facts={**facts(), "from_run": "first"})
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
@@ -48,7 +48,7 @@ def test_a_resume_beyond_the_end_of_the_other_run_is_doubted(tmp_path):
     plant(tmp_path / "first", last=10)
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
-        journal.resume(500, from_run="first")
+        journal.resume(500, facts={"from_run": "first"})
     assert compare(tmp_path / "first", tmp_path / "second").resumed == Continuation(
         "A", "B", 500, reached=False
     )

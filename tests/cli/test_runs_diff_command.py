@@ -26,7 +26,7 @@ def test_the_first_line_names_the_checkpoint_that_b_resumed_from(run, tmp_path):
     new_facts = facts(steps=40)
     new_facts["environment"]["world_size"] = 2
     with Journal(tmp_path / "runs/second") as journal:
-        journal.resume(20, from_run="first", facts=new_facts)
+        journal.resume(20, facts={**new_facts, "from_run": "first"})
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )

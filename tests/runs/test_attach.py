@@ -3,9 +3,11 @@
 python -m pytest tests/runs/test_attach.py
 """
 
+import contextlib
 import difflib
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +21,7 @@ from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.loop import run_training_steps
-from curry_train.runs import RunError, SavedRun
+from curry_train.runs import RunError, SavedRun, Store
 from curry_train.runs.attach import saving
 
 STEPS = 6  # steps per epoch
@@ -320,3 +322,51 @@ def test_a_loop_that_ends_by_steps_is_safe_on_a_finished_run_and_goes_on_bit_equ
     whole, trained = trained_to(tmp_path / "whole", 13)
     assert trained == 13
     assert all(map(torch.equal, weights, whole))
+
+
+UNCAUGHT = """
+import sys, unittest.mock
+from curry_train.runs import attach, layout, ranks
+attach.WAIT_SECONDS = 0.1
+from torch import nn
+problem = sys.argv[1]
+options = {"rollback_every": 1}
+if problem == "wrong": options["extra"] = {"more": nn.Linear(1, 1)}
+with attach.saving(nn.Linear(2, 1), runs="run", **options) as run:
+    with unittest.mock.patch("shutil.disk_usage", return_value=unittest.mock.Mock(free=9)):
+        if problem == "full": run.step(loss=1.0)
+if problem == "own": raise ValueError("mine")
+"""
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (
+            "locked",
+            r"^LockedRun: .* is held by process \d+ on .*: end it, or give",
+        ),
+        ("damaged", r"^DamagedCheckpoint: no requested checkpoint is intact: .*hash.*saved steps"),
+        ("wrong", r"^StateMismatch: .*missing in the checkpoint: extra-more.*begin a new run with"),
+        (
+            "full",
+            r"^NoRoom: .* has 9 bytes free.*lower retention.rollback_keep",
+        ),
+        ("own", r"^Traceback"),
+    ],
+)
+def test_a_store_that_can_not_be_used_ends_a_script_with_one_line(tmp_path, problem, words):
+    with attach(tmp_path / "run") as first:
+        first.state.model = nn.Linear(2, 1)
+        first.state.optimizers = []
+        first.step()
+    if problem == "damaged":
+        flip_a_bit(tmp_path / "run")
+    with contextlib.ExitStack() as stack:
+        if problem == "locked":
+            stack.enter_context(Store(tmp_path / "run"))
+        status, _, _, error = run(tmp_path, UNCAUGHT, problem)
+    assert status == 1
+    last = [line for line in error.splitlines() if "skipped a damaged" not in line]
+    assert re.match(words, last[0])
+    assert len(last) == 1 or problem == "own"

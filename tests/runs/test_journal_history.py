@@ -128,7 +128,7 @@ def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):
 
 def test_the_run_that_it_was_resumed_from_is_known(tmp_path):
     with Journal(tmp_path, run="second") as journal:
-        journal.resume(500, from_run="first", facts=facts())
+        journal.resume(500, facts={**facts(), "from_run": "first"})
     history = read_history(tmp_path)
     assert [(a.from_run, a.run, a.step) for a in history.attempts] == [("first", "second", 500)]
     assert len(history.steps) == 0

@@ -184,16 +184,6 @@ def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
         read(path)
 
 
-def test_two_journals_in_one_file_are_refused(tmp_path):
-    one, two = plant(tmp_path / "one"), plant(tmp_path / "two")
-    joined = tmp_path / "joined.jsonl"
-    joined.write_bytes((one / "journal.jsonl").read_bytes() + (two / "journal.jsonl").read_bytes())
-    with pytest.raises(
-        JournalError, match="begins the run two in the journal of one, so two files were joined"
-    ):
-        read(joined)
-
-
 def test_a_reading_can_be_read_again(tmp_path):
     reading = JournalReading(plant(tmp_path / "run"))
     assert len(list(reading)) == len(list(reading)) == reading.num_events == 24

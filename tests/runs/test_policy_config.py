@@ -39,7 +39,7 @@ def test_the_documented_block_is_the_default():
         ({"recovery_every": 2.5}, "checkpoint.recovery_every must be"),
         ({"best_k": -1}, "checkpoint.best_k must be a whole number from 0, 0 for none; got -1"),
         ({"best_k_metric": "dev loss"}, "checkpoint.best_k_metric must be letters, digits and _"),
-        ({"best_k_metric": "rollback"}, "this one is taken"),
+        ({"best_k_metric": "rollback"}, "such as dev_loss, and not rollback"),
         (
             {"best_k_direction": "min"},
             "checkpoint.best_k_direction must be minimize or maximize; got 'min'",

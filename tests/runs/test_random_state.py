@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from curry_train.runs.random_state import (
     DataPosition,
-    RandomState,
     generators_of,
     inexact,
     restore_random_state,
@@ -41,8 +40,7 @@ def test_a_generator_that_only_one_side_has_is_noted():
     assert draws(own) == expected
     assert "generator-own was saved, but" in restore_random_state(taken)[0]
     assert "new was not saved" in restore_random_state(take_random_state(), {"new": own})[0]
-    elsewhere = RandomState({"torch": taken.tensors["torch"], "cuda-97": torch.zeros(16)})
-    notes = restore_random_state(elsewhere)
+    notes = restore_random_state({"torch": taken["torch"], "cuda-97": torch.zeros(16)})
     assert [note.split()[0:3] for note in notes] == [
         ["the", "generator", "cuda-97"],
         ["numpy's", "generator", "was"],

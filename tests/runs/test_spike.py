@@ -209,7 +209,7 @@ def test_the_mean_is_that_of_the_group_and_not_of_all_ranks(pair_of_four_ranks):
         ({"skip_around": -1}, "spike.skip_around must be a whole number from 0; got -1"),
         ({"lower_rate": 2.0}, "spike.lower_rate must be between 0 and 1, or null; got 2.0"),
         ({"attempts": True}, "spike.attempts must be a whole number from 1; got True"),
-        ({"patiense": 3}, "spike.patiense is no key; there are action, window"),
+        ({"patiense": 3}, "spike.patiense is no key; did you mean spike.patience?"),
     ],
 )
 def test_wrong_settings_are_named(block, words):

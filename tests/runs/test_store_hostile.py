@@ -363,7 +363,7 @@ def test_a_wrong_random_state_is_refused_before_anything_changes(saved, generato
             store,
             found,
             lambda tensors, entry, place: setattr(
-                tensors["random.torch.rank-0"], "size", torch.Size([3])
+                tensors["rank-0.random/torch"], "size", torch.Size([3])
             ),
         )
     else:

@@ -7,14 +7,14 @@ Proof: `python -m pytest tests/core/test_parity.py`.
 """
 
 import math
-import random
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .rerun import generator_states, same_state
 
 # If every weight changed by its own size, the gradient has to change the loss by this share at
 # least, and by so many units of rounding. The gradients of constant losses are below that.
@@ -126,7 +126,7 @@ def record(module: nn.Module, loss: Tensor) -> StepRecord:
             for name, parameter in trained.items()
         },
         buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
-        generators=_generator_states(),
+        generators=generator_states(),
         parameter_norm=math.hypot(*(_norm(parameter.detach()) for parameter in trained.values())),
     )
 
@@ -175,7 +175,7 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     found += _compare_all("gradient", reference.gradients, candidate.gradients, floor=floor)
     found += _compare_all("buffer", reference.buffers, candidate.buffers, floor=0.0)
     for name, state in reference.generators.items():
-        same = _same_state(state, candidate.generators.get(name))
+        same = same_state(state, candidate.generators.get(name))
         found.append(Difference("generator", name, 0.0 if same else math.inf))
 
     return Parity(
@@ -216,24 +216,3 @@ def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) 
     scale = max(reference.to(wide).norm().item(), floor)
     error = distance / scale if scale else math.inf
     return math.inf if math.isnan(error) else error
-
-
-def _generator_states() -> dict[str, Any]:
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():
-        states |= {
-            f"cuda:{index}": torch.cuda.get_rng_state(index)
-            for index in range(torch.cuda.device_count())
-        }
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    return states
-
-
-def _same_state(reference: Any, candidate: Any) -> bool:
-    if isinstance(reference, Tensor):
-        return isinstance(candidate, Tensor) and torch.equal(reference, candidate)
-    if isinstance(reference, tuple):
-        return isinstance(candidate, tuple) and all(map(_same_state, reference, candidate))
-    equal = reference == candidate
-    return bool(equal.all() if hasattr(reference, "all") else equal)

@@ -4,9 +4,10 @@ Proof: `python -m pytest tests/core tests/primitives`.
 """
 
 import contextlib
+import importlib
 import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -23,28 +24,64 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 unwatched = torch._C.DisableTorchFunction
 
 
+def generator_states(devices: Iterable[int] | None = None) -> dict[str, Any]:
+    """Return the states of the generators of torch, CUDA, Python and, if it is loaded, NumPy.
+
+    Of CUDA those of `devices`, by default of all once CUDA is in use.
+    """
+    if devices is None:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"python": random.getstate()}
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state(legacy=False)
+    with unwatched():
+        states["torch"] = torch.get_rng_state()
+        for device in devices:
+            states[f"cuda-{device}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Set generators to states that `generator_states` returned."""
+    with unwatched():
+        for name, state in states.items():
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                importlib.import_module("numpy").random.set_state(state)
+            elif name == "torch":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Compare two states of generators: tensors, arrays and numbers in dicts and tuples."""
+    if isinstance(one, Mapping):
+        same_keys = isinstance(other, Mapping) and one.keys() == other.keys()
+        return same_keys and all(same_state(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if hasattr(one, "tobytes") and other is not None:
+        return bool(one.tobytes() == other.tobytes())
+    return bool(one == other)
+
+
 class Generators:
     """A snapshot of the generators of torch, Python and, if it is loaded, NumPy.
 
     The tensors among `values` give the devices whose generators are included.
     """
 
-    def __init__(self, values: Iterable[Any] = (), *, devices: Iterable[Any] = ()) -> None:
+    def __init__(self, values: Iterable[Any] = (), *, devices: Iterable[int] = ()) -> None:
         tensors = [value for value in values if isinstance(value, Tensor)]
         self._values = {value.device: value for value in tensors if value.device.type != "cpu"}
         self._given = list(devices)
-        self._devices = [
-            *self._given,
-            *(device for device in self._values if device.type == "cuda"),
-        ]
         others = [value for device, value in self._values.items() if device.type != "cuda"]
         self._other_devices, self._other_states = get_device_states(*others)
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state(legacy=False) if numpy else None
-        with unwatched():
-            self._torch = torch.get_rng_state()
-            self._states = [torch.cuda.get_rng_state(device) for device in self._devices]
+        found = [device.index for device in self._values if device.type == "cuda"]
+        self._states = generator_states([*self._given, *found])
 
     def moved(self) -> bool:
         """Return whether a generator was used since the snapshot."""
@@ -52,22 +89,15 @@ class Generators:
 
     def are_as(self, other: "Generators") -> bool:
         """Return whether two snapshots hold the same states."""
-        places = self._devices, self._other_devices
-        if self._python != other._python or places != (other._devices, other._other_devices):
-            return False
-        states = [self._torch, *self._states, *self._other_states]
-        others = [other._torch, *other._states, *other._other_states]
-        return all(map(torch.equal, states, others)) and _same_numpy(self._numpy, other._numpy)
+        return (
+            self._other_devices == other._other_devices
+            and all(map(torch.equal, self._other_states, other._other_states))
+            and same_state(self._states, other._states)
+        )
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        with unwatched():
-            torch.set_rng_state(self._torch)
-            for device, state in zip(self._devices, self._states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+        set_generator_states(self._states)
         if self._other_devices:
             (kind,) = {device.type for device in self._values} - {"cpu", "cuda", "meta"}
             set_device_states(self._other_devices, self._other_states, device_type=kind)
@@ -80,24 +110,14 @@ class Generators:
             yield
 
 
-def _same_numpy(one: Any, other: Any) -> bool:
-    """Compare two numpy states: nested dicts of numbers and arrays, None if not loaded."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return all(_same_numpy(one[key], other[key]) for key in one)
-    if hasattr(one, "tobytes") and other is not None:
-        return bool(one.tobytes() == other.tobytes())
-    return bool(one == other)
-
-
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
-    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    before = Generators(devices=range(num_devices))
+    before = generator_states()
     try:
         yield
     finally:
-        before.restore()
+        set_generator_states(before)
 
 
 @contextlib.contextmanager

@@ -50,7 +50,7 @@ from .layout import RESUMABLE_KINDS, SavedCheckpoint
 from .policy import SavingPolicy, number_of
 from .policy_config import PolicyConfig, SpikeConfig
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
-from .ranks import Ranks
+from .ranks import Ranks, report_in_one_line
 from .resume import Resumed
 from .spike import AttachedWatch, Recovered, Recoveries, SampleStream, Spike
 from .state import TrainingState, no_schedule_forgotten
@@ -328,6 +328,7 @@ def saving(
     load onto another base is an error. `resume_hint` is the command that resumes from a state, for
     messages, with `{}` for the state.
     """
+    report_in_one_line()
     no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = PolicyConfig.from_config(policy)
     position = DataPosition()

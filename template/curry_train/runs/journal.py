@@ -15,6 +15,7 @@ full disk loses events, with a warning, but does not stop the training.
 Proof: `python -m pytest tests/runs/test_journal.py tests/runs/test_journal_reading.py`.
 """
 
+import collections
 import contextlib
 import errno
 import functools
@@ -26,7 +27,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -37,6 +37,7 @@ from .ranks import LockedRun, RunError
 
 # Encode and parse one line of a journal: an event as JSON.
 
+logger = logging.getLogger(__name__)
 JOURNAL_VERSION = 1
 OPENING_EVENT_KINDS = ("start", "resume", "rollback")
 EVENT_KINDS = (
@@ -283,7 +284,8 @@ class JournalReading:
             if self._attempt is not None and found.attempt > self._attempt:
                 return
             if found.kind in OPENING_EVENT_KINDS:
-                self._name(found)
+                run = found.facts.get("run")
+                self.run = run if isinstance(run, str) else self.run
             self.num_events += 1
             yield found
 
@@ -293,17 +295,6 @@ class JournalReading:
             self.damaged.append(damaged)
         if not self.num_events and self.num_damaged >= JOURNAL_HEAD_LINES:
             raise self._no_journal()
-
-    def _name(self, event: Event) -> None:
-        run = event.facts.get("run")
-        if not isinstance(run, str):
-            return
-        if self.run is not None and run != self.run:
-            raise JournalError(
-                f"{self.path}: line {event.line} begins the run {printable(run)} in the journal of "
-                f"{printable(self.run)}, so two files were joined: split the file before that line"
-            )
-        self.run = run
 
     def _no_journal(self) -> JournalError:
         first = self.damaged[0]
@@ -375,62 +366,43 @@ NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 EVENT_LINE_START = b'{"v":'
 
 
-@dataclass
-class JournalFile:
-    """An open journal file."""
+def open_journal(path: Path) -> int:
+    """Open and lock the journal of a run for appending.
 
-    handle: int
-    # The last event in the file.
-    last: Event | None = None
-    # Whether the last line has no newline: its writer died.
-    ends_torn: bool = False
-    # Remarks on the state of the file, to be written as warning events.
-    remarks: list[str] = field(default_factory=list)
-
-
-def open_journal(path: Path, *, run: str) -> JournalFile:
-    """Open, lock and check the journal of a run.
-
-    Raises LockedRun if another process is writing it, and JournalError if the file is not a journal
-    of this run.
+    Raises LockedRun if another process is writing it.
     """
     try:
         handle = open_here(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         raise JournalError(f"{path} can't be written: {error.strerror}") from error
-    file = JournalFile(handle)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise JournalError(f"{path} is not a regular file: move it away")
-        _lock(file, path)
-        _settle(file, path, run)
+        _lock(handle, path)
     except BaseException:
         close_here(handle)
         raise
-    return file
+    return handle
 
 
-def _lock(file: JournalFile, path: Path) -> None:
+def _lock(handle: int, path: Path) -> None:
+    no_lock = "%s has no lock (%s): make sure that only one process writes"
     try:
         import fcntl
     except ImportError:
-        # Windows has no fcntl.
-        file.remarks.append("no lock on this system: make sure that only one process writes")
+        logger.warning(no_lock, path, "this system has none")
         return
     try:
-        fcntl.flock(file.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise LockedRun(
-            f"{path} is being written by {_writer(file.handle)}: end it, or pass rank= if this "
+            f"{path} is being written by {_writer(handle)}: end it, or pass rank= if this "
             f"is another rank of the same run"
         ) from None
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise
-        file.remarks.append(
-            f"no lock on this file system ({error.strerror}): make sure that only one process "
-            f"writes"
-        )
+        logger.warning(no_lock, path, error.strerror)
 
 
 def _writer(handle: int) -> str:
@@ -441,36 +413,17 @@ def _writer(handle: int) -> str:
     return "another process"
 
 
-def _settle(file: JournalFile, path: Path, run: str) -> None:
-    """Check that the file is a journal of this run, and find its last event."""
-    size = os.fstat(file.handle).st_size
-    if not size:
-        return
-    owner = _owner(path)
-    if owner is not None and owner != run:
-        raise JournalError(
-            f"{path} belongs to the run {printable(owner)} and this run is {printable(run)}: "
-            f"rename the folder back, or move the journal away and this run begins its own"
-        )
-    file.ends_torn = os.pread(file.handle, 1, size - 1) != b"\n"
+def last_event(path: Path, handle: int) -> Event | None:
+    """Return the last event; raise JournalError if the file holds something else."""
     try:
-        file.last = next(_from_end(file.handle), None)
+        for event in _from_end(handle):
+            return event
     except NewerJournal as error:
         raise NewerJournal(f"{path}: {error}") from None
-    if file.last is None:
-        # The last event is far from the end, so read the whole journal.
-        with contextlib.suppress(JournalError):
-            for event in JournalReading(path):
-                file.last = event
-
-
-def _owner(path: Path) -> str | None:
-    """Return the run named at the beginning; raise JournalError if the file is no journal."""
     reading = JournalReading(path)
     try:
-        for number, _ in enumerate(reading):
-            if reading.run is not None or number == JOURNAL_HEAD_LINES:
-                break
+        # The last event is far from the end, or there is none.
+        return collections.deque(reading, maxlen=1).pop()
     except NewerJournal:
         raise
     except JournalError:
@@ -479,7 +432,7 @@ def _owner(path: Path) -> str | None:
             raise JournalError(
                 f"{path} is not a journal of a run, and was not changed: move it away"
             ) from None
-    return reading.run
+    return None
 
 
 def _from_end(handle: int) -> Iterator[Event]:
@@ -495,15 +448,14 @@ def _from_end(handle: int) -> Iterator[Event]:
 
 # Events that are synced to the disk, so that they survive a loss of power.
 SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}
-logger = logging.getLogger(__name__)
 
 
 class Journal:
     """The journal of a run's folder, open for writing by rank 0; other ranks write nothing.
 
     `run` is the name of the run, by default the folder's name. The kernel's lock on the file
-    refuses a second process. A file system without locks gets a warning event instead; lines can't
-    mix on a local disk even then, since each is a single append.
+    refuses a second process. A file system without locks gets a warning instead; lines can't mix on
+    a local disk even then, since each is a single append.
     """
 
     def __init__(
@@ -520,16 +472,28 @@ class Journal:
         self._clock = clock
         # A background save writes its event from its own thread.
         self._mutex = threading.RLock()
-        self._file: JournalFile | None = (
-            open_journal(self.path, run=self.run) if self.writes else None
-        )
-        self._last = self._file.last if self._file else None
+        self._handle: int | None = None
+        self._last: Event | None = None
+        # Whether the last line has no newline: its writer died.
+        self._torn = False
+        if self.writes:
+            self._open()
         self.attempt = self._last.attempt if self._last else 0
         self._begun = False
-        self._torn = self._file is not None and self._file.ends_torn
+        # Whether the last event could not be written.
+        self._is_losing = False
         keep_from_children(self)
-        self._lost = 0
-        self._why = ""
+
+    def _open(self) -> None:
+        handle = open_journal(self.path)
+        try:
+            if size := os.fstat(handle).st_size:
+                self._last = last_event(self.path, handle)
+                self._torn = os.pread(handle, 1, size - 1) != b"\n"
+        except BaseException:
+            close_here(handle)
+            raise
+        self._handle = handle
 
     def __enter__(self) -> "Journal":
         return self
@@ -560,20 +524,16 @@ class Journal:
         step: int,
         *,
         facts: Mapping[str, Any] | None = None,
-        from_run: str | None = None,
         checkpoint: str | None = None,
     ) -> None:
-        """Continue the run from `step` of its own state, or of the state of the run `from_run`."""
-        if self._file and self._last and from_run is None and step > self._last.step:
-            self._file.remarks.append(
-                f"steps {self._last.step + 1} to {step} are not in this journal"
-            )
+        """Continue the run from the state of a step."""
         origin: dict[str, Any] = {"pid": os.getpid()}
-        if from_run is not None:
-            origin["from_run"] = from_run
         if checkpoint is not None:
             origin["checkpoint"] = checkpoint
         self._begin("resume", step, origin | dict(facts or {}))
+        if self._last and step > self._last.step:
+            missing = f"steps {self._last.step + 1} to {step} are not in this journal"
+            self.write("warning", step=step, reason=missing)
 
     def rollback(self, step: int, *, from_step: int, reason: str, **facts: Any) -> None:
         """Record that the run went back from `from_step` to its state at `step`."""
@@ -620,13 +580,13 @@ class Journal:
     def close(self) -> None:
         """Close the file. Write the event `stop` with its reason before this call."""
         with self._mutex:
-            if self._file is not None:
-                close_here(self._file.handle)
-                self._file = None
+            if self._handle is not None:
+                close_here(self._handle)
+                self._handle = None
 
     def leave_behind(self) -> None:
         """Give up the journal in a forked child, because the parent owns it."""
-        self._file = None
+        self._handle = None
 
     def _check_begun(self, kind: str) -> None:
         if self.writes and not self._begun:
@@ -638,8 +598,6 @@ class Journal:
         with self._mutex:
             self._write(kind, step, facts)
             self._begun = True
-            while self._file is not None and self._file.remarks:
-                self._write("warning", step, {"reason": self._file.remarks.pop(0)})
 
     def _write(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         if not self.writes:
@@ -647,7 +605,7 @@ class Journal:
         if type(step) is not int or step < 0:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
         with self._mutex:
-            if self._file is None:
+            if self._handle is None:
                 raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
             attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
             run = self.run if kind in OPENING_EVENT_KINDS else None
@@ -656,27 +614,8 @@ class Journal:
             )
             self.attempt = attempt
 
-            if self._lost and not self._report_lost(step):
-                self._lost += 1
-            elif not self._append(self._file.handle, line):
-                self._lost = 1
-                logger.warning(
-                    "%s: step %d: %s; training goes on without its journal",
-                    self.path,
-                    step,
-                    self._why,
-                )
-            elif kind in SYNCED_EVENT_KINDS:
-                self._force(self._file.handle)
-
-    def _report_lost(self, step: int) -> bool:
-        """Write a warning about lost events; return whether it could be written."""
-        assert self._file is not None
-        facts = {"reason": f"{self._lost} events could not be written: {self._why}"}
-        line = encode_event("warning", facts, time=self._clock(), step=step, attempt=self.attempt)
-        if self._append(self._file.handle, line):
-            self._lost = 0
-        return not self._lost
+            if self._append(self._handle, line) and kind in SYNCED_EVENT_KINDS:
+                self._force(self._handle)
 
     def _append(self, handle: int, line: bytes) -> bool:
         """Write the line with one call, so that lines of other writers can't mix with it.
@@ -686,12 +625,14 @@ class Journal:
         line = b"\n" + line if self._torn else line
         try:
             written = os.write(handle, line)
+            self._torn = written < len(line)
+            why = os.strerror(errno.ENOSPC) if self._torn else ""
         except OSError as error:
-            self._why = error.strerror or str(error)
-            return False
-        self._torn = written < len(line)
-        self._why = os.strerror(errno.ENOSPC) if self._torn else ""
-        return not self._torn
+            why = error.strerror or str(error)
+        if why and not self._is_losing:
+            logger.warning("%s: %s; training goes on without its journal", self.path, why)
+        self._is_losing = bool(why)
+        return not why
 
     def _force(self, handle: int) -> None:
         try:

@@ -327,7 +327,7 @@ def what_is_wrong(
     tensors = {
         name: tensor
         for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
-        if not name.startswith("random.") and name not in by_design
+        if name not in by_design
     }
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
@@ -350,7 +350,7 @@ def nan_by_design(state: SavableState) -> frozenset[str]:
     suspects = {
         name: tensor
         for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
-        if not name.startswith(("random.", "optimizer.", "gradient."))
+        if not name.startswith("optimizer.")
     }
     return frozenset(
         name for name in with_infinite_sum(suspects) if bool(_floats(suspects[name]).isnan().any())

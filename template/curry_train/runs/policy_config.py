@@ -8,13 +8,19 @@ Proof: `python -m pytest tests/runs/test_policy_config.py tests/runs/test_spike.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from ..core.wording import nearest
+from .layout import PARAMETERS_ONLY_METRIC
+
+ConfigT = TypeVar("ConfigT", bound="Retention | PolicyConfig | SpikeConfig")
 
 # Checks of configuration values, with errors that name the key.
+
+# What is accepted, as a test and in words for the error.
+Rule = tuple[Callable[[Any], bool], str]
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -25,10 +31,47 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def whole_from(least: int, more: str = "") -> Rule:
+    return lambda value: is_whole(value, least), f"a whole number from {least}{more}"
+
+
+def one_of(*values: str) -> Rule:
+    words = f"{', '.join(values[:-1])} or {values[-1]}"
+    return lambda value: value in values, words
+
+
+def or_none(rule: Rule, words: str) -> Rule:
+    accepts, _ = rule
+    return lambda value: value is None or accepts(value), words
+
+
 def require(held: bool, key: str, value: Any, wanted: str) -> None:
     """Raise ValueError `{key} must be {wanted}; got {value}` unless `held`."""
     if not held:
         raise ValueError(f"{key} must be {wanted}; got {value!r}")
+
+
+def check_fields(config: Any, rules: Mapping[str, Rule]) -> None:
+    """Raise ValueError for the first field that its rule does not accept."""
+    for name, (accepts, words) in rules.items():
+        value = getattr(config, name)
+        require(accepts(value), name, value, words)
+
+
+def _from_block(kind: type[ConfigT], block: Mapping[str, Any], where: str) -> ConfigT:
+    """Build settings from a block of a configuration; errors name the whole path of a key."""
+    names = [one.name for one in fields(kind)]
+    for key in block:
+        if key not in names:
+            closest = nearest(str(key), names)
+            hint = f"there are {', '.join(names)}"
+            if closest:
+                hint = f"did you mean {where}.{closest}?"
+            raise ValueError(f"{where}.{key} is no key; {hint}")
+    try:
+        return kind(**block)
+    except ValueError as error:
+        raise ValueError(f"{where}.{error}") from error
 
 
 # The `checkpoint:` block of a configuration: how often to save, and how many to keep.
@@ -36,6 +79,13 @@ def require(held: bool, key: str, value: Any, wanted: str) -> None:
 AUTO_INTERVAL = "auto"
 METRIC_DIRECTIONS = ("minimize", "maximize")
 _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
+
+
+RETENTION_RULES = {
+    "rollback_keep": whole_from(1),
+    "recovery_keep": whole_from(1),
+    "keep_every": or_none(whole_from(1), "1 or more, or null for none"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,13 +103,36 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rollback_keep", "recovery_keep"):
-            count = getattr(self, name)
-            require(is_whole(count, 1), name, count, "a whole number from 1")
-        every = self.keep_every
-        require(
-            every is None or is_whole(every, 1), "keep_every", every, "1 or more, or null for none"
-        )
+        check_fields(self, RETENTION_RULES)
+
+
+POLICY_RULES: dict[str, Rule] = {
+    "rollback_every": (
+        lambda value: value in (None, AUTO_INTERVAL) or is_whole(value, 1),
+        f"1 or more, {AUTO_INTERVAL}, or null for never",
+    ),
+    "recovery_every": or_none(whole_from(1), "1 or more, or null for only at the end"),
+    "best_k": whole_from(0, ", 0 for none"),
+    "best_k_metric": (
+        lambda value: (
+            isinstance(value, str)
+            and value != PARAMETERS_ONLY_METRIC
+            and _METRIC_PATTERN.fullmatch(value) is not None
+        ),
+        f"letters, digits and _, such as dev_loss, and not {PARAMETERS_ONLY_METRIC}",
+    ),
+    "best_k_direction": one_of(*METRIC_DIRECTIONS),
+    "retention": (
+        lambda value: isinstance(value, Retention),
+        "a block such as {rollback_keep: 5, recovery_keep: 3}",
+    ),
+    "overhead": (lambda value: is_number(value) and 0 < value <= 1, "above 0, at most 1"),
+    "mean_hours_between_failures": (
+        lambda value: value is None or (is_number(value) and value > 0),
+        "above 0, or null",
+    ),
+    "rollback_parameters_only": (lambda value: isinstance(value, bool), "true or false"),
+}
 
 
 @dataclass(frozen=True)
@@ -86,70 +159,7 @@ class PolicyConfig:
     rollback_parameters_only: bool = False
 
     def __post_init__(self) -> None:
-        self._require_valid_cadence()
-        self._require_valid_best_k()
-        require(
-            isinstance(self.retention, Retention),
-            "retention",
-            self.retention,
-            "a block such as {rollback_keep: 5, recovery_keep: 3}",
-        )
-        require(
-            is_number(self.overhead) and 0 < self.overhead <= 1,
-            "overhead",
-            self.overhead,
-            "above 0, at most 1",
-        )
-        hours = self.mean_hours_between_failures
-        require(
-            hours is None or (is_number(hours) and hours > 0),
-            "mean_hours_between_failures",
-            hours,
-            "above 0, or null",
-        )
-        parameters_only = self.rollback_parameters_only
-        require(
-            isinstance(parameters_only, bool),
-            "rollback_parameters_only",
-            parameters_only,
-            "true or false",
-        )
-
-    def _require_valid_cadence(self) -> None:
-        rollback_every = self.rollback_every
-        require(
-            rollback_every in (None, AUTO_INTERVAL) or is_whole(rollback_every, 1),
-            "rollback_every",
-            rollback_every,
-            f"1 or more, {AUTO_INTERVAL}, or null for never",
-        )
-        recovery_every = self.recovery_every
-        require(
-            recovery_every is None or is_whole(recovery_every, 1),
-            "recovery_every",
-            recovery_every,
-            "1 or more, or null for only at the end",
-        )
-
-    def _require_valid_best_k(self) -> None:
-        require(
-            is_whole(self.best_k, 0), "best_k", self.best_k, "a whole number from 0, 0 for none"
-        )
-        metric = self.best_k_metric
-        require(
-            isinstance(metric, str) and _METRIC_PATTERN.fullmatch(metric) is not None,
-            "best_k_metric",
-            metric,
-            "letters, digits and _, such as dev_loss",
-        )
-        require(metric != "rollback", "best_k_metric", metric, "another name: this one is taken")
-        direction = self.best_k_direction
-        require(
-            direction in METRIC_DIRECTIONS,
-            "best_k_direction",
-            direction,
-            " or ".join(METRIC_DIRECTIONS),
-        )
+        check_fields(self, POLICY_RULES)
 
     @property
     def minimize(self) -> bool:
@@ -161,35 +171,10 @@ class PolicyConfig:
 
         An unknown key raises ValueError with its name.
         """
-        values = _known(cls, block, "checkpoint")
-        if isinstance(values.get("retention"), Mapping):
-            try:
-                values["retention"] = Retention(
-                    **_known(Retention, values["retention"], "checkpoint.retention")
-                )
-            except ValueError as error:
-                raise ValueError(_under("checkpoint.retention", error)) from error
-        try:
-            return cls(**values)
-        except ValueError as error:
-            raise ValueError(_under("checkpoint", error)) from error
-
-
-def _known(kind: type, block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    names = [one.name for one in fields(kind)]
-    for key in block:
-        if key not in names:
-            closest = nearest(str(key), names)
-            hint = f"there are {', '.join(names)}"
-            if closest:
-                hint = f"did you mean {where}.{closest}?"
-            raise ValueError(f"{where}.{key} is no key; {hint}")
-    return dict(block)
-
-
-def _under(where: str, error: ValueError) -> str:
-    message = str(error)
-    return message if message.startswith("checkpoint.") else f"{where}.{message}"
+        if isinstance(block.get("retention"), Mapping):
+            retention = _from_block(Retention, block["retention"], "checkpoint.retention")
+            block = {**block, "retention": retention}
+        return _from_block(cls, block, "checkpoint")
 
 
 # The `spike:` block of a configuration: what a loss spike is, and the reaction to it.
@@ -197,6 +182,22 @@ def _under(where: str, error: ValueError) -> str:
 # The number of losses whose median is the baseline.
 NUM_BASELINE_LOSSES = 16
 Action = Literal["none", "warn", "rollback"]
+
+
+SPIKE_RULES: dict[str, Rule] = {
+    "action": one_of(*get_args(Action)),
+    "window": whole_from(16),
+    "threshold": (lambda value: is_number(value) and value > 0, "above 0"),
+    "least_rise": (lambda value: is_number(value) and 0 <= value < 1, "from 0 to below 1"),
+    "patience": whole_from(1),
+    "attempts": whole_from(1),
+    "lower_rate_steps": whole_from(1),
+    "skip_around": whole_from(0),
+    "lower_rate": (
+        lambda value: value is None or (is_number(value) and 0 < value < 1),
+        "between 0 and 1, or null",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -225,26 +226,7 @@ class SpikeConfig:
     lower_rate_steps: int = 100
 
     def __post_init__(self) -> None:
-        require(self.action in get_args(Action), "action", self.action, "none, warn or rollback")
-        require(is_whole(self.window, 16), "window", self.window, "a whole number from 16")
-        require(
-            is_number(self.threshold) and self.threshold > 0, "threshold", self.threshold, "above 0"
-        )
-        least = self.least_rise
-        require(is_number(least) and 0 <= least < 1, "least_rise", least, "from 0 to below 1")
-        for name in ("patience", "attempts", "lower_rate_steps"):
-            count = getattr(self, name)
-            require(is_whole(count, 1), name, count, "a whole number from 1")
-        require(
-            is_whole(self.skip_around, 0), "skip_around", self.skip_around, "a whole number from 0"
-        )
-        rate = self.lower_rate
-        require(
-            rate is None or (is_number(rate) and 0 < rate < 1),
-            "lower_rate",
-            rate,
-            "between 0 and 1, or null",
-        )
+        check_fields(self, SPIKE_RULES)
 
     @property
     def judges_after(self) -> int:
@@ -258,10 +240,4 @@ class SpikeConfig:
     @classmethod
     def from_config(cls, block: Mapping[str, Any]) -> "SpikeConfig":
         """Build the settings from a mapping, such as a block of a YAML file."""
-        names = [one.name for one in fields(cls)]
-        if unknown := [str(key) for key in block if key not in names]:
-            raise ValueError(f"spike.{unknown[0]} is no key; there are {', '.join(names)}")
-        try:
-            return cls(**block)
-        except ValueError as error:
-            raise ValueError(f"spike.{error}") from error
+        return _from_block(cls, block, "spike")

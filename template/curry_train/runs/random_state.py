@@ -14,13 +14,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..core.rerun import generator_states, set_generator_states
 from .ranks import DamagedCheckpoint
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
@@ -30,77 +29,48 @@ logger = logging.getLogger(__name__)
 CUDA_STATE_BYTES = 16
 
 
-@dataclass(frozen=True)
-class RandomState:
-    """The state of all generators at one moment."""
-
-    # The state of torch's generators, by name.
-    tensors: Mapping[str, Tensor]
-    # The state of the other generators.
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> RandomState:
-    """Return the current state of every generator."""
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            tensors[f"cuda-{index}"] = torch.cuda.get_rng_state(index)
-    for name, generator in (generators or {}).items():
-        tensors[f"generator-{name}"] = generator.get_state()
-
-    values: dict[str, Any] = {"python": random.getstate()}
-    if "numpy" in sys.modules:
-        values["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
-    return RandomState(tensors, values)
+def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+    """Return the current state of every generator, by name."""
+    own = {f"generator-{name}": one.get_state() for name, one in (generators or {}).items()}
+    return generator_states() | own
 
 
 def restore_random_state(
-    state: RandomState, generators: Mapping[str, torch.Generator] | None = None
+    states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
 ) -> list[str]:
     """Restore every generator; return a note for each one that could not be restored."""
     notes = []
-    own = generators or {}
-    for name, saved in state.tensors.items():
-        kind, _, key = name.partition("-")
-        if kind == "torch":
-            torch.set_rng_state(saved)
-        elif kind == "generator" and key in own:
-            own[key].set_state(saved)
-        elif kind == "cuda" and torch.cuda.is_available() and int(key) < torch.cuda.device_count():
-            torch.cuda.set_rng_state(saved, int(key))
-        else:
+    own = {f"generator-{name}": one for name, one in (generators or {}).items()}
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    known = {"torch", "python", "numpy", *(f"cuda-{index}" for index in range(num_devices))}
+    for name, state in states.items():
+        if name in own:
+            own[name].set_state(state)
+        elif name not in known:
             notes.append(f"the generator {name} was saved, but does not exist here")
-
     for name in own:
-        if f"generator-{name}" not in state.tensors:
-            notes.append(f"the generator {name} was not saved")
-
-    if "python" in state.values:
-        random.setstate(state.values["python"])
-    if "numpy" in state.values:
-        import numpy
-
-        numpy.random.set_state(state.values["numpy"])
-    elif "numpy" in sys.modules:
+        if name not in states:
+            shown = name.removeprefix("generator-")
+            notes.append(f"the generator {shown} was not saved")
+    set_generator_states({name: state for name, state in states.items() if name in known})
+    if "numpy" in sys.modules and "numpy" not in states:
         notes.append("numpy's generator was not saved: numpy was not imported at the save")
     return notes
 
 
-def check_random_state(state: RandomState) -> None:
-    """Raise DamagedCheckpoint if the generators would refuse this state; no generator changes."""
+def check_random_state(states: Any) -> None:
+    """Raise DamagedCheckpoint if the generators would refuse these states; none changes."""
     try:
-        for name, tensor in state.tensors.items():
-            if name.startswith("cuda-") and tensor.shape != (CUDA_STATE_BYTES,):
-                raise ValueError(f"{name} has the shape {list(tensor.shape)}")
-        torch.Generator().set_state(state.tensors["torch"])
-        if "python" in state.values:
-            random.Random().setstate(state.values["python"])
-        if "numpy" in state.values:
+        for name, state in states.items():
+            if name.startswith("cuda-") and state.shape != (CUDA_STATE_BYTES,):
+                raise ValueError(f"{name} has the shape {list(state.shape)}")
+        torch.Generator().set_state(states["torch"])
+        random.Random().setstate(states["python"])
+        if "numpy" in states:
             import numpy
 
-            numpy.random.RandomState().set_state(state.values["numpy"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            numpy.random.RandomState().set_state(states["numpy"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
             f"the saved random state can't be restored ({type(error).__name__}: {error})"
         ) from error
@@ -126,13 +96,13 @@ def restore_threads(saved: int, *, may_restore: bool = True) -> str:
 
 
 def seed_new_rank(
-    state: RandomState, rank: int, generators: Mapping[str, torch.Generator] | None = None
+    states: Mapping[str, Any], rank: int, generators: Mapping[str, torch.Generator] | None = None
 ) -> None:
     """Seed the generators of a rank that did not exist at the save.
 
     The seed comes from the state of the first rank and this rank's number.
     """
-    first_state = state.tensors["torch"].numpy().tobytes()
+    first_state = states["torch"].numpy().tobytes()
     digest = hashlib.sha256(first_state + rank.to_bytes(8, "big")).digest()
     seed = int.from_bytes(digest[:8], "big") >> 1
 
@@ -165,19 +135,16 @@ class DataPosition:
     def __init__(self) -> None:
         self.epoch = 0
         self.batch = 0
-        self.began: RandomState | None = None
+        # The generators' states where the pass began.
+        self.began: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        began = None
-        if self.began is not None:
-            began = {"tensors": dict(self.began.tensors), "values": dict(self.began.values)}
-        return {"epoch": self.epoch, "batch": self.batch, "began": began}
+        return {"epoch": self.epoch, "batch": self.batch, "began": self.began}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        began = state["began"]
         self.epoch = state["epoch"]
         self.batch = state["batch"]
-        self.began = None if began is None else RandomState(began["tensors"], began["values"])
+        self.began = state["began"]
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch

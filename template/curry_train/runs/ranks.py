@@ -10,9 +10,11 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py
 import contextlib
 import datetime
 import pickle
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -49,6 +51,25 @@ class HostileCheckpoint(DamagedCheckpoint):
 
 class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
+
+
+def report_in_one_line() -> None:
+    """Print these errors without a traceback where a script does not catch them.
+
+    Their message says what to do next; other errors are printed as before.
+    """
+    before = sys.excepthook
+    if getattr(before, "reports_in_one_line", False):
+        return
+
+    def report(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
+        if isinstance(error, RunError | StateMismatch):
+            print(f"{kind.__name__}: {error}", file=sys.stderr)
+        else:
+            before(kind, error, at)
+
+    vars(report)["reports_in_one_line"] = True
+    sys.excepthook = report
 
 
 # Decisions of the ranks that save and load together.

@@ -28,7 +28,6 @@ from .optimizer_state import (
     split_ties,
 )
 from .random_state import (
-    RandomState,
     check_random_state,
     restore_random_state,
     restore_threads,
@@ -139,9 +138,8 @@ REQUIRED_VALUES: dict[str, type | None] = {
     "parts": dict,
 }
 # Prefixes of the names of saved tensors.
-RANDOM_PREFIX = "random."
 PART_PREFIX = "part."
-UNMATCHED_PREFIXES = (RANDOM_PREFIX, PART_PREFIX, "rank-")
+UNMATCHED_PREFIXES = (PART_PREFIX, "rank-")
 
 
 class TrainingState:
@@ -183,7 +181,7 @@ class TrainingState:
         self.generators = dict(generators or {})
         self.step = 0
         self.position = 0
-        self._random: tuple[RandomState, bool] | None = None
+        self._random: tuple[Mapping[str, Any], bool] | None = None
 
     def snapshot(self) -> Snapshot:
         """Return the current state; only tensors that a forward pass may change are copied.
@@ -200,7 +198,8 @@ class TrainingState:
             optimizers.append(one.take(tensors))
             copied |= {entry.name for entry in references(optimizers[-1]["groups"])} - set(own)
         parts, own_parts, of_parts = self._part_states(ranks.rank, tensors)
-        random = take_random_state(self.generators)
+        place = Place("the generators", f"rank-{ranks.rank}.random")
+        random = encode(take_random_state(self.generators), place, tensors)
 
         taken = {
             name: tensor.clone() if name in copied or name in of_parts else tensor
@@ -209,8 +208,6 @@ class TrainingState:
         for name in own.keys() & set(self._buffer_names()) if ranks.rank else ():
             if _is_whole(taken[name]):
                 taken[f"rank-{ranks.rank}.{name}"] = taken[name]
-        for name, tensor in random.tensors.items():
-            taken[f"{RANDOM_PREFIX}{name}.rank-{ranks.rank}"] = tensor
 
         values = {
             "step": self.step,
@@ -224,7 +221,7 @@ class TrainingState:
         }
         if self.base is not None:
             values["base"] = self.base.content()
-        rank_values = {"random": random.values, "parts": own_parts}
+        rank_values = {"random": random, "parts": own_parts}
         return Snapshot(taken, values, rank_values, ties, tensors.inline, self.optimizers)
 
     def _part_states(
@@ -329,10 +326,7 @@ class TrainingState:
             if name in load.parts:
                 load.require_same(f"{place.name}/", load.parts[name], held.by_name)
         load.add_new([load.parts[name] for name in self.parts if name in load.parts], held.by_name)
-        suffix = f".rank-{load.source_rank}"
-        for name, facts in load.contents.tensors.items():
-            if name.startswith(RANDOM_PREFIX) and name.endswith(suffix):
-                load.new[name] = torch.empty(facts.shape, dtype=facts.dtype)
+        load.add_new(load.contents.rank_values[load.source_rank]["random"])
 
     def _prepare(self, load: "_Load") -> None:
         """Read everything but the tensors that are filled in place, and load the parts.
@@ -351,7 +345,8 @@ class TrainingState:
         fitting = {name.removeprefix(MODEL_PREFIX) for name in load.fitting}
         for optimizer, saved in zip(load.states, load.optimizers, strict=True):
             load.read.append(optimizer.read(saved, tensors, fitting))
-        load.random = _random_state_of(load.contents, load.new, load.source_rank)
+        content = load.contents.rank_values[load.source_rank]["random"]
+        load.random = decode(content, tensors)
         check_random_state(load.random)
 
         # What shares its memory with the model or an optimizer is loaded once that is filled.
@@ -700,16 +695,6 @@ def _is_of_rank(own: Any) -> bool:
     if type(own) is not dict or type(own.get("random")) is not dict:
         return False
     return type(own.get("parts")) is dict
-
-
-def _random_state_of(contents: Contents, filled: Mapping[str, Tensor], rank: int) -> RandomState:
-    suffix = f".rank-{rank}"
-    tensors = {
-        name.removeprefix(RANDOM_PREFIX).removesuffix(suffix): tensor
-        for name, tensor in filled.items()
-        if name.startswith(RANDOM_PREFIX)
-    }
-    return RandomState(tensors, contents.rank_values[rank]["random"])
 
 
 def _describe(report: LoadReport) -> str:

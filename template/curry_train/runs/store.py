@@ -114,18 +114,8 @@ class Writing:
         """The live tensors that this rank writes."""
         return self._layout.tensors
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
     def write(self, tensors: Sequence[Tensor] | None = None) -> RankFiles:
         """Write this rank's files, from the live tensors or from copies of them."""
-        free = self.files.free_bytes()
-        if free < self.num_bytes:
-            raise SaveError(
-                f"{self.files.location('')} has {free:,} bytes left, but the save needs "
-                f"{self.num_bytes:,}: free some space, or keep fewer checkpoints"
-            )
         return self._layout.write(self.tensors if tensors is None else tensors)
 
     def commit(self, parts: list[RankFiles]) -> Manifest:
@@ -578,9 +568,12 @@ class Store(SavedRun):
         remaining = "nothing else is saved"
         if newest:
             remaining = f"the newest intact checkpoint is step {newest.step} ({newest.kind})"
+        advice = ""
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "; free some space, or keep fewer checkpoints"
         return (
             f"{folder} in {self.files.location('')} was not saved: "
-            f"{error or type(error).__name__}; {remaining}"
+            f"{error or type(error).__name__}; {remaining}{advice}"
         )
 
     def branch(self, after: int, *, at_once: bool = False) -> None:
