@@ -242,15 +242,6 @@ def test_starting_a_new_run_in_the_folder_of_another_fails_before_deleting(tmp_p
     assert SavedRun(tmp_path).latest().step == 4
 
 
-def test_wrong_keys_are_named_before_anything_is_written(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"checkpoint.rolback_every is no key; did you mean checkpoint.rollback_every",
-    ):
-        attach(tmp_path / "run", rolback_every=3)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
     """Refuse it, because it would restart at each resume without an error."""
     model = nn.Linear(2, 1)

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from warm_python import warm_python
 from curry_train.cli.main import main
 from curry_train.cli.runs_diff import difference
 from curry_train.runs import saving
-from curry_train.runs.history import peak_bytes, read_history
+from curry_train.runs.history import read_history
 
 
 def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
@@ -123,28 +122,6 @@ def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_pat
     ]
 
 
-def test_the_peak_and_the_time_of_each_step_are_recorded(tmp_path):
-    train(tmp_path / "run", steps=4)
-    steps = read_history(tmp_path / "run").steps.values
-    assert min(steps["peak_bytes"]) > 50 * 2**20  # torch alone takes more memory
-    assert list(steps["peak_bytes"]) == sorted(steps["peak_bytes"])
-    assert all(0 < taken < 60 for taken in steps["seconds"])
-
-
-def test_the_peak_is_that_of_the_process_and_not_of_its_parent():
-    call = (
-        "import torch; from curry_train.runs.history import peak_bytes; "
-        "print(peak_bytes(torch.device('cpu')))"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
-    held = torch.ones(2**28, dtype=torch.uint8)
-    child = subprocess.run(
-        [sys.executable, "-c", call], env=environment, capture_output=True, text=True, check=True
-    )
-    assert held.nbytes < peak_bytes(torch.device("cpu"))
-    assert 2**20 < int(child.stdout) < peak_bytes(torch.device("cpu"))
-
-
 def test_a_journal_needs_the_losses(tmp_path):
     with pytest.raises(
         ValueError, match=re.escape("call run.step(loss=loss), or leave journal out")
@@ -178,15 +155,6 @@ def test_a_signal_ends_a_loop_in_a_with_statement_with_the_same_status(tmp_path)
     assert [(line["step"], line["reason"]) for line in lines if line["kind"] == "stop"] == [
         (1, "SIGTERM")
     ]
-
-
-def test_closing_inside_a_with_statement_closes_once(tmp_path):
-    model = nn.Linear(2, 1)
-    with saving(model, runs=tmp_path / "run", journal=True) as run:
-        for row in run.batches(torch.ones(3, 2)):
-            run.step(loss=model(row).sum())
-        run.close()
-    assert len(read_history(tmp_path / "run").marks["stop"].step) == 1
 
 
 def test_an_error_in_the_loop_is_the_last_event(tmp_path):

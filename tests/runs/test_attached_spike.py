@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import SpikeNotRecovered, saving
 from curry_train.runs.history import read_history
-from curry_train.runs.spike import SpikeWatchdog
 
 BAD = range(90, 96)  # indices of drawn batches; an epoch has 40
 EPOCHS, BATCHES = 4, 40
@@ -174,50 +173,6 @@ def test_a_loss_that_is_nan_causes_a_rollback_at_once(tmp_path):
     statuses, _ = started_again(tmp_path / "run", bad=[70], wrong=float("nan"))
     assert statuses == [75]
     assert events(tmp_path / "run")[1]["step"] == 71
-
-
-def test_action_warn_warns_and_trains_on(tmp_path, caplog):
-    steps, *_ = train(tmp_path / "run", spike={"patience": 2})
-    assert steps == EPOCHS * BATCHES
-    assert "spike: loss" in caplog.text
-    assert "action" in caplog.text
-    assert [event["kind"] for event in events(tmp_path / "run")] == ["start", "spike", "stop"]
-
-
-def test_a_watchdog_can_be_turned_on_and_off_between_resumes(tmp_path):
-    model = nn.Linear(2, 1)
-    for steps, spike in ((3, None), (6, BACK), (9, None)):
-        with saving(model, runs=tmp_path / "run", spike=spike) as run:
-            for row in run.batches(torch.ones(steps, 2)):
-                run.step(loss=model(row).sum())
-        assert run.steps == steps
-
-
-def test_a_checkpoint_without_watchdog_state_can_be_resumed(tmp_path):
-    model = nn.Linear(2, 1)
-    with saving(model, runs=tmp_path / "run") as run:
-        run.state.parts = {
-            name: part
-            for name, part in run.state.parts.items()
-            if not isinstance(part, SpikeWatchdog)
-        }
-        for row in run.batches(torch.ones(3, 2)):
-            run.step(loss=model(row).sum())
-    with saving(model, runs=tmp_path / "run", spike=BACK) as run:
-        assert run.steps == 3
-
-
-def test_steps_after_the_loop_over_batches_are_counted(tmp_path):
-    """Accept the last window of an epoch, which may be short."""
-    model = nn.Linear(2, 1)
-    with saving(model, runs=tmp_path / "run", spike=BACK) as run:
-        for _ in run.epochs(range(2)):
-            for number, row in enumerate(run.batches(torch.ones(5, 2)), start=1):
-                loss = model(row).sum()
-                if number % 2 == 0:
-                    run.step(loss=loss)
-            run.step(loss=loss)
-    assert run.steps == 6
 
 
 def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(tmp_path, caplog):

@@ -216,16 +216,3 @@ def test_a_new_run_from_the_best_parameters_takes_batches(tmp_path):
     with saving(nn.Linear(2, 1), runs=tmp_path / "third", resume=best, **by_loss) as run:
         assert run.continues(until=3)
         assert run.steps == 0
-
-
-def test_the_configuration_is_in_the_journal_and_in_every_state(tmp_path):
-    config = {"mine": 3}
-    options = {"stream": Rows(), "journal": True}
-    with saving(nn.Linear(2, 1), runs=tmp_path / "run", config=config, **options) as run:
-        run.step(loss=1.0, dev_loss=0.5)
-    start = lines_of(tmp_path / "run")[0]
-    assert start["config"] == {"mine": 3}
-    evaluation = events(tmp_path / "run", "eval")[0]
-    assert (evaluation["metric"], evaluation["value"]) == ("dev_loss", 0.5)
-    with saving(nn.Linear(2, 1), runs=tmp_path / "run", config={"mine": 4}, **options) as run:
-        assert "the configuration differs in mine: 3 -> 4" in run.resumed.words

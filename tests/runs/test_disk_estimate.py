@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from curry_train.cli.main import main
-from curry_train.runs.policy_config import PolicyConfig, Retention
+from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.retention import BYTES_PER_GB, estimate_disk
 
 SEVEN = 7 * 10**9
@@ -30,13 +30,6 @@ def test_7b_keeps_756_gb_and_not_924_because_best_k_is_parameters_only():
     assert found.to_json() == {"parameters": SEVEN, "dtype": "float32", **facts}
 
 
-def test_bfloat16_has_a_master_copy_unless_it_is_pure():
-    assert estimate_disk(SEVEN, dtype="bfloat16").checkpoint == 98 * BYTES_PER_GB
-    assert estimate_disk(SEVEN, dtype="bfloat16").best == 14 * BYTES_PER_GB
-    assert estimate_disk(SEVEN, dtype="bfloat16-pure").checkpoint == 42 * BYTES_PER_GB
-    assert estimate_disk(SEVEN, state_bytes_per_parameter=8).checkpoint == 56 * BYTES_PER_GB
-
-
 def test_above_10_gb_parameters_only_rollbacks_are_proposed_with_their_price():
     assert estimate_disk(833_000_000).advice == ()
     message = " ".join(estimate_disk(SEVEN).advice)
@@ -46,11 +39,6 @@ def test_above_10_gb_parameters_only_rollbacks_are_proposed_with_their_price():
     taken = estimate_disk(SEVEN, PolicyConfig(rollback_parameters_only=True))
     assert taken.total == 476 * BYTES_PER_GB
     assert "rollback_parameters_only" not in " ".join(taken.advice)
-
-
-def test_kinds_that_are_off_take_no_space():
-    config = PolicyConfig(rollback_every=None, best_k=0, retention=Retention(recovery_keep=2))
-    assert estimate_disk(SEVEN, config).total == 168 * BYTES_PER_GB
 
 
 def test_wrong_input_is_named():

@@ -8,33 +8,14 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
-from journals import clock, facts, lines_of, plant, plant_eventful
+from journals import clock, lines_of, plant
 from tree import ROOT
 
 from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal, JournalError, JournalReading, NewerJournal
 from curry_train.runs.ranks import LockedRun
-
-COMMON = ["v", "time", "step", "attempt", "kind"]
-
-
-def test_every_event_has_its_time_step_attempt_and_kind(tmp_path):
-    lines = lines_of(plant_eventful(tmp_path / "run-001"))
-    assert all(list(line)[:5] == COMMON and line["v"] == 1 for line in lines)
-    assert [line["attempt"] for line in lines] == sorted(line["attempt"] for line in lines)
-    opened = [
-        (line["kind"], line["attempt"], line["step"]) for line in lines if line["kind"] in OPENING
-    ]
-    assert opened == [("start", 1, 0), ("rollback", 2, 10), ("resume", 3, 20)]
-    assert {line["run"] for line in lines if line["kind"] in ("start", "resume")} == {"run-001"}
-    assert lines[0]["config"]["optimizer"]["learning_rate"] == 3e-3
-    assert lines[0]["pid"] == os.getpid()
-
-
-OPENING = ("start", "resume", "rollback")
 
 
 def test_a_step_is_on_the_disk_when_the_call_returns(tmp_path):
@@ -65,25 +46,6 @@ def test_a_step_is_on_the_disk_when_the_call_returns(tmp_path):
                 "peak_bytes": 9,
                 "epoch": 0,
             }
-
-
-def test_each_line_is_one_write_at_the_end_of_the_file(tmp_path, monkeypatch):
-    """Write by single appends, which keep the lines of two writers apart without a lock."""
-    real, written = os.write, []
-    with Journal(tmp_path) as journal:
-        assert os.get_blocking(journal._handle)
-        import fcntl
-
-        assert fcntl.fcntl(journal._handle, fcntl.F_GETFL) & os.O_APPEND
-        monkeypatch.setattr(
-            os, "write", lambda handle, data: written.append(data) or real(handle, data)
-        )
-        journal.start(facts=facts())
-        journal.step(1, loss=1.0, learning_rate=1.0)
-        journal.write("spike", step=1, reason="x" * 100_000)
-        monkeypatch.undo()
-    assert len(written) == 3
-    assert b"".join(written) == (tmp_path / "journal.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -142,30 +104,6 @@ def test_an_event_before_the_run_or_after_the_end_is_an_error(tmp_path):
         journal.start()
     with pytest.raises(JournalError, match="is closed: stop of step 1"):
         journal.write("stop", step=1, reason="late")
-
-
-def test_ranks_other_than_the_first_write_nothing(tmp_path):
-    with Journal(tmp_path, rank=0) as first, Journal(tmp_path, rank=1) as second:
-        for journal in (first, second):
-            journal.start(facts=facts())
-            journal.step(1, loss=1.0, learning_rate=1.0)
-            journal.rollback(0, from_step=1, reason="x")
-            journal.write("stop", step=1, reason="steps")
-    assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "step", "rollback", "stop"]
-
-
-def test_threads_of_a_run_do_not_mix_their_lines(tmp_path):
-    with Journal(tmp_path) as journal:
-        journal.start()
-
-        def save(number):
-            for step in range(200):
-                journal.write("save", step=step, checkpoint=f"{number}" * 300)
-
-        threads = [threading.Thread(target=save, args=(number,)) for number in range(4)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
-    assert len(lines_of(tmp_path)) == 801
 
 
 HOLDER = """

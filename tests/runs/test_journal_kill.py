@@ -14,7 +14,7 @@ import pytest
 from journals import clock, facts, lines_of, plant, train
 from tree import ROOT
 
-from curry_train.runs.journal import LONGEST_LINE_BYTES, Journal, JournalError, JournalReading
+from curry_train.runs.journal import Journal, JournalError, JournalReading
 
 
 def test_a_journal_cut_at_any_byte_of_its_last_lines_is_continued(tmp_path):
@@ -58,28 +58,6 @@ def test_a_journal_cut_in_its_first_line_starts_again(tmp_path):
         lines = lines_of(tmp_path / "run")
         assert [line["kind"] for line in lines] == ["start"], length
         assert lines[0]["attempt"] == 1
-
-
-def test_a_tail_of_zeros_is_one_line_that_is_skipped(tmp_path):
-    """Plant a tail of zeros, which some file systems leave after a loss of power."""
-    path = plant(tmp_path / "run") / "journal.jsonl"
-    path.write_bytes(path.read_bytes() + b"\0" * 4096)
-    with Journal(tmp_path / "run") as journal:
-        journal.resume(20)
-    reading = JournalReading(tmp_path / "run")
-    assert [event.kind for event in reading][-1] == "resume"
-    assert reading.num_damaged == 1
-
-
-def test_a_tail_that_is_not_a_journal_line_is_kept(tmp_path):
-    path = plant(tmp_path / "run") / "journal.jsonl"
-    path.write_bytes(path.read_bytes() + b"x" * (3 * LONGEST_LINE_BYTES))
-    with Journal(tmp_path / "run") as journal:
-        journal.resume(20)
-    reading = JournalReading(tmp_path / "run")
-    events = list(reading)
-    assert (events[-1].kind, events[-1].attempt, reading.num_damaged) == ("resume", 2, 1)
-    assert path.stat().st_size > 3 * LONGEST_LINE_BYTES
 
 
 WRITER = """
@@ -134,12 +112,6 @@ def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
         assert journal.attempt == 3
         train(journal, range(21, 23))
     assert [event.attempt for event in JournalReading(folder)][-1] == 3
-
-
-def test_a_journal_without_a_valid_line_is_refused(tmp_path):
-    (tmp_path / "journal.jsonl").write_bytes(b"\xff\n" * 3)
-    with pytest.raises(JournalError, match="is not a journal of a run, and was not changed"):
-        Journal(tmp_path)
 
 
 def test_a_forked_child_that_outlives_the_run_does_not_keep_its_journal(tmp_path):

@@ -17,8 +17,6 @@ from tree import ROOT
 from curry_train.runs.journal import (
     JOURNAL_HEAD_LINES,
     LONGEST_LINE_BYTES,
-    MOST_DESCRIBED_LINES,
-    Event,
     Journal,
     JournalError,
     JournalReading,
@@ -41,15 +39,6 @@ def good(step=1, **facts):
 def read(path):
     reading = JournalReading(path)
     return list(reading), reading
-
-
-def test_a_line_is_read_back_as_it_was_written():
-    line = encode_event(
-        "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}, **AT
-    )
-    assert parse_event(line, line=7) == Event(
-        7, 1.5, 3, 2, "save", {"checkpoint": "rollback/step-00000003.dcp", "of": [1, {"a": None}]}
-    )
 
 
 def test_a_line_with_nan_or_infinity_is_valid_json():
@@ -87,15 +76,6 @@ def test_a_line_accepts_numbers_of_torch_and_numpy_and_refuses_other_objects():
         encode_event("step", {"x": loop}, **AT)
 
 
-def test_a_line_that_no_reader_accepts_is_not_written():
-    with pytest.raises(
-        ValueError, match=f"takes .* bytes, and the limit is {LONGEST_LINE_BYTES - 1}: shorten"
-    ):
-        encode_event("start", {"config": "x" * LONGEST_LINE_BYTES}, **AT)
-    with pytest.raises(ValueError, match="can't have facts called attempt, run: rename them"):
-        encode_event("step", {"attempt": 3, "run": "x"}, **AT)
-
-
 @pytest.mark.parametrize(
     ("line", "why"),
     [
@@ -128,14 +108,6 @@ def test_damage_in_the_middle_is_reported_with_its_line_and_the_rest_is_read(tmp
     events, reading = read(path)
     assert [(event.line, event.step) for event in events] == [(1, 1), (2, 2), (4, 4)]
     assert (reading.num_damaged, [tuple(each) for each in reading.damaged]) == (1, [(3, why)])
-
-
-def test_many_damaged_lines_are_counted_and_not_stored(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(good(1) + b"garbage\n" * 5000 + good(2))
-    events, reading = read(path)
-    assert [event.line for event in events] == [1, 5002]
-    assert (reading.num_damaged, len(reading.damaged)) == (5000, MOST_DESCRIBED_LINES)
 
 
 def test_an_unfinished_last_line_of_a_running_run_is_not_damage(tmp_path):
@@ -182,12 +154,6 @@ def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
         match=r"journal\.jsonl: line 2 was written by a newer version .*\(journal version 2;",
     ):
         read(path)
-
-
-def test_a_reading_can_be_read_again(tmp_path):
-    reading = JournalReading(plant(tmp_path / "run"))
-    assert len(list(reading)) == len(list(reading)) == reading.num_events == 24
-    assert reading.run == "run"
 
 
 def test_a_missing_journal_is_an_error(tmp_path):

@@ -17,7 +17,6 @@ from curry_train.runs.random_state import (
     generators_of,
     inexact,
     restore_random_state,
-    restore_threads,
     seed_new_rank,
     take_random_state,
 )
@@ -60,27 +59,6 @@ def test_a_new_rank_draws_its_own_numbers_and_the_same_ones_each_time():
     assert all(len({*drawn}) == 3 for drawn in zip(*columns, strict=True))
 
 
-@pytest.fixture
-def two_cores(monkeypatch):
-    """Let torch compute with one thread of two."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("saved", "may_restore", "threads"), [(2, True, 2), (3, True, 1), (0, True, 1), (2, False, 1)]
-)
-def test_threads_are_those_of_the_save_where_the_machine_has_them(
-    saved, may_restore, threads, two_cores
-):
-    note = restore_threads(saved, may_restore=may_restore)
-    assert torch.get_num_threads() == threads
-    assert f"saved with {saved} threads, but 1 are set" in note or threads == saved
-
-
 SAMPLES = range(10)
 LOADERS = {
     "own generator": lambda own: DataLoader(SAMPLES, 2, shuffle=True, generator=own),
@@ -119,20 +97,6 @@ def test_a_pass_goes_on_with_the_batches_that_are_left(name):
     assert again.state_dict() == {"epoch": 5, "batch": 0, "began": None}
     again.batch = 3
     assert len([*again.iterator([1, 2, 3], {})]) == 3
-
-
-def test_the_generators_of_a_loader_are_found_once_each():
-    own = [generator() for _ in range(4)]
-    inner = SimpleNamespace(generator=own[3])
-    loader = SimpleNamespace(
-        generator=own[0],
-        sampler=SimpleNamespace(generator=own[1]),
-        batch_sampler=SimpleNamespace(generator=own[2], sampler=inner),
-    )
-    names = ["loader", "sampler", "batch-sampler", "inner-sampler"]
-    assert generators_of(loader) == dict(zip(names, own, strict=True))
-    assert [*generators_of(SimpleNamespace(generator=own[0], sampler=loader))] == ["loader"]
-    assert generators_of([1, 2]) == {}
 
 
 @pytest.mark.parametrize(

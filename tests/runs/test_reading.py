@@ -33,14 +33,6 @@ def saved(folder):
     return Files(folder)
 
 
-def test_a_checkpoint_is_held_until_its_last_reader_is_done(tmp_path):
-    files = saved(tmp_path)
-    with reading(files, FOLDER), reading(files, FOLDER) as held:
-        assert held
-        assert is_being_read(files, FOLDER)
-    assert not is_being_read(files, FOLDER)
-
-
 def test_a_reader_in_another_process_holds_it_until_it_is_killed(tmp_path):
     files = saved(tmp_path)
     command = [sys.executable, "-c", HOLD, str(tmp_path), FOLDER]
@@ -56,13 +48,6 @@ def test_a_reader_in_another_process_holds_it_until_it_is_killed(tmp_path):
         assert is_being_read(files, FOLDER)
         process.kill()
     assert not is_being_read(files, FOLDER)
-
-
-def test_missing_checkpoints_are_not_held(tmp_path):
-    files = saved(tmp_path)
-    with reading(files, "rollback/step-00000002.dcp") as held:
-        assert not held
-    assert not is_being_read(files, "rollback/step-00000002.dcp")
 
 
 def test_nothing_is_written_by_a_reader(tmp_path):

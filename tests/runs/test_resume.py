@@ -64,12 +64,6 @@ def test_a_resume_word_selects_its_checkpoint(run, what, folder):
         assert "parameters only" in resumed.words
 
 
-def test_a_checkpoint_of_another_run_is_found(run, tmp_path):
-    with Store(tmp_path / "own") as own:
-        assert load_chosen(own, new_state(1), f"{run[0]}@10").saved.step == 10
-        assert own.latest() is None
-
-
 def test_best_by_the_direction_of_the_configuration(run):
     found = choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_direction="maximize"))
     assert [one.step for one in found.candidates] == [9, 50]
@@ -90,11 +84,6 @@ def test_damaged_checkpoints_are_skipped_and_reported(run, hard, caplog):
     assert "another hash" in resumed.words
     assert ("its save was not finished" in resumed.words) == hard
     assert "skipped a damaged checkpoint" in caplog.text
-
-
-def test_a_damaged_recovery_leaves_the_rollback_of_its_step(run):
-    damage(run[0] / "recovery/step-00000010.dcp")
-    assert load_chosen(run[0], new_state(1), 10).saved.folder == "rollback/step-00000010.dcp"
 
 
 def test_damage_older_than_the_loaded_checkpoint_is_not_reported(run):

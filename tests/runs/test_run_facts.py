@@ -11,8 +11,7 @@ import sys
 import pytest
 import torch
 
-from curry_train.runs import history
-from curry_train.runs.history import git_state, package_versions, run_facts
+from curry_train.runs.history import git_state, run_facts
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
@@ -81,30 +80,3 @@ def test_a_missing_revision_is_recorded_with_the_reason(tmp_path):
     assert git_state(tmp_path) == {"revision": None, "why": "no git repository"}
     git(tmp_path, "init", "-q")
     assert git_state(tmp_path) == {"revision": None, "why": "nothing was committed yet"}
-
-
-@pytest.mark.parametrize(
-    ("error", "why"),
-    [
-        (FileNotFoundError("git"), "git is not installed"),
-        (subprocess.TimeoutExpired("git", 10), "git took longer than 10 seconds"),
-        (
-            subprocess.CalledProcessError(
-                128, "git", stderr=b"fatal: dubious ownership in /home/a"
-            ),
-            "git exited with 128",
-        ),
-    ],
-)
-def test_a_git_that_hangs_does_not_stop_training(tmp_path, monkeypatch, error, why):
-    def fail(*words):
-        raise error
-
-    monkeypatch.setattr(history, "_git", fail)
-    assert git_state(tmp_path) == {"revision": None, "why": why}
-
-
-def test_packages_have_one_version_each():
-    found = package_versions()
-    assert list(found) == sorted(found)
-    assert {"torch", "numpy", "click"} <= set(found)

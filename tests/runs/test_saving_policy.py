@@ -9,10 +9,9 @@ from collections import namedtuple
 
 import pytest
 import torch
-from store_models import CountedFiles, equal, new_state, tensors_of, train
+from store_models import new_state, train
 
-from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
-from curry_train.runs.lock import reading
+from curry_train.runs import BackgroundSaver, SavedRun, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.resume import NothingSaved, load_chosen
@@ -52,18 +51,6 @@ def test_cadences_retention_and_what_after_step_returns(tmp_path):
     assert SavedRun(tmp_path).latest().step == 20
 
 
-def test_a_step_of_two_kinds_is_written_once(tmp_path):
-    state, created = new_state(), []
-    train(state, 6)
-    with Store(tmp_path / "one") as store:
-        one = store.save("rollback", 6, state).num_bytes
-    files = CountedFiles(tmp_path / "two", ask=created.append)
-    with Store(tmp_path / "two", files=files) as store, SavingPolicy(store, OFTEN) as policy:
-        saved = policy.after_step(6, state, {"loss": 1.0})
-    assert [each.kind for each in saved] == ["recovery"]
-    assert sum(path.stat().st_size for path in (tmp_path / "two").rglob("*.distcp")) <= one
-
-
 def test_nan_is_saved_neither_as_latest_nor_as_best_and_deletes_nothing(tmp_path):
     state = new_state()
     dev = {4: 0.5, 8: math.nan, 10: 0.1, 12: 0.2}
@@ -80,48 +67,6 @@ def test_nan_is_saved_neither_as_latest_nor_as_best_and_deletes_nothing(tmp_path
     )
     assert policy.notes[0] == "step 8 was not saved: dev_loss is nan"
     assert policy.notes[1] == "step 10 was not saved: loss is nan"
-
-
-def test_a_parameter_that_is_nan_under_a_finite_loss_is_found(tmp_path):
-    state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 2)
-        with torch.no_grad():
-            state.model[0].weight[0, 0] = math.nan
-        assert policy.after_step(4, state, {"loss": 0.5, "dev_loss": 0.1}) == []
-        assert policy.save_now(4, state) == []
-    assert policy.notes == ["step 4 was not saved: 0.weight is not finite"] * 2
-    assert steps(tmp_path, "rollback") == [2]
-
-
-def test_best_k_holds_parameters_by_metric_and_ties_keep_the_earlier(tmp_path):
-    state, dev = new_state(), {1: 0.5, 2: 0.3, 3: 0.5, 4: 0.3, 5: 0.2, 6: 9.0, 7: math.inf}
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 7, dev=dev)
-        sizes = [one.num_bytes for one in store.committed("best-k")]
-    assert steps(tmp_path, "best-k") == [2, 5]
-    assert max(sizes) < SavedRun(tmp_path).latest().num_bytes
-    other = new_state(1)
-    with Store(tmp_path) as store:
-        resumed = SavingPolicy(store, OFTEN).resume(other, "best")
-    assert (resumed.saved.step, other.step) == (5, 0)
-    assert "parameters only" in resumed.words
-
-
-def test_retention_is_right_after_a_resume(tmp_path):
-    state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        assert policy.resume(state) is None
-        train_on(policy, state, 11)
-        ahead = train(state, 1)
-    state = new_state(1)
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        assert policy.resume(state).saved.step == state.step == 10
-        train(state, 1)
-        assert train(state, 1) == ahead
-        policy.after_step(12, state, {})
-        train_on(policy, state, 20)
-    assert (steps(tmp_path, "rollback"), steps(tmp_path, "recovery")) == ([16, 20], [12, 18])
 
 
 def test_turning_back_gives_up_later_checkpoints(tmp_path):
@@ -207,54 +152,6 @@ def test_a_kill_while_turning_back_does_not_revive_later_checkpoints(tmp_path):
         assert steps(tmp_path, "rollback") == [8]
 
 
-def test_a_new_run_in_the_folder_of_another_is_refused_before_deleting(tmp_path):
-    state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 6)
-    before = steps(tmp_path, "rollback"), steps(tmp_path, "recovery")
-    for first in (2, 4, 6):
-        state = new_state()
-        state.step = first - 1
-        with Store(tmp_path) as store:
-            policy = SavingPolicy(store, OFTEN)
-            with pytest.raises(
-                RunError,
-                match=rf"training is at step {first}: resume from it.*turn_back\({first - 1}\)",
-            ):
-                train_on(policy, state, first)
-    assert before == (steps(tmp_path, "rollback"), steps(tmp_path, "recovery"))
-
-
-def test_a_checkpoint_that_is_being_read_is_deleted_later(tmp_path):
-    state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 2)
-        with reading(SavedRun(tmp_path).files, "rollback/step-00000002.dcp") as held:
-            assert held
-            train_on(policy, state, 12)
-            assert steps(tmp_path, "rollback") == [2, 8, 10]
-        train_on(policy, state, 14)
-    assert steps(tmp_path, "rollback") == [10, 14]
-
-
-def test_a_damaged_newest_checkpoint_is_skipped_and_does_not_count(tmp_path):
-    state = new_state()
-    config = PolicyConfig(rollback_every=2, recovery_every=None, retention=Retention(2, 1))
-    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
-        train_on(policy, state, 6)
-    data = next((tmp_path / "rollback/step-00000006.dcp").glob("*.distcp"))
-    data.write_bytes(data.read_bytes()[:-9] + b"\0wrong!!\0")
-    state = new_state(1)
-    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
-        resumed = policy.resume(state)
-        assert resumed.saved.step == state.step == 4
-        assert "rollback/step-00000006.dcp is damaged and was skipped" in resumed.words
-        assert "another hash" in resumed.words
-        train_on(policy, state, 8)
-    assert steps(tmp_path, "rollback") == [6, 8]
-    SavedRun(tmp_path).verify("rollback/step-00000006.dcp")
-
-
 def test_too_little_space_is_an_error_and_nothing_is_written(tmp_path, monkeypatch):
     state, usage = new_state(), namedtuple("usage", "total used free")
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
@@ -272,28 +169,6 @@ def test_too_little_space_is_an_error_and_nothing_is_written(tmp_path, monkeypat
         assert [path.name for path in (tmp_path / "rollback").iterdir()] == ["step-00000002.dcp"]
         train_on(policy, state, 6)
     assert SavedRun(tmp_path).latest().step == 6
-
-
-def test_background_saves_keep_the_same_checkpoints_and_return_committed_ones(tmp_path):
-    state, dev = new_state(), {5: 0.5, 8: 0.4, 9: 0.3}
-    with (
-        Store(tmp_path) as store,
-        BackgroundSaver(store) as saver,
-        SavingPolicy(store, OFTEN, saver=saver) as policy,
-    ):
-        saved = train_on(policy, state, 20, dev=dev)
-        saved += policy.save_now(20, state)
-    assert [(one.kind, one.step) for one in saved[:3]] == [
-        ("rollback", 2),
-        ("rollback", 4),
-        ("best-k", 5),
-    ]
-    assert saved[-1].step == 20
-    found = steps(tmp_path, "rollback"), steps(tmp_path, "recovery"), steps(tmp_path, "best-k")
-    assert found == ([16, 20], [12, 18], [8, 9])
-    other = new_state(1)
-    SavedRun(tmp_path).load("latest", other)
-    assert equal(tensors_of(other), tensors_of(state))
 
 
 def test_the_last_step_is_saved_once(tmp_path):
@@ -337,14 +212,6 @@ def test_rollbacks_of_parameters_are_kept_as_rollbacks_beside_the_best(light):
     ]  # recovery 6 counts
     recovery = SavedRun(folder).latest()
     assert all(one.num_bytes < recovery.num_bytes / 2 for one in held)
-
-
-def test_latest_and_best_never_select_a_parameters_only_rollback(light):
-    folder, _, _ = light
-    assert SavedRun(folder).latest().step == 6
-    assert (folder / "latest").resolve().name == "step-00000006.dcp"
-    assert load_chosen(folder, new_state(1), "latest", config=LIGHT).saved.step == 6
-    assert load_chosen(folder, new_state(1), "best", config=LIGHT).saved.step == 5
 
 
 def test_resuming_from_parameters_only_is_refused_with_what_is_missing(light):
@@ -398,11 +265,6 @@ def on_a_clock(tmp_path, monkeypatch):
             return saved
 
         yield policy, state, train_steps
-
-
-def test_an_automatic_cadence_stays_within_its_bound_from_the_first_save(on_a_clock):
-    _, _, train_steps = on_a_clock
-    assert train_steps(60) == [40, 60]  # 4 s must be earned, 2 s are spent
 
 
 def test_an_automatic_cadence_continues_after_turning_back(on_a_clock):

@@ -141,14 +141,3 @@ def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(
     with Store(tmp_path) as store:
         saved = SavingPolicy(store, EACH_STEP).after_step(1, state, metrics)
     assert ("rollback" in [one.kind for one in saved]) == is_saved
-
-
-def test_a_step_takes_one_snapshot_for_its_checks_and_its_saves(tmp_path):
-    state = new_state()
-    count = []
-    take = state.snapshot
-    state.snapshot = lambda: count.append(1) or take()
-    with Store(tmp_path) as store:
-        saved = SavingPolicy(store, EACH_STEP).after_step(1, state, {"dev_loss": 1.0})
-    assert [one.kind for one in saved] == ["rollback", "best-k"]
-    assert len(count) == 1

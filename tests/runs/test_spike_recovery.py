@@ -3,12 +3,9 @@
 python -m pytest tests/runs/test_spike_recovery.py
 """
 
-import json
-
 import pytest
 from store_models import new_state, train
 
-from curry_train.data import Samples, Stream
 from curry_train.runs import Files, Recoveries, RunError, SavingPolicy, Store
 from curry_train.runs.policy_config import PolicyConfig, SpikeConfig
 from curry_train.runs.resume import NothingSaved
@@ -21,35 +18,6 @@ def spike(step, first=None):
 
 def recovery(step, *, attempt=1, **facts):
     return Recovery(step, back_to=step - 10, start=0, stop=1, attempt=attempt, **facts)
-
-
-def test_a_recorded_recovery_is_read_by_the_next_process(tmp_path):
-    files = Files(tmp_path)
-    first = Recoveries(files)
-    first.add(recovery(100, learning_rate=0.5, slower_until=150), write=True)
-    first.add(recovery(120, attempt=2), write=True)
-    assert Recoveries(files).done == first.done
-
-
-def test_ranks_that_do_not_write_know_the_recovery(tmp_path):
-    recoveries = Recoveries(Files(tmp_path))
-    recoveries.add(recovery(100), write=False)
-    assert len(recoveries.done) == 1
-    assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
-
-
-def test_attempts_are_counted_per_place(tmp_path):
-    recoveries = Recoveries(Files(tmp_path))
-    assert recoveries.attempt(100, within=64) == 1
-    recoveries.done = [recovery(100), recovery(150), recovery(210)]
-    assert recoveries.attempt(230, within=64) == 4
-    assert recoveries.attempt(300, within=64) == 1
-    recoveries.done = [recovery(100)]
-    assert recoveries.attempt(164, within=64) == 2
-    assert recoveries.attempt(165, within=64) == 1
-    recoveries.done = [recovery(100), recovery(300)]
-    assert recoveries.attempt(301, within=64) == 2
-    assert recoveries.attempt(290, within=64) == 2  # an earlier step than before, after going back
 
 
 def test_lowered_rates_multiply_in_steps_where_they_overlap(tmp_path):
@@ -118,12 +86,6 @@ def went_back(loads, recoveries, what, config=CONFIG):
     return done.recovery
 
 
-def test_skipped_data_covers_all_high_steps_with_a_margin(tmp_path):
-    """Count positions: the window of step n begins at position 10 x (n - 1)."""
-    done = went_back(Loads(50, 100, 150), Recoveries(Files(tmp_path)), spike(162, first=160))
-    assert (done.back_to, done.start, done.stop) == (150, 1550, 1660)
-
-
 def test_each_attempt_skips_twice_as_much_and_the_last_is_an_error(tmp_path):
     recoveries, loads = Recoveries(Files(tmp_path)), Loads(50, 100, 150)
     spans = [went_back(loads, recoveries, spike(162, first=160)) for _ in range(3)]
@@ -134,13 +96,6 @@ def test_each_attempt_skips_twice_as_much_and_the_last_is_an_error(tmp_path):
     ]
     with pytest.raises(SpikeNotRecovered, match=r"after 3 rollbacks.*--resume run-7@before-128"):
         went_back(loads, recoveries, spike(162, first=160))
-
-
-def test_without_a_state_before_the_margin_the_newest_before_the_spike_is_used(tmp_path):
-    loads = Loads(158)
-    done = went_back(loads, Recoveries(Files(tmp_path)), spike(162, first=160))
-    assert loads.asked == ["before-156", "before-160"]
-    assert (done.back_to, done.start, done.stop) == (158, 1580, 1660)
 
 
 def test_a_missing_state_to_go_back_to_is_an_error_with_advice(tmp_path):
@@ -169,20 +124,3 @@ def test_the_newest_state_before_a_step_is_chosen(tmp_path):
         assert policy.resume(state).saved.step == 4  # later states are given up
         with pytest.raises(NothingSaved, match=r"no state from before step 2; saved steps: 2, 4"):
             policy.resume(state, "before-2")
-
-
-def test_the_stream_leaves_out_skipped_positions_and_counts_windows_without_them():
-    stream = Stream(Samples(list(range(100))), batch_size=4, microbatch=4, shuffle=False)
-    assert stream.after(0, windows=3) == 12
-    stream.skip(4, 10)
-    assert [stream.after(0, windows=windows) for windows in (1, 2, 3)] == [4, 14, 18]
-    assert stream.samples_between(0, 12) == [0, 1, 2, 3, 10, 11]
-    stream.skip(8, 14)
-    assert stream.skipped == ((4, 14),)
-    with pytest.raises(ValueError, match="can't skip positions 5 to 5"):
-        stream.skip(5, 5)
-
-
-def test_recoveries_are_readable_json(tmp_path):
-    Recoveries(Files(tmp_path)).add(recovery(100), write=True)
-    assert json.loads((tmp_path / RECOVERIES_FILE_NAME).read_text())[0]["spike"] == 100

@@ -153,13 +153,9 @@ def test_no_wrapper_is_in_a_name(store, kind):
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
     "groups": lambda p: torch.optim.AdamW(
         [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
     ),
@@ -208,12 +204,10 @@ def test_torchs_own_optimizer_state_still_has_the_faults_that_we_avoid():
 
 SCHEDULERS = {
     "steps": lambda o: lr_scheduler.MultiStepLR(o, [1, 2, 2, 4]),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
     "function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "in turn": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
-    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
 }
 
 
@@ -421,18 +415,6 @@ def test_more_threads_than_cores_are_not_restored_without_a_word(store, monkeypa
         report.notes[0],
     )
     assert report.notes[0] in caplog.text
-
-
-def test_state_that_json_can_not_hold_is_named():
-    class Odd:
-        def state_dict(self):
-            return {"inner": [object()]}
-
-    state = new_state(extra={"odd": Odd()})
-    with pytest.raises(
-        ValueError, match=r"extra.odd.state_dict\(\)\['inner'\]\[0\]: a object can't be saved"
-    ):
-        state.snapshot()
 
 
 def test_a_parameter_that_the_model_does_not_have_is_refused():

@@ -12,7 +12,6 @@ from store_models import WIDTH, equal, new_state, tensors_of, train
 from torch import nn
 
 from curry_train.runs import StateMismatch, Store, TrainingState
-from curry_train.runs.format import SafetensorsReader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -179,23 +178,6 @@ def test_odd_models_continue_bit_equal(store, add, kind):
         assert train(other, 2) == expected
 
 
-def test_a_best_with_odd_names_and_dtypes_is_valid_safetensors(store):
-    from safetensors.torch import load_file
-
-    def both(model):
-        named_metadata(model)
-        complex_double(model)
-
-    state = new_state(build=lambda: OddModel(both))
-    saved = store.save("best-k", 1, state, metric=("loss", 0.5))
-    found = load_file(f"{saved.location}/model.safetensors")
-    assert found["inner.weight"].equal(state.model.inner.weight)
-    assert len(found) == len(state.model.state_dict())
-    facts = SafetensorsReader(store.files, saved.folder).facts()
-    assert facts["model.__metadata__"].shape == (3,)
-    assert facts["model.phase"].dtype is torch.complex128
-
-
 def test_tensors_that_are_expanded_here_only_are_a_mismatch(store):
     def filled(model):
         model.register_buffer("mask", torch.randn(3, 5))
@@ -306,19 +288,6 @@ def test_odd_optimizer_state_keeps_its_types_keys_and_shared_memory(store):
     assert other.optimizers[0].param_groups[0]["seen"].maxlen == 2
 
 
-@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")])
-def test_state_of_another_form_here_is_made_anew(store, change):
-    state, other = (with_optimizer("sparse adam, dense", seed) for seed in (0, 1))
-    for one in (state, other):
-        step_with_closure(one, 1)
-    name = "exp_avg"
-    own = other.optimizers[0].state[other.model[0].weight]
-    own[name] = change(own[name])
-    store.load(store.save("rollback", 1, state), other)
-    found = other.optimizers[0].state[other.model[0].weight][name]
-    assert torch.equal(found, state.optimizers[0].state[state.model[0].weight][name])
-
-
 class Holder:
     """A part of a state that keeps what it is given."""
 
@@ -331,27 +300,6 @@ class Holder:
 
     def load_state_dict(self, state):
         self.kept = state
-
-
-def test_parts_with_colliding_paths_are_kept_apart(store):
-    first, second = torch.ones(1), torch.zeros(1)
-    parts = {
-        "a": Holder({1: first, "1": second, "b": {"c": torch.full((1,), 2.0)}}),
-        "a/b": Holder({"c": torch.full((1,), 3.0)}),
-        "a.b": Holder({"c": torch.full((1,), 4.0)}),
-        "a.rank-0": Holder({"c": torch.full((1,), 5.0)}),
-        "r": Holder({"c": torch.full((1,), 6.0)}, of_each_rank=True),
-        "r.rank-0": Holder({"c": torch.full((1,), 7.0)}),
-    }
-    state = new_state(extra=parts)
-    other = new_state(seed=1, extra={name: Holder() for name in parts} | {"r": Holder()})
-    other.parts["extra-r"].of_each_rank = True
-    store.load(store.save("rollback", 1, state), other)
-    found = {name: part.kept for name, part in other.parts.items() if name.startswith("extra")}
-    assert [found["extra-a"][key].item() for key in (1, "1")] == [1, 0]
-    assert found["extra-a"]["b"]["c"].item() == 2
-    names = ("a/b", "a.b", "a.rank-0", "r", "r.rank-0")
-    assert [found[f"extra-{name}"]["c"].item() for name in names] == [3, 4, 5, 6, 7]
 
 
 def test_an_average_of_the_weights_is_filled_in_place_with_its_versions(store):
@@ -470,14 +418,6 @@ def test_a_partial_load_takes_the_state_that_fits_and_no_other(store):
     assert found.pop((0, 0)) is None
     assert len(found) == 10
     assert all(buffer is not None and buffer.equal(torch.ones(2)) for buffer in found.values())
-
-    other = two_optimizers(1, first_shape=(2,), parted=3)
-    other.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    other.model.append(other.optimizers[0].param_groups[1]["params"][0])
-    store.load(saved, other, strict=False)
-    found = momentum(other)
-    assert all(found[0, place] is None for place in range(1, 3))
-    assert all(found[1, place].equal(torch.ones(2)) for place in range(8))
 
 
 def test_a_part_that_refuses_its_state_leaves_model_and_optimizer(store):

@@ -3,10 +3,7 @@
 python -m pytest tests/runs/test_store.py
 """
 
-import io
 import math
-import os
-import subprocess
 import sys
 import warnings
 
@@ -15,41 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from store_models import equal, new_state, tensors_of, train
 
-from curry_train.runs import DamagedCheckpoint, SavedRun, SaveError, StepExists, Store
-from curry_train.runs.layout import Metric, folder_name, read_manifest, step_of
-from curry_train.runs.state import TrainingState
-from curry_train.runs.values import ALLOWED, PLAIN_DTYPES
-
-
-class Values:
-    """A part of the state that holds tensors by name."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def state_dict(self):
-        return dict(self.values)
-
-    def load_state_dict(self, values):
-        self.values = values
+from curry_train.runs import DamagedCheckpoint, SavedRun, StepExists, Store
+from curry_train.runs.layout import read_manifest
+from curry_train.runs.values import ALLOWED
 
 
 @pytest.fixture
 def store(tmp_path):
     with Store(tmp_path) as opened:
         yield opened
-
-
-def test_a_saved_state_is_loaded_bit_equal_and_training_continues(store):
-    state = new_state()
-    train(state, 3)
-    saved = store.save("rollback", state.step, state)
-    expected, ahead = tensors_of(state), train(state, 3)
-    other = new_state(seed=1)
-    report = store.load(saved, other)
-    assert equal(tensors_of(other), expected)
-    assert train(other, 3) == ahead
-    assert (report.ratio, report.notes) == (1.0, [])
 
 
 def test_folders_have_the_documented_names(store, tmp_path):
@@ -74,19 +45,6 @@ def test_steps_are_sorted_as_numbers_not_as_text(store):
         store.save("rollback", step, state)
     assert [saved.step for saved in store.committed("rollback")] == [5, 99_999_999, 100_000_000]
     assert store.latest().step == 100_000_000
-
-
-def test_at_one_step_recovery_is_newer_than_rollback(store):
-    state = new_state()
-    store.save("recovery", 7, state)
-    store.save("rollback", 7, state)
-    assert store.latest().kind == "recovery"
-
-
-@pytest.mark.parametrize("value", [0.4375, -1.5, 1e-9, 3e12, 0.0, 100.0])
-def test_a_metric_is_restored_exactly(value):
-    name = folder_name("best-k", 12, Metric("dev_loss", value)).partition("/")[2]
-    assert step_of("best-k", name) == 12
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -146,19 +104,6 @@ def test_latest_follows_what_is_saved_and_discarded(store, tmp_path):
         store.load("latest", state)
 
 
-def test_without_links_latest_is_a_file(tmp_path, monkeypatch):
-    def refused(*args, **options):
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr("pathlib.Path.symlink_to", refused)
-    with Store(tmp_path) as store:
-        state = new_state()
-        for step in (1, 2):
-            store.save("rollback", step, state)
-        assert (tmp_path / "latest").read_text() == "rollback/step-00000002.dcp\n"
-        store.load("latest", state)
-
-
 def test_torchs_own_load_reads_a_checkpoint(store):
     state = new_state()
     train(state, 2)
@@ -173,42 +118,6 @@ def test_torchs_own_load_reads_a_checkpoint(store):
             planner=dcp.DefaultLoadPlanner(flatten_state_dict=False),
         )
     assert equal(found, expected)
-
-
-def written_by_torch(tensor):
-    stream = io.BytesIO()
-    torch.serialization.set_crc32_options(False)
-    torch.save(tensor, stream)
-    torch.serialization.set_crc32_options(True)
-    return stream.getvalue()
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf support")
-def test_each_tensor_is_the_file_that_torch_save_makes(store, tmp_path):
-    generator = torch.Generator().manual_seed(0)
-    tensors = {"empty": torch.zeros(0, 3), "number": torch.tensor(2.5), "view": torch.ones(9)[2:5]}
-    tensors |= {"transposed": torch.arange(6.0).reshape(2, 3).t(), "large": torch.ones(2**18 + 1)}
-    for dtype in sorted(PLAIN_DTYPES, key=str):
-        size = 12 * dtype.itemsize
-        content = torch.randint(0, 2, (size,), dtype=torch.uint8, generator=generator)
-        tensors[str(dtype)] = content.view(dtype).reshape(3, 4)
-    # The second step has the same shapes and other values.
-    for step in (1, 2):
-        values = {name: value * 2 if name == "number" else value for name, value in tensors.items()}
-        state = TrainingState(torch.nn.Linear(2, 2), extra={"tensors": Values(values)})
-        folder = tmp_path / store.save("rollback", step, state).folder
-        written = (folder / "__0_0.distcp").read_bytes()
-        for name, value in values.items():
-            # A view is saved without the rest of its storage.
-            assert written_by_torch(value.clone()) in written, name
-        tensors["number"] = values["number"]
-
-
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(store, tmp_path):
-    for step in (1, 2, 3):
-        saved = store.save("rollback", step, new_state())
-    (tmp_path / saved.folder / "state.pt").unlink()
-    assert store.latest().step == 2
 
 
 def test_a_run_can_be_read_while_it_is_written(tmp_path):
@@ -248,36 +157,11 @@ def test_a_missing_xxhash_is_named_when_it_is_needed(tmp_path, monkeypatch):
             store.verify(saved)
 
 
-def test_equal_states_are_equal_files(store, tmp_path):
-    """Leave paths, dates and the machine's identity out of the hashed bytes."""
-    state = new_state()
-    first, second = store.save("rollback", 1, state), store.save("rollback", 2, state)
-    names = [".metadata", "__0_0.distcp", "state.pt"]
-    assert all(
-        (tmp_path / first.folder / name).read_bytes()
-        == (tmp_path / second.folder / name).read_bytes()
-        for name in names
-    )
-    assert str(tmp_path).encode() not in (tmp_path / first.folder / ".metadata").read_bytes()
-
-
 def test_the_state_beside_the_tensors_is_read_by_torch(store, tmp_path):
     saved = store.save("rollback", 1, new_state(config={"lr": 0.01, "name": "x"}))
     with torch.serialization.safe_globals(ALLOWED):
         content = torch.load(tmp_path / saved.folder / "state.pt", weights_only=True)
     assert content["values"]["config"] == {"lr": 0.01, "name": "x"}
-
-
-def test_a_save_without_enough_space_is_refused_before_it_writes(store, monkeypatch):
-    first = store.save("rollback", 1, new_state())
-    monkeypatch.setattr(store.files, "free_bytes", lambda key="": 1000)
-    with pytest.raises(
-        SaveError,
-        match=r"has 1,000 bytes left.*the newest intact checkpoint is step 1 \(rollback\)",
-    ):
-        store.save("rollback", 2, new_state())
-    assert store.sweep() == []
-    assert store.committed("rollback") == [first]
 
 
 def test_a_url_is_refused_and_makes_no_folder_of_that_name(tmp_path, monkeypatch):
@@ -287,13 +171,14 @@ def test_a_url_is_refused_and_makes_no_folder_of_that_name(tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_importing_the_package_imports_neither_torch_nor_fsspec():
-    code = (
-        "import sys, curry_train.runs; "
-        "print([name for name in ('torch', 'fsspec', 'xxhash') if name in sys.modules])"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stdout.strip() == "[]"
+def test_without_links_latest_is_a_file(tmp_path, monkeypatch):
+    def refused(*args, **options):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr("pathlib.Path.symlink_to", refused)
+    with Store(tmp_path) as store:
+        state = new_state()
+        for step in (1, 2):
+            store.save("rollback", step, state)
+        assert (tmp_path / "latest").read_text() == "rollback/step-00000002.dcp\n"
+        store.load("latest", state)

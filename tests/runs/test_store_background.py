@@ -3,10 +3,7 @@
 python -m pytest tests/runs/test_store_background.py
 """
 
-import gc
-import os
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -18,11 +15,6 @@ from warm_python import warm_python
 
 from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
-from curry_train.runs.store import Writing
-
-
-def shared_memory():
-    return {path.name for path in Path("/dev/shm").glob("*")}
 
 
 def slowly(operation):
@@ -194,37 +186,6 @@ def test_a_process_finishes_its_save_before_it_ends_or_reports_the_error(tmp_pat
         assert "SaveError: a save in the background failed, and no later call raised" in done.stderr
 
 
-def test_no_thread_or_memory_is_left_behind(store):
-    state = new_state()
-    # Torch starts its own threads at its first work, here and in a background thread.
-    with BackgroundSaver(store) as saver:
-        saver.save("rollback", 3, state)
-    before, shared = (threading.active_count(), threads()), shared_memory()
-    with BackgroundSaver(store) as saver:
-        for step in (1, 2):
-            saver.save("rollback", step, state)
-    gc.collect()
-    # The kernel lists a thread for a moment after it was joined.
-    until = time.monotonic() + 5
-    while threads() > before[1] and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threading.active_count() == before[0]
-    assert threads() <= before[1]
-    assert shared_memory() <= shared
-    assert not state.optimizers[0]._optimizer_step_pre_hooks
-    assert saver._staging._buffers == []
-
-
-def test_buffers_follow_tensors_that_change_their_shape():
-    staging = Staging()
-    for shapes in ([(2,), (3, 4)], [(2,), (3, 5), (1,)], [(7,)]):
-        sources = [torch.randn(shape) for shape in shapes]
-        staging.begin(sources)
-        copies = list(staging.copy())
-        assert all(map(torch.equal, copies, sources))
-        assert len(copies) == len(sources)
-
-
 def test_best_and_sweep_while_a_save_runs(tmp_path):
     """Keep the save in progress, which another call must not remove as a leftover."""
     state = new_state()
@@ -260,25 +221,3 @@ def test_copies_of_any_layout_are_equal():
                 source.double() if name == "float8" else source,
             ), name
             assert copy.data_ptr() != source.data_ptr() or not source.numel()
-
-
-def test_the_thread_that_writes_gives_way_and_leaves_no_option_of_torch_changed(store, monkeypatch):
-    """Ask inside the write: its sums are off and its priority is lower, in its thread alone."""
-    seen = {}
-
-    def look(writing, tensors=None, write=Writing.write):
-        thread = threading.get_native_id()
-        seen["priority"] = os.getpriority(os.PRIO_PROCESS, thread)
-        part = write(writing, tensors)
-        seen["sums"] = torch.serialization.get_crc32_options()
-        return part
-
-    monkeypatch.setattr(Writing, "write", look)
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    with BackgroundSaver(store) as saver:
-        saver.save("rollback", 1, new_state())
-        saved = saver.finish()
-    assert seen == {"priority": min(own + 5, 19), "sums": True}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
-    assert torch.serialization.get_crc32_options()
-    store.verify(saved)

@@ -8,50 +8,10 @@ import os
 import shutil
 
 import pytest
-import torch
-from store_models import At, CountedFiles, fail, new_state
+from store_models import new_state
 
 from curry_train.runs import RunError, SavedRun, SaveError, Store
 from curry_train.runs.files import Files
-from curry_train.runs.format import Snapshot
-
-
-@pytest.fixture(scope="module")
-def operations(tmp_path_factory):
-    """Return the operations of a second save, in order."""
-    found = []
-    folder = tmp_path_factory.mktemp("counted")
-    with Store(folder, files=CountedFiles(folder)) as store:
-        store.save("rollback", 1, new_state())
-        store.files.ask = found.append
-        store.save("rollback", 2, new_state())
-        return [*found]  # without what closing the store changes
-
-
-def test_an_error_at_any_change_is_reported_as_what_it_is(tmp_path, operations, caplog):
-    """Fail at each change after the rename, and at those just before."""
-    state = new_state()
-    renamed = operations.index("rename done") + 1
-    assert len(operations) > renamed + 3
-    for number in range(renamed - 3, len(operations) + 1):
-        folder = tmp_path / str(number)
-        with Store(folder, files=CountedFiles(folder)) as store:
-            store.save("rollback", 1, state)
-            at = At(number, fail(OSError(errno.EIO, "Input/output error")))
-            store.files.ask = at
-            caplog.clear()
-            if number < renamed:
-                with pytest.raises(SaveError, match="was not saved"):
-                    store.save("rollback", 2, state)
-            else:
-                # Of an error in the rename itself, the rename is done or not.
-                assert store.save("rollback", 2, state).step == 2
-                assert caplog.text == "" or "is saved, but an error followed" in caplog.text
-                assert store.latest().step == 2
-            assert at.count >= number
-            store.files.ask = lambda operation: None
-            store.save("rollback", 3, state)
-        assert str((folder / "latest").readlink()) == "rollback/step-00000003.dcp"
 
 
 def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_it(
@@ -110,15 +70,6 @@ def test_a_file_in_place_of_latest_is_replaced(tmp_path, content):
     assert str((tmp_path / "latest").readlink()) == "rollback/step-00000002.dcp"
 
 
-def test_a_pipe_in_place_of_latest_is_replaced(tmp_path):
-    with Store(tmp_path) as store:
-        store.save("rollback", 1, new_state())
-        (tmp_path / "latest").unlink()
-        os.mkfifo(tmp_path / "latest")
-        store.save("rollback", 2, new_state())
-    assert str((tmp_path / "latest").readlink()) == "rollback/step-00000002.dcp"
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, number):
     def refuse(files, key):
@@ -150,12 +101,3 @@ def test_what_is_too_large_to_be_read_is_not_saved(tmp_path, monkeypatch, limit,
     ):
         store.save(kind, 1, new_state(), metric=metric)
     assert SavedRun(tmp_path).committed(kind) == []
-
-
-def test_a_tensor_that_no_load_could_fill_is_refused_whoever_takes_the_snapshot(tmp_path):
-    class Own:
-        def snapshot(self):
-            return Snapshot({"x": torch.eye(2).to_sparse()})
-
-    with Store(tmp_path) as store, pytest.raises(ValueError, match="x: a tensor of"):
-        store.save("rollback", 1, Own())

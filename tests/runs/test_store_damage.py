@@ -153,12 +153,3 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
     refused(store, found, "is a link or a device, not the folder")
     store.discard(found)
     assert (tmp_path / "elsewhere/manifest.json").is_file()
-
-
-def test_the_next_newest_is_used_when_the_newest_is_damaged(tmp_path):
-    with Store(tmp_path) as store:
-        for step in (1, 2, 3):
-            store.save("rollback", step, new_state())
-        (tmp_path / "rollback/step-00000003.dcp/.metadata").unlink()
-        assert store.latest().step == 2
-        assert "metadata is missing" in store.damaged("rollback")["rollback/step-00000003.dcp"]

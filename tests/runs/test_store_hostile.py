@@ -141,28 +141,6 @@ def test_an_entry_that_is_a_pickle_is_refused(saved):
     refused(store, found, "BytesStorageMetadata|saved as a pickle")
 
 
-@pytest.mark.parametrize(
-    "path", ["../../../secret", "/etc/passwd", "secret", "../step-00000001.dcp/state.pt"]
-)
-def test_a_file_outside_of_the_checkpoint_is_refused(saved, path):
-    store, found = saved
-    metadata = metadata_of(store, found)
-    index = next(iter(metadata.storage_data))
-    metadata.storage_data[index].relative_path = path
-    forge_pickle(store, found, pickle.dumps(metadata))
-    refused(store, found, "not a file of this checkpoint")
-
-
-@pytest.mark.parametrize(("offset", "length"), [(-1, 8), (0, 10**12), (10**12, 8)])
-def test_an_offset_outside_of_its_file_is_refused(saved, offset, length):
-    store, found = saved
-    metadata = metadata_of(store, found)
-    place = next(iter(metadata.storage_data.values()))
-    place.offset, place.length = offset, length
-    forge_pickle(store, found, pickle.dumps(metadata))
-    refused(store, found, "outside of __0_0.distcp")
-
-
 def test_a_transformation_named_in_the_index_is_refused(saved):
     store, found = saved
     metadata = metadata_of(store, found)
@@ -268,20 +246,15 @@ def at(name, value):
 
 FORGED_INDICES = {
     "a file outside": at("relative_path", "../../../secret"),
-    "another file's name": at("relative_path", ["x"]),
     "before its file": at("offset", -1),
     "behind its file": at("offset", 10**12),
     "longer than its file": at("length", 10**12),
-    "a length that is no number": at("length", 0.5),
-    "a corner that is no shape": part("offsets", torch.Size([True])),
     "a piece beyond the tensor": part("offsets", torch.Size([1])),
     "a larger piece": part("sizes", torch.Size([10**9])),
     "a larger tensor": field("size", torch.Size([10**12])),
     "a negative shape": field("size", torch.Size([-16])),
     "too many dimensions": field("size", torch.Size([1] * 100_000)),
     "pieces that are no list": field("chunks", 3),
-    "properties that are none": field("properties", torch.float32),
-    "a field less": lambda _, entry, place: delattr(entry, "size"),
     "an entry less": lambda tensors, _, place: tensors.pop("model.0.bias"),
     "many tensors in the same place": lambda tensors, entry, place: tensors.update(
         {f"part.{number}": entry for number in range(1000)}
@@ -322,14 +295,9 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name
 WRONG_VALUES = {
     "a step that is text": lambda values: values.update(step="7"),
     "a negative position": lambda values: values.update(position=-1),
-    "no optimizers": lambda values: values.update(optimizers=3),
     "an optimizer without class": lambda values: values["optimizers"][0].pop("class"),
-    "groups that are no list": lambda values: values["optimizers"][0].update(groups={"a": 1}),
     "a state of no parameter": lambda values: values["optimizers"][0]["parameters"].update(
         {"gone": []}
-    ),
-    "an entry of two": lambda values: values["optimizers"][0]["parameters"].update(
-        {"0.bias": [["a", 1]]}
     ),
     "an unknown maker": lambda values: values["parts"].update({"scheduler-0": Made("eval", "1")}),
     "a tensor that is not saved": lambda values: values["parts"].update(

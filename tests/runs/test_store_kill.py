@@ -79,31 +79,6 @@ def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stay
         assert store.damaged("rollback") == {}
 
 
-LIMITED = """
-import resource, sys
-sys.path[:0] = {paths}
-from curry_train.runs import SaveError, Store
-from store_models import new_state
-with Store({root!r}) as store:
-    store.save("rollback", 1, new_state())
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    try:
-        store.save("rollback", 2, new_state())
-    except SaveError as error:
-        print(error)
-    print([saved.step for saved in store.committed("rollback")], store.sweep())
-"""
-
-
-def test_a_real_limit_on_the_size_of_files_is_a_save_error(tmp_path):
-    paths = [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
-    code = LIMITED.format(paths=paths, root=str(tmp_path))
-    done = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, timeout=120)
-    assert "rollback/step-00000002.dcp" in done.stdout, done.stderr
-    assert "File too large" in done.stdout
-    assert done.stdout.endswith("[1] []\n")
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
 def test_a_folder_that_can_not_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)

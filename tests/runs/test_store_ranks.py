@@ -292,14 +292,3 @@ def test_a_dying_rank_leaves_committed_checkpoints(tmp_path):
         assert [saved.step for saved in store.committed("rollback")] == [1]
         store.verify("latest")
         assert list((tmp_path / "rollback").glob(".*")) == []
-
-
-def test_a_process_alone_needs_no_group(tmp_path):
-    ranks = Ranks()
-    assert (ranks.size, ranks.agree(lambda: "x"), ranks.all_do(lambda: 3)) == (1, "x", 3)
-    with Store(tmp_path, files=Files(tmp_path)) as store:
-        state = new_state()
-        store.save("rollback", 1, state)
-        other = new_state(seed=1)
-        store.load("latest", other)
-        assert equal(tensors_of(other), tensors_of(state))

@@ -71,11 +71,6 @@ def young_daly(save_seconds: float, mean_time_between_failures: float) -> float:
 
     All arguments are in seconds.
     """
-    if not (save_seconds > 0 and 0 < mean_time_between_failures < math.inf):
-        raise ValueError(
-            f"save_seconds must be above 0, and mean_time_between_failures above 0 and finite; "
-            f"got {save_seconds} and {mean_time_between_failures}"
-        )
     share = save_seconds / (2 * mean_time_between_failures)
     if share >= 1:
         return mean_time_between_failures
@@ -88,11 +83,6 @@ def steps_between(save_seconds: float, step_seconds: float, overhead: float) -> 
 
     `overhead` is the bound on the saving time as a fraction of the time of the steps.
     """
-    if not (save_seconds >= 0 and step_seconds > 0 and overhead > 0):
-        raise ValueError(
-            f"save_seconds must be 0 or more, step_seconds and overhead above 0; "
-            f"got {save_seconds}, {step_seconds} and {overhead}"
-        )
     exact = save_seconds / (overhead * step_seconds)
     # The tolerance absorbs rounding: 3.5 / 0.035 is 100.00000000000001.
     return max(1, math.ceil(exact - 1e-9 * exact))
