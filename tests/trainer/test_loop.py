@@ -153,8 +153,8 @@ def test_a_second_interrupt_ends_the_run_at_once():
 
 def test_a_stop_in_the_last_step_is_a_finished_run():
     stop = Stop()
-    stop.ask("asked")
-    assert run(*parts(), steps=1, stop=stop).finished
+    asks = [lambda report: stop.ask("asked")]
+    assert run(*parts(), steps=1, stop=stop, after_step=asks).finished
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
