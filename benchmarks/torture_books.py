@@ -35,7 +35,7 @@ class Books:
             for folder, why in run.damaged(kind).items()
         ]
         wrong += [words for one in there.values() if (words := self._different(run, one))]
-        gone = {one.folder for one in run.given_up()}
+        gone = {one.folder for one in run.given_up(list(there.values()))}
         line = [
             one.step
             for one in there.values()

@@ -11,12 +11,10 @@ import subprocess
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 from tree import ROOT
 from warm_python import warm_python
 
-from curry_train.cli.main import main
 from curry_train.cli.runs_diff import difference
 from curry_train.runs import saving
 from curry_train.runs.history import read_history
@@ -86,21 +84,6 @@ def test_the_journal_reveals_a_schedule_that_restarts(tmp_path):
     ).losses.parted
     assert parted is not None
     assert parted.step > 6
-
-
-@pytest.mark.parametrize("words", [["show"], ["list"], ["diff"], ["plot", "--out", "runs.png"]])
-def test_commands_read_the_journal_of_a_users_loop(tmp_path, monkeypatch, words):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a", "b"):
-        train(f"runs/{name}", steps=4)
-    named = {
-        "show": ["runs/a"],
-        "list": ["runs"],
-        "diff": ["runs/a", "runs/b"],
-        "plot": ["runs/a", "runs/b"],
-    }
-    ended = CliRunner().invoke(main, ["runs", *words, *named[words[0]]])
-    assert ended.exit_code == 0, ended.output
 
 
 def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_path):

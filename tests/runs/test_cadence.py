@@ -3,7 +3,6 @@
 python -m pytest tests/runs/test_cadence.py
 """
 
-import itertools
 import random
 import re
 import time
@@ -128,15 +127,6 @@ def test_waiting_for_a_background_save_is_charged_to_that_save():
             late = 0.3
         assert saving <= 0.035 * stepping
     assert saves == 51  # 21 s are earned: 50 saves of 0.4 s, and 0.8 s for the next
-
-
-def test_rare_failures_make_saves_rarer_but_never_break_the_bound():
-    rare = CadenceFromOverhead(0.035, mean_time_between_failures=86_400, expected=10.0)
-    saves = run(rare, 20_000, step_seconds=1.0, save_seconds=10.0, spread=0)
-    gaps = {after[0] - before[0] for before, after in itertools.pairwise(saves)}
-    assert gaps == {1308}  # young_daly(10, 86400) = 1307.87 s, over 286 for the bound
-    often = CadenceFromOverhead(0.035, mean_time_between_failures=60, expected=10.0)
-    assert highest(run(often, 20_000, step_seconds=1.0, save_seconds=10.0, spread=0)) <= 0.035
 
 
 def test_the_write_that_predicts_the_first_save_leaves_no_file(tmp_path):

@@ -33,10 +33,8 @@ def test_the_documented_block_is_the_default():
             {"rollback_every": 0},
             "checkpoint.rollback_every must be 1 or more, auto, or null for never; got 0",
         ),
-        ({"rollback_every": "often"}, "checkpoint.rollback_every must be 1 or more, auto"),
         ({"rollback_every": True}, "checkpoint.rollback_every must be"),
         ({"recovery_every": "auto"}, "checkpoint.recovery_every must be 1 or more, or null"),
-        ({"recovery_every": 2.5}, "checkpoint.recovery_every must be"),
         ({"best_k": -1}, "checkpoint.best_k must be a whole number from 0, 0 for none; got -1"),
         ({"best_k_metric": "dev loss"}, "checkpoint.best_k_metric must be letters, digits and _"),
         ({"best_k_metric": "rollback"}, "such as dev_loss, and not rollback"),
@@ -55,7 +53,6 @@ def test_the_documented_block_is_the_default():
         ),
         ({"retention": {"keep": 3}}, "checkpoint.retention.keep is no key"),
         ({"overhead": 0}, "checkpoint.overhead must be above 0, at most 1; got 0"),
-        ({"overhead": float("nan")}, "checkpoint.overhead must be"),
         (
             {"mean_hours_between_failures": 0},
             "checkpoint.mean_hours_between_failures must be above 0, or null",

@@ -9,7 +9,7 @@ import pytest
 
 from curry_train.runs.layout import Metric, SavedCheckpoint, folder_name
 from curry_train.runs.policy_config import PolicyConfig, Retention
-from curry_train.runs.retention import best_first, is_among_best, to_delete
+from curry_train.runs.retention import is_among_best, to_delete
 
 
 def saved(kind, step, value=None, *, name="dev_loss"):
@@ -51,19 +51,6 @@ def test_damaged_checkpoints_do_not_count_and_are_deleted_when_superseded():
     assert [one.step for one in to_delete(every, config, damaged=damaged)] == [200]
 
 
-def test_best_by_metric_and_direction_and_ties_go_to_the_earlier():
-    every = [
-        saved("best-k", step, value)
-        for step, value in ((1, 0.5), (2, 0.25), (3, 0.5), (4, 1e-5), (5, 30.0))
-    ]
-    assert [one.step for one in best_first(every, PolicyConfig())] == [4, 2, 1, 3, 5]
-    up = PolicyConfig(best_k_direction="maximize")
-    assert [one.step for one in best_first(every, up)] == [5, 1, 3, 2, 4]
-    assert [one.step for one in to_delete(every, PolicyConfig())] == [3, 5]
-    other = [*every, saved("best-k", 6, 9.0, name="accuracy")]
-    assert [one.step for one in to_delete(other, PolicyConfig())] == [3, 5]
-
-
 def test_turning_best_k_off_deletes_nothing():
     assert to_delete([saved("best-k", 1, 0.5)], PolicyConfig(best_k=0)) == []
 
@@ -72,13 +59,6 @@ def test_turning_best_k_off_deletes_nothing():
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
 def test_nan_is_never_among_the_best(value, direction):
     assert not is_among_best(value, 1, [], PolicyConfig(best_k_direction=direction))
-
-
-def test_a_tie_with_the_worst_of_k_is_not_among_the_best():
-    every = [saved("best-k", step, 0.5) for step in (1, 2, 3)]
-    assert not is_among_best(0.5, 4, every, PolicyConfig())
-    assert is_among_best(0.49, 4, every, PolicyConfig())
-    assert is_among_best(0.5, 4, every[:2], PolicyConfig())
 
 
 def test_rollbacks_of_parameters_go_by_step():

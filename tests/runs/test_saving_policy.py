@@ -135,23 +135,6 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
     assert SavedRun(tmp_path).latest().step == 12
 
 
-def test_a_kill_while_turning_back_does_not_revive_later_checkpoints(tmp_path):
-    """Kill between the note and the removals; the next process removes at its first save."""
-    state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 10)
-        store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
-        with pytest.raises(KeyboardInterrupt):
-            policy.resume(state, "before-7")
-    assert steps(tmp_path, "rollback") == [8, 10]
-    assert SavedRun(tmp_path).latest().step == 6
-    state = new_state(1)
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        assert policy.resume(state).saved.step == 6
-        train_on(policy, state, 8)
-        assert steps(tmp_path, "rollback") == [8]
-
-
 def test_too_little_space_is_an_error_and_nothing_is_written(tmp_path, monkeypatch):
     state, usage = new_state(), namedtuple("usage", "total used free")
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:

@@ -51,7 +51,7 @@ DISK_SIZE_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     """Summarize the checkpoints of a run in one row."""
-    checkpoints = [saved for kind in CHECKPOINT_KINDS for saved in run.committed(kind)]
+    checkpoints = run.all_committed()
     counts = dict.fromkeys(CHECKPOINT_KINDS, 0)
     for saved in checkpoints:
         counts[saved.serves_as] += 1
@@ -68,7 +68,7 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     """Return a row for every checkpoint of a run, damaged ones included."""
     rows = []
-    checkpoints = [saved for kind in CHECKPOINT_KINDS for saved in run.committed(kind)]
+    checkpoints = run.all_committed()
     for kind in CHECKPOINT_KINDS:
         rows += [_checkpoint(run, saved) for saved in checkpoints if saved.serves_as == kind]
         rows += [

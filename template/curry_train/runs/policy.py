@@ -33,7 +33,6 @@ from .files import expected_save_seconds
 from .format import MODEL_PREFIX, Contents, Loading, SavableState, Snapshot
 from .layout import (
     BEST_KIND,
-    CHECKPOINT_KINDS,
     PARAMETERS_ONLY_METRIC,
     RESUMABLE_KINDS,
     Metric,
@@ -515,7 +514,7 @@ class SavingPolicy:
         beyond = self._states_from(step + 1)
         if beyond:
             self.store.branch(step, at_once=True)
-            self._discard(self.store.given_up)
+            self._discard(lambda: self.store.given_up(self.store.all_committed()))
         if self._last and self._last.step > step:
             self._last = None
         self._branching_at = None
@@ -609,8 +608,8 @@ class SavingPolicy:
 
     def _superseded(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that retention deletes; called on the first rank."""
-        given_up = self.store.given_up()
-        committed = [saved for kind in CHECKPOINT_KINDS for saved in self.store.committed(kind)]
+        committed = self.store.all_committed()
+        given_up = self.store.given_up(committed)
         counted = [saved for saved in committed if saved not in given_up]
         beyond_counts = to_delete(counted, self.config, damaged=frozenset(self._damaged))
         return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]

@@ -126,17 +126,25 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 
 # Training state: model, optimizer, schedule, scaler, generators, position and settings.
 
-# The values of a state and their types; `None` is for any encoded value.
-REQUIRED_VALUES: dict[str, type | None] = {
+# The form of a state: types, mappings with these keys, and lists whose items have one form.
+STATE_FORM = {
     "step": int,
     "position": int,
-    "config": None,
+    "config": object,
     "world_size": int,
     "threads": int,
     "model": dict,
-    "optimizers": list,
+    "optimizers": [
+        {
+            "class": str,
+            "groups": [{"params": [str], "options": object}],
+            "parameters": dict,
+            "others": object,
+        }
+    ],
     "parts": dict,
 }
+RANK_FORM = {"random": dict, "parts": dict}
 # Prefixes of the names of saved tensors.
 PART_PREFIX = "part."
 UNMATCHED_PREFIXES = (PART_PREFIX, "rank-")
@@ -645,24 +653,17 @@ def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport
 def check_values(contents: Contents) -> None:
     """Raise DamagedCheckpoint unless the values of a state have the right form."""
     values = contents.values
-    if absent := REQUIRED_VALUES.keys() - values.keys():
-        raise DamagedCheckpoint(
-            f"the saved state has no {', '.join(sorted(absent))}: it is not the state of a "
-            f"training run"
-        )
-    wrong = [
-        name
-        for name, wanted in REQUIRED_VALUES.items()
-        if (wanted and type(values[name]) is not wanted) or (wanted is int and values[name] < 0)
-    ]
-    wrong += [
-        f"optimizer {number}"
-        for number, saved in enumerate(values["optimizers"] if "optimizers" not in wrong else ())
-        if not _is_optimizer(saved)
-    ]
-    if not contents.model_only and "world_size" not in wrong:
-        ranks = [_is_of_rank(own) for own in contents.rank_values]
-        if not all(ranks) or len(ranks) != values["world_size"] or not ranks:
+    wrong = [name for name, form in STATE_FORM.items() if not _has_form(values.get(name), form)]
+    if not wrong:
+        wrong += [name for name in ("step", "position", "threads") if values[name] < 0]
+        wrong += [
+            f"optimizer {number}"
+            for number, saved in enumerate(values["optimizers"])
+            if not _has_form_of_entries(saved)
+        ]
+        are_of_ranks = _has_form(list(contents.rank_values), [RANK_FORM])
+        is_of_all = 0 < len(contents.rank_values) == values["world_size"]
+        if not contents.model_only and not (are_of_ranks and is_of_all):
             wrong.append("values of each rank")
     if wrong:
         raise DamagedCheckpoint(
@@ -670,31 +671,25 @@ def check_values(contents: Contents) -> None:
         )
 
 
-def _is_optimizer(saved: Any) -> bool:
-    """Return whether this is the saved state of an optimizer."""
-    if type(saved) is not dict or type(saved.get("class")) is not str:
-        return False
-    groups = saved.get("groups")
-    if type(groups) is not list or not all(_is_group(group) for group in groups):
-        return False
-    known = {name for group in groups for name in group["params"]}
-    parameters = saved.get("parameters")
-    if type(parameters) is not dict or "others" not in saved or not parameters.keys() <= known:
-        return False
-    entries = [entry for own in parameters.values() for entry in (own if own else [None])]
-    return all(type(entry) is list and len(entry) == 3 for entry in entries)
+def _has_form(value: Any, form: Any) -> bool:
+    if isinstance(form, dict):
+        return type(value) is dict and all(
+            key in value and _has_form(value[key], inner) for key, inner in form.items()
+        )
+    if isinstance(form, list):
+        return type(value) is list and all(_has_form(item, form[0]) for item in value)
+    return form is object or type(value) is form
 
 
-def _is_group(group: Any) -> bool:
-    if type(group) is not dict or type(group.get("params")) is not list or "options" not in group:
-        return False
-    return all(type(name) is str for name in group["params"])
-
-
-def _is_of_rank(own: Any) -> bool:
-    if type(own) is not dict or type(own.get("random")) is not dict:
-        return False
-    return type(own.get("parts")) is dict
+def _has_form_of_entries(saved: Mapping[str, Any]) -> bool:
+    """Return whether each parameter of an optimizer has entries of a key, a value and a device."""
+    known = {name for group in saved["groups"] for name in group["params"]}
+    entries = list(saved["parameters"].values())
+    return (
+        saved["parameters"].keys() <= known
+        and _has_form(entries, [[list]])
+        and all(len(entry) == 3 for own in entries for entry in own)
+    )
 
 
 def _describe(report: LoadReport) -> str:

@@ -238,18 +238,22 @@ class SavedRun:
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the committed rollbacks and recoveries that were not given up."""
-        every, in_force = self._lineage()
-        return [saved for saved in every if not is_given_up(saved, in_force)]
+        every = self.all_committed()
+        given_up = self.given_up(every)
+        return [saved for saved in every if saved.is_state and saved not in given_up]
 
-    def given_up(self) -> list[SavedCheckpoint]:
-        """Return the states that the run went back from, and that are not deleted yet."""
-        every, in_force = self._lineage()
-        return [saved for saved in every if is_given_up(saved, in_force)]
+    def all_committed(self) -> list[SavedCheckpoint]:
+        """Return the committed checkpoints of every kind."""
+        return [saved for kind in CHECKPOINT_KINDS for saved in self.committed(kind)]
 
-    def _lineage(self) -> tuple[list[SavedCheckpoint], list[Branch]]:
-        committed = [saved for kind in CHECKPOINT_KINDS for saved in self.committed(kind)]
-        every = [saved for saved in committed if saved.is_state]
-        return every, branches_in_force(read_branches(self.files), every)
+    def given_up(self, committed: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
+        """Return the states among these that the run went back from."""
+        in_force = self._branches(committed)
+        return [saved for saved in committed if saved.is_state and is_given_up(saved, in_force)]
+
+    def _branches(self, committed: Sequence[SavedCheckpoint]) -> list[Branch]:
+        states = [saved for saved in committed if saved.is_state]
+        return branches_in_force(read_branches(self.files), states)
 
     def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
@@ -465,8 +469,9 @@ class Store(SavedRun):
         self._sweep()
 
     def _number_line(self) -> None:
-        every, in_force = self._lineage()
-        lines = [saved.line for saved in every] + [branch.line for branch in in_force]
+        committed = self.all_committed()
+        lines = [saved.line for saved in committed if saved.is_state]
+        lines += [branch.line for branch in self._branches(committed)]
         self.line = max(lines, default=0)
 
     def close(self) -> None:
@@ -586,7 +591,7 @@ class Store(SavedRun):
         Ranks(self.group).agree(lambda: self._branch_first(after, at_once))
 
     def _branch_first(self, after: int, at_once: bool) -> None:
-        _, in_force = self._lineage()
+        in_force = self._branches(self.all_committed())
         self.line += 1
         write_branches(self.files, [*in_force, Branch(self.line, after, at_once)])
 
@@ -607,8 +612,10 @@ class Store(SavedRun):
         with self._commits:
             self._lock.require_held()
             if self.files.kind(folder) is not None:
+                is_latest = self.files.pointed(LATEST_POINTER) == folder
                 self._remove(folder)
-                self._point()
+                if is_latest:
+                    self._point()
 
     def _remove(self, folder: str) -> None:
         removed = removed_name(folder)
