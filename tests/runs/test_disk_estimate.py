@@ -46,8 +46,6 @@ def test_wrong_input_is_named():
         estimate_disk(1, dtype="fp32")
     with pytest.raises(ValueError, match="parameters must be 1 or more"):
         estimate_disk(0)
-    with pytest.raises(ValueError, match="must be 4 or more for float32"):
-        estimate_disk(1, state_bytes_per_parameter=2)
 
 
 @pytest.mark.parametrize(

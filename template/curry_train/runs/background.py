@@ -152,7 +152,7 @@ class BackgroundSaver:
     def __init__(self, store: Store, *, timeout: float = 1800.0) -> None:
         self.store = store
         # Only the threads of the saves use this group.
-        self._ranks = Ranks(store.group).apart(timeout)
+        self._ranks = Ranks().apart(timeout)
         self.stalled = 0.0
         self._staging = Staging()
         self._thread: threading.Thread | None = None
@@ -194,7 +194,7 @@ class BackgroundSaver:
         Waits for the previous save, and raises its error.
         """
         began = time.perf_counter()
-        ranks = Ranks(self.store.group)
+        ranks = Ranks()
         ranks.all_do(self._settle)
         self._saved = None
 
@@ -226,7 +226,7 @@ class BackgroundSaver:
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the running save; return on every rank the checkpoint committed last."""
-        ranks = Ranks(self.store.group)
+        ranks = Ranks()
         return ranks.exchange(self._settle, lambda _: [self._saved] * ranks.size)
 
     def close(self) -> None:

@@ -247,7 +247,7 @@ class AutomaticCadence(CadenceFromOverhead):
         if self._following is not None and step < self._following:
             return False
 
-        ranks = Ranks(self._store.group)
+        ranks = Ranks()
         if self._following is None:
             self._expect(ranks, state)
         remaining = ranks.agree(self.steps_to_next)
@@ -413,7 +413,7 @@ class SavingPolicy:
         self._branching_at: int | None = None
         self._by_design: frozenset[str] = frozenset()
         # `auto` keeps the bound itself, and one warning is enough.
-        self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks(store.group).first
+        self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks().first
         self._cadence = AutomaticCadence(store, self.config, saver=saver)
 
     def __enter__(self) -> "SavingPolicy":
@@ -436,7 +436,7 @@ class SavingPolicy:
         Where this run resumes from an earlier step, it begins a new line: its later states stay
         until the new line has saved one. `before-180` gives them up at once (see `turn_back`).
         """
-        own = Ranks(self.store.group).agree(lambda: self._own_choice(what))
+        own = Ranks().agree(lambda: self._own_choice(what))
         if own is None:
             self._by_design = nan_by_design(state)
             self._cadence.go_on()
@@ -495,7 +495,7 @@ class SavingPolicy:
 
     def _is_sound(self, step: int, state: TakenState, metrics: Mapping[str, Any]) -> bool:
         """Return whether the state of every rank may be saved; note the reason if not."""
-        ranks = Ranks(self.store.group)
+        ranks = Ranks()
         judged = ("loss", self.config.best_k_metric)
         wrong = ranks.exchange(
             lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design),
@@ -523,9 +523,7 @@ class SavingPolicy:
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states of this line from a step on."""
-        return Ranks(self.store.group).agree(
-            lambda: [saved for saved in self.store.states() if saved.step >= step]
-        )
+        return Ranks().agree(lambda: [saved for saved in self.store.states() if saved.step >= step])
 
     def _branch_off(self, step: int) -> None:
         """Begin a new line of states at this step; the first one saved replaces the later ones."""
@@ -550,7 +548,7 @@ class SavingPolicy:
             else:
                 saved += self._save(kind, step, state, None)
 
-        ranks = Ranks(self.store.group)
+        ranks = Ranks()
         config = self.config
         if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)):
             saved += self._settle() + self._save(
@@ -561,7 +559,7 @@ class SavingPolicy:
     def _save(
         self, kind: str, step: int, state: SavableState, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
-        ranks = Ranks(self.store.group)
+        ranks = Ranks()
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
         if self._branching_at is not None and self._is_state(kind, metric):
             self.store.branch(self._branching_at)
@@ -621,7 +619,7 @@ class SavingPolicy:
         def deletable() -> list[SavedCheckpoint]:
             return [saved for saved in choose() if not is_being_read(files, saved.folder)]
 
-        discarded = Ranks(self.store.group).agree(deletable)
+        discarded = Ranks().agree(deletable)
         for saved in discarded:
             self.store.discard(saved)
         return discarded

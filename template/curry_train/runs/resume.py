@@ -75,9 +75,9 @@ def load_chosen(
     DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
-    ranks = Ranks(own.group)
+    ranks = Ranks()
     choice = ranks.agree(lambda: choose(own, what, config=config))
-    chosen = own if choice.place is None else SavedRun(choice.place, group=own.group)
+    chosen = own if choice.place is None else SavedRun(choice.place)
 
     damaged = dict(choice.damaged)
     for saved in choice.candidates:

@@ -233,12 +233,8 @@ def estimate_disk(
     config: PolicyConfig | None = None,
     *,
     dtype: str = "float32",
-    state_bytes_per_parameter: float | None = None,
 ) -> DiskEstimate:
-    """Estimate the disk space for a model with this number of parameters.
-
-    `state_bytes_per_parameter` is for an optimizer other than AdamW: SGD with momentum takes 8.
-    """
+    """Estimate the disk space for a model with this number of parameters, trained with AdamW."""
     config = config or PolicyConfig()
     if parameters < 1:
         raise ValueError(f"parameters must be 1 or more, got {parameters}")
@@ -246,18 +242,7 @@ def estimate_disk(
         raise ValueError(
             f"dtype must be one of {', '.join(STATE_BYTES_PER_PARAMETER)}; got {dtype!r}"
         )
-    state_bytes = (
-        STATE_BYTES_PER_PARAMETER[dtype]
-        if state_bytes_per_parameter is None
-        else state_bytes_per_parameter
-    )
-    if state_bytes < WEIGHT_BYTES_PER_PARAMETER[dtype]:
-        raise ValueError(
-            f"state_bytes_per_parameter must be {WEIGHT_BYTES_PER_PARAMETER[dtype]} or more for "
-            f"{dtype}; got {state_bytes}"
-        )
-
-    checkpoint = int(parameters * state_bytes)
+    checkpoint = parameters * STATE_BYTES_PER_PARAMETER[dtype]
     best = parameters * WEIGHT_BYTES_PER_PARAMETER[dtype]
     rollback = best if config.rollback_parameters_only else checkpoint
     retention = config.retention

@@ -170,13 +170,11 @@ class TrainingState:
         config: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
-        group: Any = None,
         trained_only: bool = False,
     ) -> None:
         self.model = model
         self.base = FrozenBase(model) if trained_only else None
         self.config = dict(config or {})
-        self.group = group
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
         schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
@@ -196,7 +194,7 @@ class TrainingState:
 
         Raises ValueError, with its path, for a value that a load could not restore.
         """
-        ranks = Ranks(self.group)
+        ranks = Ranks()
         tensors = CollectedTensors()
         own, ties, model_values = self._model_state(tensors, self.base)
         copied = set(tensors.by_name) - set(own)
@@ -261,7 +259,7 @@ class TrainingState:
 
         Raises StateMismatch or DamagedCheckpoint before anything is changed.
         """
-        ranks = Ranks(self.group)
+        ranks = Ranks()
         check_values(contents)
         values = contents.values
         base = self.base if "base" in values else None
@@ -424,7 +422,7 @@ class TrainingState:
             raise ValueError("nothing was loaded yet, so there is no random state to restore")
         state, is_new = self._random
         if is_new:
-            rank = Ranks(self.group).rank
+            rank = Ranks().rank
             seed_new_rank(state, rank, self.generators)
             return [f"rank {rank} was not there at the save: its generators are seeded anew"]
         return restore_random_state(state, self.generators)

@@ -199,16 +199,13 @@ def removed_name(folder: str) -> str:
 class SavedRun:
     """The checkpoints of the run at `root`, a folder; `files` replaces the access to it."""
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, files: Files | None = None, group: Any = None
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
         if "://" in str(root):
             raise ValueError(
                 f"{root} is no folder: write the run to a disk, and copy its committed checkpoints "
                 f"there with fsspec"
             )
         self.files = files or Files(root)
-        self.group = group
 
     def committed(self, kind: str) -> list[SavedCheckpoint]:
         """Return the checkpoints of a kind whose manifests and file sizes are valid, by step."""
@@ -275,7 +272,7 @@ class SavedRun:
         The ranks share the reading for the verification, and an error on one of them is raised on
         all. After an error while values are read, the state has to be loaded again.
         """
-        ranks = Ranks(self.group)
+        ranks = Ranks()
         folder = ranks.agree(lambda: self.folder_of(checkpoint))
         with reading(self.files, folder):
             return self._load(folder, state, ranks, strict=strict)
@@ -418,9 +415,8 @@ class Store(SavedRun):
         *,
         files: Files | None = None,
         algorithm: str | None = None,
-        group: Any = None,
     ) -> None:
-        super().__init__(root, files=files, group=group)
+        super().__init__(root, files=files)
         self.algorithm = algorithm or default_algorithm()
         # The number of the line of states that saves belong to; the first rank counts it.
         self.line = 0
@@ -449,7 +445,7 @@ class Store(SavedRun):
         """
         self._lock.require_own()
         if not self._opened:
-            Ranks(self.group).agree(lambda: self._open_first(wait_seconds))
+            Ranks().agree(lambda: self._open_first(wait_seconds))
             self._opened = True
 
     def _open_first(self, wait_seconds: float) -> None:
@@ -488,7 +484,7 @@ class Store(SavedRun):
         metric: tuple[str, float] | None = None,
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
-        ranks = Ranks(self.group)
+        ranks = Ranks()
         writing = self.begin(kind, step, state, metric=metric)
 
         def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
@@ -508,7 +504,7 @@ class Store(SavedRun):
         metric: tuple[str, float] | None = None,
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
-        ranks = Ranks(self.group)
+        ranks = Ranks()
 
         def take() -> tuple[Metric | None, str, Snapshot]:
             checked_metric = None if metric is None else Metric(*metric)
@@ -588,7 +584,7 @@ class Store(SavedRun):
         together.
         """
         self.open()
-        Ranks(self.group).agree(lambda: self._branch_first(after, at_once))
+        Ranks().agree(lambda: self._branch_first(after, at_once))
 
     def _branch_first(self, after: int, at_once: bool) -> None:
         in_force = self._branches(self.all_committed())
@@ -606,7 +602,7 @@ class Store(SavedRun):
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = self.folder_of(checkpoint)
         self.open()
-        Ranks(self.group).agree(lambda: self._discard_first(folder))
+        Ranks().agree(lambda: self._discard_first(folder))
 
     def _discard_first(self, folder: str) -> None:
         with self._commits:
@@ -653,7 +649,7 @@ class Store(SavedRun):
         Damaged checkpoints stay.
         """
         self.open()
-        return Ranks(self.group).agree(self._sweep)
+        return Ranks().agree(self._sweep)
 
     def _sweep(self) -> list[str]:
         swept = []
