@@ -262,15 +262,6 @@ def test_a_loss_with_its_graph_is_accepted_without_a_warning(tmp_path):
     assert SavedRun(tmp_path).latest().step == 2
 
 
-def test_persistent_workers_get_a_warning_that_resume_is_not_exact(tmp_path, caplog):
-    data = torch.utils.data.DataLoader(
-        range(4), num_workers=1, persistent_workers=True, batch_size=2
-    )
-    with attach(tmp_path) as run:
-        go(run, data)
-    assert "persistent_workers keep their generators" in caplog.text
-
-
 def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

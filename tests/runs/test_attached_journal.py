@@ -20,7 +20,7 @@ from curry_train.runs import saving
 from curry_train.runs.history import read_history
 
 
-def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
+def train(folder, *, steps=12, die_at=None, losses=True):
     """Run a user's loop, which is killed at step `die_at`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -29,7 +29,7 @@ def train(folder, *, steps=12, die_at=None, wrong=False, losses=True):
     data = torch.randn(steps, 4)
     retention = {"rollback_keep": 2}
     kept = {"rollback_every": 3, "recovery_every": None, "best_k": 0, "retention": retention}
-    run = saving(model, optimizer, [] if wrong else scheduler, runs=folder, journal=True, **kept)
+    run = saving(model, optimizer, scheduler, runs=folder, journal=True, **kept)
     for row in run.batches(data):
         loss = model(row).square().sum()
         optimizer.zero_grad()
@@ -75,17 +75,6 @@ def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path)
     assert lines[-1]["reason"] == "closed"
 
 
-def test_the_journal_reveals_a_schedule_that_restarts(tmp_path):
-    train(tmp_path / "straight")
-    killed_at(8, tmp_path / "killed", wrong=True)
-    train(tmp_path / "killed", wrong=True)
-    parted = difference(
-        *(read_history(tmp_path / name) for name in ("straight", "killed"))
-    ).losses.parted
-    assert parted is not None
-    assert parted.step > 6
-
-
 def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,24 +109,6 @@ def train_until_it_breaks(folder):
             run.step(loss=model(row).sum())
             if run.steps == 2:
                 raise ZeroDivisionError("planted")
-
-
-def train_until_a_signal(folder):
-    model = nn.Linear(2, 1)
-    with saving(model, runs=folder, journal=True) as run:
-        for row in run.batches(torch.ones(3, 2)):
-            run.step(loss=model(row).sum())
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_a_signal_ends_a_loop_in_a_with_statement_with_the_same_status(tmp_path):
-    with pytest.raises(SystemExit) as ended:
-        train_until_a_signal(tmp_path / "run")
-    assert ended.value.code == 128 + signal.SIGTERM
-    lines = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["reason"]) for line in lines if line["kind"] == "stop"] == [
-        (1, "SIGTERM")
-    ]
 
 
 def test_an_error_in_the_loop_is_the_last_event(tmp_path):

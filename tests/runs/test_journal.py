@@ -18,36 +18,6 @@ from curry_train.runs.journal import Journal, JournalError, JournalReading, Newe
 from curry_train.runs.ranks import LockedRun
 
 
-def test_a_step_is_on_the_disk_when_the_call_returns(tmp_path):
-    with Journal(tmp_path, clock=clock()) as journal:
-        journal.start()
-        for step in range(1, 4):
-            journal.step(
-                step,
-                loss=4.0,
-                learning_rate=1e-3,
-                grad_norm=2.0,
-                terms=8,
-                seconds=0.5,
-                peak_bytes=9,
-                epoch=0,
-            )
-            assert lines_of(tmp_path)[-1] == {
-                "v": 1,
-                "time": 1_700_000_000 + step,
-                "step": step,
-                "attempt": 1,
-                "kind": "step",
-                "loss": 4.0,
-                "learning_rate": 1e-3,
-                "grad_norm": 2.0,
-                "terms": 8,
-                "seconds": 0.5,
-                "peak_bytes": 9,
-                "epoch": 0,
-            }
-
-
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [

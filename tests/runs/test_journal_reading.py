@@ -110,17 +110,6 @@ def test_damage_in_the_middle_is_reported_with_its_line_and_the_rest_is_read(tmp
     assert (reading.num_damaged, [tuple(each) for each in reading.damaged]) == (1, [(3, why)])
 
 
-def test_an_unfinished_last_line_of_a_running_run_is_not_damage(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    whole = good(2, loss=1.0)
-    for length in range(len(whole)):
-        path.write_bytes(good(1) + whole[:length])
-        events, reading = read(path)
-        complete = length == len(whole) - 1  # except for the line end
-        assert [event.step for event in events] == ([1, 2] if complete else [1])
-        assert (reading.num_damaged, reading.torn) == (0, b"" if complete else whole[:length])
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -12,7 +12,7 @@ from tree import ROOT
 
 from curry_train.runs import SavedRun, Store
 from curry_train.runs.files import Files
-from curry_train.runs.lock import is_being_read, reading
+from curry_train.runs.lock import is_being_read
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 
@@ -48,13 +48,6 @@ def test_a_reader_in_another_process_holds_it_until_it_is_killed(tmp_path):
         assert is_being_read(files, FOLDER)
         process.kill()
     assert not is_being_read(files, FOLDER)
-
-
-def test_nothing_is_written_by_a_reader(tmp_path):
-    files = saved(tmp_path)
-    before = sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    with reading(files, FOLDER):
-        assert sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
 
 
 class FilesInUse(Files):

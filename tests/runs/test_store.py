@@ -39,14 +39,6 @@ def test_folders_have_the_documented_names(store, tmp_path):
     assert str((tmp_path / "latest").readlink()) == "recovery/step-00001000.dcp"
 
 
-def test_steps_are_sorted_as_numbers_not_as_text(store):
-    state = new_state()
-    for step in (100_000_000, 99_999_999, 5):
-        store.save("rollback", step, state)
-    assert [saved.step for saved in store.committed("rollback")] == [5, 99_999_999, 100_000_000]
-    assert store.latest().step == 100_000_000
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_no_checkpoint_is_best_by_a_metric_that_is_nan(store, value):
     with pytest.raises(ValueError, match="can't rank checkpoints"):

@@ -94,9 +94,6 @@ def refused(store, saved, message):
 CALLS = {
     "os.system": (os.system, "touch {}"),
     "exec": (exec, "open({!r}, 'w')"),
-    "eval": (eval, "open({!r}, 'w')"),
-    "torch.load": (torch.load, "{}"),
-    "open": (io.open, "{}", "w"),
     "getattr": (getattr, torch, "load"),
 }
 
