@@ -330,7 +330,7 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     root = Path(config.runs)
     path = Path(resume)
     kind = path.parent.name
-    step = step_of(kind, path.name) if kind in CHECKPOINT_KINDS else None
+    step = step_of(f"{kind}/{path.name}")
     if step is not None:
         return (None, resume) if kind == BEST_KIND else (path.parent.parent, str(step))
     place, inside = split_request(resume)

@@ -107,8 +107,11 @@ def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
     return f"{kind}/{prefix}step-{step:08d}{CHECKPOINT_SUFFIX}"
 
 
-def step_of(kind: str, name: str) -> int | None:
-    """Return the step in a folder's name, or None if it is not the name of a checkpoint."""
+def step_of(folder: str) -> int | None:
+    """Return the step of a checkpoint's folder in its run, or None if it is of no checkpoint."""
+    kind, _, name = folder.partition("/")
+    if kind not in CHECKPOINT_KINDS:
+        return None
     found = (_BEST_PATTERN if kind == BEST_KIND else _STEP_PATTERN).fullmatch(name)
     return int(found["step"]) if found else None
 

@@ -143,9 +143,10 @@ def choose(
 
     place, inside = split_request(text)
     path = Path(place)
-    if path.parent.name in CHECKPOINT_KINDS and step_of(path.parent.name, path.name) is not None:
+    folder = f"{path.parent.name}/{path.name}"
+    if step_of(folder) is not None:
         root = path.parent.parent
-        choice = _found(SavedRun(root), f"{path.parent.name}/{path.name}")
+        choice = _found(SavedRun(root), folder)
         return replace(choice, place=str(root))
     if not any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
         raise ValueError(
@@ -169,7 +170,7 @@ def _states(run: SavedRun, fits: Callable[[int], bool], missing: str) -> ResumeC
         folder: reason
         for kind in RESUMABLE_KINDS
         for folder, reason in run.damaged(kind).items()
-        if fits(_step_in(folder))
+        if fits(step_of(folder) or 0)
     }
     if not states and not damaged:
         raise NothingSaved(f"{run.files.location('')} holds {missing}")
@@ -213,15 +214,8 @@ def _beyond(damaged: Mapping[str, str], saved: SavedCheckpoint) -> dict[str, str
     return {
         folder: reason
         for folder, reason in damaged.items()
-        if saved.kind == BEST_KIND or _step_in(folder) >= saved.step
+        if saved.kind == BEST_KIND or (step_of(folder) or 0) >= saved.step
     }
-
-
-def _step_in(folder: str) -> int:
-    kind, _, name = folder.partition("/")
-    step = step_of(kind, name)
-    assert step is not None
-    return step
 
 
 def _others(run: SavedRun) -> str:

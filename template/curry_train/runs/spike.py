@@ -512,17 +512,11 @@ class AttachedWatch:
         if recovery.slower_until:
             rate = f"{recovery.learning_rate:g} of the learning rate"
             slower = f", at {rate} until step {recovery.slower_until}"
-        self._warn(
-            "spike: %s. Rolled back to %s: training goes on without the %d samples at positions "
-            "%d to %d%s (attempt %d of %d)",
-            spike.words,
-            done.resumed.saved.folder,
-            len(samples),
-            recovery.start,
-            recovery.stop - 1,
-            slower,
-            recovery.attempt,
-            self.config.attempts,
+        skipped = f"{recovery.start} to {recovery.stop - 1}{slower}"
+        self._warn_of(
+            spike,
+            done,
+            f"training goes on without the {len(samples)} samples at positions {skipped}",
         )
         return replace(done, samples=samples)
 
@@ -550,15 +544,16 @@ class AttachedWatch:
                 "DataLoader(..., generator=torch.Generator())",
                 epoch,
             )
-        recovery = done.recovery
+        skipped = f"{done.recovery.start} to {done.recovery.stop - 1}"
+        self._warn_of(spike, done, f"start again to go on without batches {skipped}")
+
+    def _warn_of(self, spike: Spike, done: Recovered, how_on: str) -> None:
         self._warn(
-            "spike: %s. Rolled back to %s: start again to go on without batches %d to %d "
-            "(attempt %d of %d)",
+            "spike: %s. Rolled back to %s: %s (attempt %d of %d)",
             spike.words,
             done.resumed.saved.folder,
-            recovery.start,
-            recovery.stop - 1,
-            recovery.attempt,
+            how_on,
+            done.recovery.attempt,
             self.config.attempts,
         )
 

@@ -340,8 +340,7 @@ class SavedRun:
             return newest.folder
 
         folder = given.removeprefix(self.files.location("").rstrip("/") + "/")
-        kind, _, name = folder.partition("/")
-        if kind not in CHECKPOINT_KINDS or step_of(kind, name) is None:
+        if step_of(folder) is None:
             raise ValueError(
                 f"{given} is not a checkpoint of {self.files.location('')}, such as "
                 f"rollback/step-00000500.dcp: for one of another run, make a SavedRun of that "
@@ -370,9 +369,8 @@ class SavedRun:
         return dict(found)
 
     def _folders(self, kind: str) -> list[str]:
-        return [
-            f"{kind}/{name}" for name in self.files.names(kind) if step_of(kind, name) is not None
-        ]
+        folders = [f"{kind}/{name}" for name in self.files.names(kind)]
+        return [folder for folder in folders if step_of(folder) is not None]
 
     def _saved(self, folder: str, manifest: Manifest) -> SavedCheckpoint:
         location = self.files.location(folder)
