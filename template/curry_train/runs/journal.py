@@ -24,7 +24,6 @@ import logging
 import math
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -470,8 +469,6 @@ class Journal:
         self.run = run or Path(folder).resolve().name
         self.writes = rank == 0
         self._clock = clock
-        # A background save writes its event from its own thread.
-        self._mutex = threading.RLock()
         self._handle: int | None = None
         self._last: Event | None = None
         # Whether the last line has no newline: its writer died.
@@ -579,10 +576,9 @@ class Journal:
 
     def close(self) -> None:
         """Close the file. Write the event `stop` with its reason before this call."""
-        with self._mutex:
-            if self._handle is not None:
-                close_here(self._handle)
-                self._handle = None
+        if self._handle is not None:
+            close_here(self._handle)
+            self._handle = None
 
     def leave_behind(self) -> None:
         """Give up the journal in a forked child, because the parent owns it."""
@@ -595,27 +591,23 @@ class Journal:
             )
 
     def _begin(self, kind: str, step: int, facts: dict[str, Any]) -> None:
-        with self._mutex:
-            self._write(kind, step, facts)
-            self._begun = True
+        self._write(kind, step, facts)
+        self._begun = True
 
     def _write(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         if not self.writes:
             return
         if type(step) is not int or step < 0:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
-        with self._mutex:
-            if self._handle is None:
-                raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
-            attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
-            run = self.run if kind in OPENING_EVENT_KINDS else None
-            line = encode_event(
-                kind, facts, time=self._clock(), step=step, attempt=attempt, run=run
-            )
-            self.attempt = attempt
+        if self._handle is None:
+            raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
+        attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
+        run = self.run if kind in OPENING_EVENT_KINDS else None
+        line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt, run=run)
+        self.attempt = attempt
 
-            if self._append(self._handle, line) and kind in SYNCED_EVENT_KINDS:
-                self._force(self._handle)
+        if self._append(self._handle, line) and kind in SYNCED_EVENT_KINDS:
+            self._force(self._handle)
 
     def _append(self, handle: int, line: bytes) -> bool:
         """Write the line with one call, so that lines of other writers can't mix with it.
