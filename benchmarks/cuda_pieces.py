@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +186,7 @@ def _trains(case: Case, lever: Lever) -> bool:
 
 
 def loss(setting: Setting) -> Iterator[Row]:
-    """Peak and time of the loss of a head: whole, in chunks, and by each backend."""
+    """Peak and time of the loss of a head: whole, in chunks, and by torch's own chunks."""
     yield Row("in turns", partial(_losses, setting), seconds=60)
 
 
@@ -199,8 +200,16 @@ def _losses(setting: Setting) -> Figures:
     def whole() -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight).float(), targets)
 
-    def in_chunks(backend: str | None = None) -> Tensor:
-        return chunked_cross_entropy(hidden, weight, targets, backend=backend)
+    def in_chunks() -> Tensor:
+        return chunked_cross_entropy(hidden, weight, targets)
+
+    def by_torch() -> Tensor:
+        # torch 2.11 has neither of the two names.
+        functions: Any = F
+        modules: Any = nn
+        options = modules.LinearCrossEntropyOptions()
+        found: Tensor = functions.linear_cross_entropy(hidden, weight, targets, options=options)
+        return found
 
     def run(compute: Callable[[], Tensor]) -> None:
         for leaf in (hidden, weight):
@@ -210,8 +219,7 @@ def _losses(setting: Setting) -> Figures:
     ways: dict[str, Callable[[], None]] = {}
     peaks: dict[str, int] = {}
     errors: dict[str, str] = {}
-    named = {"whole": whole, "chunks": in_chunks}
-    named |= {name: partial(in_chunks, name) for name in ("torch", "liger", "cce")}
+    named = {"whole": whole, "chunks": in_chunks, "torch": by_torch}
     for name, compute in named.items():
         with recorded(errors, name):
             run(compute)

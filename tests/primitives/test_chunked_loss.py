@@ -11,12 +11,9 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -25,7 +22,6 @@ from curry_train.core.parity import compare, record_step
 from curry_train.primitives import (
     apply_chunked_loss,
     chunked_loss_report,
-    cross_entropy,
     remove_chunked_loss,
 )
 from curry_train.primitives.chunked_loss import LazyLogits
@@ -83,19 +79,6 @@ def errors(found, expected):
 # The function, against torch's.
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("chunk_tokens", [1, 10, 111, 1000, None])
-@pytest.mark.parametrize(
-    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 7}]
-)
-def test_loss_and_gradients_are_torchs(dtype, chunk_tokens, options):
-    given = inputs(dtype, ignored=0 if "ignore_index" in options else 30)
-    found = outcome(chunked_cross_entropy, given, chunk_tokens=chunk_tokens, **options)
-    assert max(errors(found, outcome(plain, given, **options))) < TOLERANCE[dtype]
-    assert found[0].dtype == (dtype if dtype is torch.float64 else torch.float32)
-    assert all(gradient.dtype == dtype for gradient in found[1:])
-
-
 def test_half_precision_is_no_farther_from_float64_than_torchs():
     given = inputs(torch.bfloat16)
     exact = outcome(plain, [t.detach().double().requires_grad_() for t in given[:3]] + [given[3]])
@@ -109,8 +92,7 @@ def chunked(args, options):
     return chunked_cross_entropy(*args, **options, chunk_tokens=10)
 
 
-@pytest.mark.parametrize("scale", [1e-7, 65536.0])
-def test_float16_loss_scaling_neither_overflows_nor_vanishes(scale):
+def test_float16_loss_scaling_neither_overflows_nor_vanishes():
     given = inputs(torch.float16)
     found = outcome(chunked_cross_entropy, given, scale=65536.0, chunk_tokens=10)
     exact = outcome(
@@ -154,54 +136,6 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_to_those_that_need_them(n
     assert max(errors(ours, found)) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "expected"),
-    # A token has the bytes of its logits, of their copies and of its input.
-    [
-        (torch.float32, {"chunk_tokens": 30}, [30, 30, 21]),
-        (torch.float32, {"chunk_bytes": 2 * 4 * (CLASSES + WIDTH) - 1}, [1] * 81),
-        (torch.float32, {"chunk_bytes": 30 * 4 * (CLASSES + WIDTH)}, [30, 30, 21]),
-        (torch.float64, {"chunk_bytes": 40 * 8 * (CLASSES + WIDTH)}, [40, 40, 1]),
-        (torch.bfloat16, {"chunk_bytes": 80 * (6 * CLASSES + 2 * WIDTH)}, [80, 1]),
-        (
-            torch.float32,
-            {"chunk_bytes": 60 * 4 * (2 * CLASSES + WIDTH), "softcap": 3.0},
-            [60, 21],
-        ),
-        (torch.float32, {"chunk_bytes": 1}, [1] * 81),
-        (torch.float32, {}, [16] * 5 + [1]),
-    ],
-)
-def test_chunks_have_as_many_tokens_as_fit(dtype, options, expected):
-    hidden, weight, _, targets = inputs(dtype)
-    with ProductRows() as found:
-        chunked_cross_entropy(hidden, weight, targets, **options)
-    assert found.rows == expected
-
-
-class ProductRows(TorchDispatchMode):
-    """Note the rows of each product whose columns are classes."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if "mm" in func.__name__ and out.shape[-1] == CLASSES:
-            self.rows.append(out.shape[0])
-        return out
-
-
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}])
-def test_nothing_but_ignored_targets_is_as_in_torch(options):
-    given = inputs()
-    given[3].fill_(-100)
-    found, expected = (outcome(loss, given, **options) for loss in (chunked_cross_entropy, plain))
-    assert torch.equal(found[0].isnan(), expected[0].isnan())
-    assert all(gradient.count_nonzero() == 0 for gradient in found[1:] + expected[1:])
-
-
 def test_no_grad_computes_the_loss_alone():
     hidden, weight, bias, targets = inputs()
     with torch.no_grad(), FlopCount() as counted:
@@ -210,17 +144,6 @@ def test_no_grad_computes_the_loss_alone():
         loss, plain(hidden, weight, targets, bias=bias).detach(), rtol=1e-14, atol=0
     )
     assert counted.flops == 2 * 81 * WIDTH * CLASSES
-
-
-@pytest.mark.parametrize("rows", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_computes_as_linear_would(dtype, rows):
-    hidden, *others = inputs(dtype)
-    given = [hidden.detach().to(rows).requires_grad_(), *others]
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = (outcome(loss, given) for loss in (chunked_cross_entropy, plain))
-    assert torch.equal(found[0], expected[0])
-    assert max(errors(found, expected)) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -232,10 +155,6 @@ def test_gradients_of_a_graph_that_is_kept_are_not_scaled_in_place(dtype):
     assert all(torch.equal(2 * a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_torch_still_says_whether_a_graph_is_kept():
-    assert cross_entropy.graph_is_kept is torch._C._autograd._get_current_graph_task_keep_graph
-
-
 def test_differentiating_twice_is_refused():
     hidden, weight, _, targets = inputs()
     model = Model()
@@ -245,98 +164,47 @@ def test_differentiating_twice_is_refused():
             loss.backward(create_graph=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pretend", [False, True])
-def test_peak_is_one_chunk_and_the_gradients(dtype, pretend):
-    rows = 4096
-    classes = 2048
-    width = 32
-    chunk = 128
-    with FakeTensorMode() if pretend else torch.enable_grad():
-        hidden = torch.zeros(rows, width, dtype=dtype, requires_grad=True)
-        weight = torch.zeros(classes, width, dtype=dtype, requires_grad=True)
-        targets = torch.zeros(rows, dtype=torch.int64)
-        with LiveStorages() as alive:
-            chunked_cross_entropy(hidden, weight, targets, chunk_tokens=chunk).backward()
-    size = dtype.itemsize
-    gradients = rows * width * size + classes * width * 4
-    logits = chunk * classes * (4 if size == 4 else 4 + size)
-    products = classes * width * size + chunk * width * 4  # of one chunk, before they are added up
-    assert gradients + logits <= alive.bytes_peak <= gradients + logits + products + 64 * rows
+REFUSED = [
+    (lambda h, w, t: chunked_cross_entropy(h[..., :5], w, t), "hidden must be"),
+    (lambda h, w, t: chunked_cross_entropy(h[0, 0, 0], w, t), "do not fit"),
+    (lambda h, w, t: chunked_cross_entropy(h, w, t[:, :5]), r"targets of \(3, 37\)"),
+    (lambda h, w, t: chunked_cross_entropy(h, w, t.double()), "convert with .long"),
+    (lambda h, w, t: chunked_cross_entropy(h, w.float(), t), "cast one of them, or use autocast"),
+    (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),
+    (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0]), r"bias must be \(301,\)"),
+]
+# The message of a value that an option can't have.
+REFUSED_OPTIONS = [
+    ({"reduction": "max"}, "reduction must be one of"),
+    ({"chunk_bytes": 0}, "chunk_bytes must be"),
+    ({"chunk_bytes": 9, "chunk_tokens": 9}, "both set"),
+    ({"chunk_tokens": True}, "at least 1"),
+    ({"chunk_tokens": 2.5}, "at least 1"),
+    ({"z_loss": -1.0}, "z_loss must be"),
+    ({"z_loss": math.inf}, "z_loss must be"),
+    ({"softcap": 0.0}, "softcap must be above 0"),
+    ({"softcap": math.inf}, "above 0 and finite"),
+    ({"label_smoothing": 2}, "from 0 to 1"),
+    ({"class_weights": torch.ones(5)}, r"class_weights must be floating-point of shape \(301,\)"),
+    ({"class_weights": torch.ones(CLASSES, requires_grad=True)}, "class_weights get no gradient"),
+    ({"token_weights": torch.ones(37)}, r"floating-point of shape \(3, 37\)"),
+    ({"token_weights": torch.ones(3, 37).long()}, "token_weights must be floating-point"),
+    ({"token_weights": "loss"}, "must be a tensor or 'probability'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda h, w, t: chunked_cross_entropy(h[..., :5], w, t),
-            r"hidden must be \(\.\.\., width\)",
-        ),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t[:, :5]), r"targets of \(3, 37\)"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t.double()), "convert with .long"),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w.float(), t),
-            "cast one of them, or use autocast",
-        ),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0]), r"bias must be \(301,\)"),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, reduction="max"),
-            "reduction must be one of",
-        ),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_bytes=0), "chunk_bytes must be"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_bytes=9, chunk_tokens=9), "both set"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, z_loss=-1.0), "z_loss must be"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, softcap=0.0), "softcap must be above 0"),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, class_weights=torch.ones(5)),
-            r"class_weights must be floating-point of shape \(301,\)",
-        ),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, token_weights=t),
-            r"token_weights must be floating-point of shape \(3, 37\)",
-        ),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, token_weights=h[..., 0]),
-            "token_weights get no gradient here",
-        ),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, token_weights="loss"),
-            "must be a tensor or 'probability'",
-        ),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, label_smoothing=2), "from 0 to 1"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=0), "at least 1"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=True), "at least 1"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_tokens=2.5), "at least 1"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, chunk_bytes=0.5), "chunk_bytes must be"),
-        (lambda h, w, t: chunked_cross_entropy(h[0, 0, 0], w, t), "do not fit"),
-        (lambda h, w, t: chunked_cross_entropy(h, w[0], t), "do not fit"),
-        (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[:, 0].half()),
-            "bias are torch.float64, torch.float16|bias are torch.float16, torch.float64",
-        ),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, label_smoothing=-0.1), "from 0 to 1"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, z_loss=math.inf), "z_loss must be"),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, softcap=math.inf), "above 0 and finite"),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, class_weights=torch.ones(301).long()),
-            "class_weights must be floating-point",
-        ),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, class_weights=w[:, 0]),
-            "class_weights get no gradient here",
-        ),
-        (
-            lambda h, w, t: chunked_cross_entropy(h, w, t, token_weights=torch.ones(37)),
-            "token_weights must be floating-point",
-        ),
-        (lambda h, w, t: chunked_cross_entropy(h, w, t, backend="none"), "got 'none'"),
-    ],
-)
-def test_what_does_not_fit_is_said(change, message):
+@pytest.mark.parametrize(("change", "message"), REFUSED)
+def test_tensors_that_do_not_fit_are_refused(change, message):
     hidden, weight, _, targets = inputs()
     with pytest.raises(ValueError, match=message):
         change(hidden, weight, targets)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED_OPTIONS)
+def test_values_that_an_option_can_not_have_are_refused(options, message):
+    hidden, weight, _, targets = inputs()
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(hidden, weight, targets, **options)
 
 
 # The head of a model, without an edit.
@@ -397,19 +265,12 @@ STAYS = {
     "reshape": lambda m, t: F.cross_entropy(
         m(t)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)
     ),
-    "view of four dimensions": lambda m, t: F.cross_entropy(
-        m(t).view(2, 2, 33, CLASSES).flatten(0, 2), t.flatten()
-    ),
     "flatten": lambda m, t: F.cross_entropy(m(t).flatten(0, 1), t.flatten(), reduction="sum"),
-    "flatten of torch": lambda m, t: F.cross_entropy(torch.flatten(m(t), end_dim=-2), t.flatten()),
     "slice": lambda m, t: F.cross_entropy(
         m(t)[..., :-1, :].contiguous().view(-1, CLASSES), t[:, 1:].flatten()
     ),
-    "number": lambda m, t: F.cross_entropy(m(t)[:, -1], t[:, -1]),
     "mask": lambda m, t: F.cross_entropy(m(t)[t > 9], t[t > 9]),
-    "to": lambda m, t: F.cross_entropy(m(t).to(t.device).flatten(0, 1), t.flatten()),
     "transpose": lambda m, t: F.cross_entropy(m(t).transpose(1, 2), t, label_smoothing=0.1),
-    "permute": lambda m, t: F.cross_entropy(m(t).permute(0, 2, 1).contiguous(), t, ignore_index=5),
     "class weights": lambda m, t: F.cross_entropy(
         m(t).flatten(0, 1), t.flatten(), weight=torch.linspace(0, 1, CLASSES, dtype=torch.float64)
     ),
@@ -419,7 +280,6 @@ STAYS = {
     "reduction none of classes in dimension 1": lambda m, t: (
         F.cross_entropy(m(t).transpose(1, 2), t, reduction="none")[:, 1:].square().sum()
     ),
-    "module": lambda m, t: nn.CrossEntropyLoss()(m(t).flatten(0, 1), t.flatten()),
     "sizes": lambda m, t: (
         lambda y: F.cross_entropy(y.view(y.size(0) * y.shape[1], y.shape[-1]), t.flatten())
     )(m(t)),
@@ -449,23 +309,13 @@ MADE = {
     "square": lambda m, t: (
         lambda y: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean()
     )(m(t)),
-    "cat": lambda m, t: torch.cat([m(t), torch.ones(4, 1, CLASSES)], dim=1).square().mean(),
-    "float": lambda m, t: F.cross_entropy(m(t).float().flatten(0, 1), t.flatten()),
-    "view": lambda m, t: m(t).view(-1).square().mean(),
     "__deepcopy__": lambda m, t: (
         lambda y: (copy.deepcopy(y.detach()), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
     )(m(t)),
-    "argmax": lambda m, t: (
-        lambda y: (y.argmax(-1), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
-    )(m(t)),
-    "T": lambda m, t: m(t)[0].T.square().mean(),
-    "__rsub__": lambda m, t: (1 - m(t)).square().mean(),
     "mul": lambda m, t: m(t).mul(True).square().mean(),
-    "to": lambda m, t: m(t).to(torch.float32).square().mean(),
     "cross_entropy with classes that are not in dimension 1": lambda m, t: F.cross_entropy(
         m(t), torch.zeros(4, CLASSES).long()
     ),
-    "Function": lambda m, t: Custom.apply(m(t)),
     "Function on a view": lambda m, t: Custom.apply(m(t)[:, 1:].flatten(0, 1)),
     "Function and more": lambda m, t: (
         lambda y: Custom.apply(y) + y.square().sum() + F.cross_entropy(y.flatten(0, 1), t.flatten())
@@ -492,15 +342,12 @@ def test_logits_are_made_for(way):
 ROWS = torch.tensor([3, 1, 1])
 INDICES = {
     "slice": (slice(1, None), True),
-    "number": (2, True),
     "rows": (ROWS, True),
-    "rows in a tuple": ((ROWS,), True),
     "mask of rows": (torch.tensor([True, False, True, True]), True),
     "ellipsis": (..., True),
     "rows and a number": ((ROWS, 0), False),
     "rows and tokens": ((ROWS, torch.tensor([0, 5, 32])), False),
     "mask and all classes": ((TOKENS > 9, slice(None)), False),
-    "a list": ([3, 1], False),
     "mask of single logits": (torch.ones(4, 33, CLASSES, dtype=torch.bool), False),
 }
 # The index of the targets, where it is not that of the logits.
@@ -527,27 +374,6 @@ def one_step(model, instrument=contextlib.nullcontext):
     with instrument() as entered:
         F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
     return entered, [parameter.grad for parameter in model.parameters()]
-
-
-def tracked(model):
-    """Track a step with torch's own memory tracker, and return the bytes at the peak."""
-    tracker = MemTracker()
-    tracker.track_external(model)
-    with tracker:
-        F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
-    return sum(place["Total"] for place in tracker.get_tracker_snapshot("peak").values())
-
-
-def test_torchs_memory_tracker_sees_the_same_step_in_less_memory():
-    plain_model = Model()
-    model = Model()
-    apply_chunked_loss(model, chunk_tokens=4)
-    whole = tracked(plain_model)
-    found = tracked(model)
-    use = chunked_loss_report(model)["head"]
-    assert str(use) == "1 loss in chunks"
-    logits = TOKENS.numel() * CLASSES * 4
-    assert found < whole - 2 * logits + 3 * 4 * CLASSES * 4
 
 
 @pytest.mark.parametrize(
@@ -615,7 +441,20 @@ def test_logits_that_are_read_train_what_is_trained(needs):
     assert max(errors(*found)) < 1e-2
 
 
-def test_logits_may_be_doubled():
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("upcast", [False, True])
+def test_loss_of_half_precision_has_the_dtype_of_torchs(tied, upcast):
+    def loss(model, tokens):
+        logits = model(tokens).float() if upcast else model(tokens)
+        return F.cross_entropy(logits.view(-1, CLASSES), tokens.view(-1))
+
+    found, use = both(loss, dtype=torch.bfloat16, tied=tied)
+    assert found.holds, found.describe()  # which holds dtypes against each other as well
+    assert use.num_chunked == 1
+
+
+@pytest.mark.parametrize("scale", [2.0, 1 / 30, 3e-8, 1e-13])
+def test_scaled_logits_keep_every_digit_of_the_scale(scale):
     records = []
     for apply in (lambda model: None, apply_chunked_loss):
         model = Model().double()
@@ -625,44 +464,12 @@ def test_logits_may_be_doubled():
             record_step(
                 model,
                 TOKENS,
-                lambda m, t: F.cross_entropy(2 * m(t).flatten(0, 1), t.flatten(), reduction="sum"),
+                lambda m, t: F.cross_entropy(scale * m(t).flatten(0, 1), t.flatten()),
             )
         )
-    assert compare(*records, tolerance=TOLERANCE[torch.float64]).holds
-    assert chunked_loss_report(model)["head"].num_chunked == 1
-
-
-def test_logits_of_one_token_are_indexed_by_class():
-    plain, model = Model(), Model()
-    apply_chunked_loss(model)
-    classes = torch.tensor([7, 0])
-    assert torch.equal(model(TOKENS)[0, 0][classes], plain(TOKENS)[0, 0][classes])
-
-
-def test_logits_move_to_the_device_that_is_named():
-    model = Model()
-    apply_chunked_loss(model)
-    assert model(TOKENS).to("meta").device.type == "meta"
-
-
-def test_upcast_of_half_precision_stays_in_chunks():
-    found, use = both(
-        lambda m, t: F.cross_entropy(m(t).float().view(-1, CLASSES), t.view(-1)),
-        dtype=torch.bfloat16,
-    )
+    found = compare(*records, tolerance=1e-12)
     assert found.holds, found.describe()
-    assert str(use) == "1 loss in chunks"
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_loss_has_the_dtype_of_torchs(tied):
-    found, use = both(
-        lambda m, t: F.cross_entropy(m(t).view(-1, CLASSES), t.view(-1)),
-        dtype=torch.bfloat16,
-        tied=tied,
-    )
-    assert found.holds, found.describe()  # which holds dtypes against each other as well
-    assert use.num_chunked == 1
+    assert chunked_loss_report(model)["head"].num_chunked == 1
 
 
 def test_written_logits_and_their_views_stay_in_step():
@@ -737,12 +544,6 @@ class Doubled(nn.Linear):
             "is a Doubled, not a plain nn.Linear",
         ),
         (Model, {"chunk_tokens": 0}, "at least 1"),
-        (Model, {"chunk_bytes": 0}, "at least 1"),
-        (Model, {"chunk_tokens": 4, "chunk_bytes": 2**20}, "both set"),
-        (Model, {"head": "table"}, "matches no module"),
-        (Model, {"backend": "no_such_backend"}, "got 'no_such_backend'"),
-        (lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(4, 9)), {}, "has no output layer"),
-        (lambda: Doubled(4, 9), {}, "the model is a Doubled"),
         (
             lambda: with_embeddings(nn.Sequential(nn.Bilinear(4, 4, 9)), 0),
             {},
@@ -787,10 +588,3 @@ def test_the_head_is_the_output_layer_or_the_one_that_is_named(build, head, expe
     assert apply_chunked_loss(model, head=head) == expected
     assert {str(use) for use in chunked_loss_report(model).values()} == {"no loss yet"}
     assert remove_chunked_loss(model) == expected
-
-
-def test_changing_a_head_twice_is_refused():
-    model = Model()
-    apply_chunked_loss(model)
-    with pytest.raises(ValueError, match="remove_chunked_loss"):
-        apply_chunked_loss(model)

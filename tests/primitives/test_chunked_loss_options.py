@@ -13,7 +13,6 @@ from curry_train.core.measure import FlopCount, LiveStorages
 from curry_train.primitives.cross_entropy import (
     CHUNK_BYTES,
     chunked_cross_entropy,
-    chunked_log_probabilities,
 )
 
 IGNORED = -100
@@ -191,42 +190,6 @@ def test_options_hold_in_low_precision_and_under_autocast(options, autocast, dty
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         error = compared(tensors, options)
     assert error < TOLERANCE[torch.bfloat16 if autocast else dtype]
-
-
-def test_class_weights_and_smoothing_are_those_of_torch():
-    hidden, weight, bias, targets = make(0, tokens=20, width=4, classes=9, ignored=0.3, biased=True)
-    options = {"label_smoothing": 0.2, "ignore_index": IGNORED}
-    class_weights = torch.linspace(0.1, 3, 9, dtype=torch.float64)
-    for reduction in ("mean", "sum", "none"):
-        logits = F.linear(hidden, weight, bias)
-        theirs = F.cross_entropy(
-            logits.transpose(1, 2), targets, class_weights, reduction=reduction, **options
-        )
-        ours = chunked_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            bias=bias,
-            class_weights=class_weights,
-            reduction=reduction,
-            chunk_tokens=7,
-            **options,
-        )
-        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
-
-
-def test_log_probabilities_of_tokens_have_their_gradients():
-    hidden, weight, _, targets = make(2, tokens=9, width=5, classes=11, ignored=0.3, biased=False)
-    found = chunked_log_probabilities(hidden, weight, targets, chunk_tokens=4)
-    logits = F.linear(hidden, weight).log_softmax(-1)
-    expected = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(targets >= 0, 0.0)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
-    # The clipped ratio of a policy gradient: each token has its own factor.
-    ours, theirs = (
-        torch.autograd.grad((values - expected.detach() + 0.1).exp().square().sum(), hidden)[0]
-        for values in (found, expected)
-    )
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
 
 
 def test_losses_per_token_can_be_differentiated_again_and_in_parts():

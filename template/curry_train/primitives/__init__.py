@@ -35,7 +35,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "offload_report",
             "remove_offload",
         ),
-        "loss_backends": ("loss_backend",),
         "recompute": (
             "CheckpointWrapper",
             "Recompute",

@@ -12,6 +12,7 @@ operations. Forward computes the gradients; only a loss per token repeats a matr
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
+import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,13 +29,11 @@ from ..core.blocks import Derived, become, match_names, restore
 from .cross_entropy import (
     REDUCTIONS,
     TARGET_DTYPES,
-    Backend,
     autocast_dtype,
     autocast_to,
     check_chunk_size,
     chunked_cross_entropy,
     chunked_log_probabilities,
-    find_backend,
     product_dtype,
     refuse_second_derivative,
 )
@@ -149,7 +148,9 @@ class Logits:
     @property
     def factor(self) -> float:
         """The factor of the head's input: `cap * tanh(scale * logits)` is a softcap of that."""
-        return round(self.scale * (self.cap or 1.0), 12)
+        factor = self.scale * (self.cap or 1.0)
+        # A model that divides by its limit before tanh and multiplies after it may be off by 1 bit.
+        return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
 
     def read(self, operation: str) -> Tensor:
         """Return all of the logits; they are computed once."""
@@ -512,7 +513,6 @@ def apply_chunked_loss(
     head: str | None = None,
     chunk_tokens: int | None = None,
     chunk_bytes: int | None = None,
-    backend: Backend | str | None = None,
 ) -> list[str]:
     """Make the loss of a model's head run in chunks, in place, and return the head's name.
 
@@ -520,12 +520,10 @@ def apply_chunked_loss(
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
     Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many as fit into
     `chunk_bytes`; without either its logits take at most 64 MiB and half of the gradients' bytes.
-    `backend` is another implementation, or its name for `loss_backend`. Call this before DDP,
-    `fully_shard` and `torch.compile`.
+    Call this before DDP, `fully_shard` and `torch.compile`.
     """
     check_chunk_size(chunk_tokens, chunk_bytes)
-    backend = find_backend(backend)
-    chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes, "backend": backend}
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes}
     found = _find_heads(model, head)
     for module in found.values():
         become(

@@ -15,8 +15,6 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -33,9 +31,6 @@ PROBABILITY_WEIGHTS = "probability"
 TARGET_DTYPES = (torch.int64, torch.uint8)
 # The target that cross_entropy and Hugging Face models leave out of the loss.
 IGNORED_TARGET = -100
-
-# Computes the loss from the reference, [hidden, weight, bias], targets and the options that are on.
-Backend = Callable[[Callable[..., Tensor], list[Tensor | None], Tensor, dict[str, Any]], Tensor]
 
 # Whether backward was called with retain_graph. Private in torch, and used by AOTAutograd.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -75,13 +70,6 @@ class ChunkOptions:
         return self.chunk_tokens
 
 
-# Those of them that are off by default.
-OPTIONAL_FIELDS = (
-    *("chunk_tokens", "chunk_bytes", "label_smoothing", "z_loss", "softcap"),
-    "weighted_by_probability",
-)
-
-
 @dataclass(frozen=True)
 class Given:
     """Tensors of one call, with one row of inputs per target."""
@@ -113,7 +101,6 @@ def chunked_cross_entropy(
     token_weights: Tensor | str | None = None,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    backend: Backend | str | None = None,
 ) -> Tensor:
     """Compute `F.cross_entropy(F.linear(hidden, weight, bias), targets)` in chunks of tokens.
 
@@ -126,8 +113,7 @@ def chunked_cross_entropy(
     `F.cross_entropy` does, whatever the token weights are.
 
     A chunk has `chunk_tokens` tokens, or as many as fit into `chunk_bytes` with the copies of their
-    logits. Without either they take at most 64 MiB and half of the gradients' bytes. `backend` is
-    another implementation, or the name of one that `loss_backend` knows.
+    logits. Without either they take at most 64 MiB and half of the gradients' bytes.
     """
     _check(hidden, weight, targets, bias)
     check_chunk_size(chunk_tokens, chunk_bytes)
@@ -154,13 +140,11 @@ def chunked_cross_entropy(
         weighted_by_probability=isinstance(token_weights, str),
         dtype=product_dtype(hidden),
     )
-    backend = find_backend(backend)
-    compute = _reference if backend is None else partial(_with_backend, backend)
-    loss = compute(given, options)
+    loss = _loss_of(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
 
 
-def _reference(given: Given, options: ChunkOptions) -> Tensor:
+def _loss_of(given: Given, options: ChunkOptions) -> Tensor:
     needs = [
         torch.is_grad_enabled() and source is not None and source.requires_grad
         for source in given.sources
@@ -172,31 +156,6 @@ def _reference(given: Given, options: ChunkOptions) -> Tensor:
         return _run(given, options)[0]
     loss: Tensor = _Chunked.apply(*vars(given).values(), options)
     return loss
-
-
-def find_backend(given: Any) -> Backend | None:
-    """Return a backend that is given itself or by its name; raise ValueError for another name."""
-    if isinstance(given, str):
-        given = import_module(".loss_backends", __package__).loss_backend(given)
-    found: Backend | None = given
-    return found
-
-
-def _with_backend(backend: Backend, given: Given, options: ChunkOptions) -> Tensor:
-    """Compute the loss with another implementation, which gets only the options that are on."""
-    used = {"ignore_index": options.ignore_index, "reduction": options.reduction}
-    optional = (*OPTIONAL_FIELDS, "class_weights", "token_weights")
-    for option, value in (vars(options) | vars(given)).items():
-        if option in optional and (isinstance(value, Tensor) or value):
-            used[option] = value
-    sources = [None if source is None else source.to(options.dtype) for source in given.sources]
-
-    def reference(inputs: Tensor, weight: Tensor, bias: Any, *_: Any, **__: Any) -> Tensor:
-        return _reference(replace(given, inputs=inputs, weight=weight, bias=bias), options)
-
-    with autocast_to(given.inputs.device.type, None):
-        loss = backend(reference, sources, given.targets, used)
-        return loss.to(exact_dtype(given.inputs))
 
 
 def chunked_log_probabilities(
