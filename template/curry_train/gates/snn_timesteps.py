@@ -21,8 +21,15 @@ from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recom
 from ..core.rerun import seeded, untouched
 from ..primitives import snn_timesteps
 from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, roots_of, take_step
-from ..primitives.snn_timesteps import Costs, best_schedule, measure_costs, slice_time, steppers
-from ..primitives.strategies import Apply, Sample, schedule_peak_bytes, times_again
+from ..primitives.snn_timesteps import (
+    ChunkSchedule,
+    Costs,
+    best_schedule,
+    measure_costs,
+    slice_time,
+    steppers,
+)
+from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
 from .same_training import bit_difference, same_training, sample_of
 from .verdict import Gate, NotApplicable, Verdict, not_applicable
@@ -123,6 +130,23 @@ def _through(loop: Loop, levels: int) -> Apply:
         return list(found)
 
     return apply
+
+
+def schedule_peak_bytes(schedule: ChunkSchedule, costs: Costs) -> int:
+    """Return the peak held bytes: the boundaries up to a chunk, and that chunk's own peak."""
+    if not schedule.chunks:
+        return schedule.num_steps * costs.step_bytes
+    *earlier_peaks, last_peak = (schedule_peak_bytes(chunk, costs) for chunk in schedule.chunks)
+    held = [(index + 1) * costs.boundary_bytes + peak for index, peak in enumerate(earlier_peaks)]
+    return max([*held, len(earlier_peaks) * costs.boundary_bytes + last_peak])
+
+
+def times_again(schedule: ChunkSchedule) -> list[int]:
+    """Return how often each timestep is recomputed in backward."""
+    if not schedule.chunks:
+        return [0] * schedule.num_steps
+    *earlier, last = (times_again(chunk) for chunk in schedule.chunks)
+    return [1 + times for chunk in earlier for times in chunk] + last
 
 
 def measure_peak(

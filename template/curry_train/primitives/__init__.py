@@ -62,7 +62,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Sample",
             "Strategy",
             "apply_config",
-            "choose_chunk_size",
             "choose_segments",
         ),
         "snn_timesteps": (

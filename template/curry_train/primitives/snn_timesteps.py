@@ -415,7 +415,7 @@ def steppers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_chunks(chunk_size: int | None, levels: int) -> None:
-    """Raise for a chunk size or a number of levels that is none."""
+    """Raise for an invalid chunk size or number of levels."""
     if levels not in (1, 2) or isinstance(levels, bool):
         raise ValueError(f"levels must be 1, or 2 for chunks inside larger chunks; got {levels!r}")
     if chunk_size is not None and (
@@ -450,12 +450,6 @@ def _learn(
 
     For a function that is created anew and reaches no module, this happens at each call.
     """
-    if costs and not roots:
-        raise ValueError(
-            "step reaches no module to store a measurement for: pass chunk_size, such as "
-            "choose_chunk_size(step, inputs, state), measured once"
-        )
-
     owner = next(iter(roots.values()), step)
     of_owner = _known.setdefault(owner, {})
     key = code_of(step), tuple(map(id, roots.values()))

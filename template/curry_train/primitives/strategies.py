@@ -5,7 +5,7 @@
 
 Commands list `STRATEGIES`; the options of a plan's blocks, the levers of a benchmark and
 `CheckpointConfig.strategy` are views of `ALL_STRATEGIES`. Settings that were not given are chosen
-from measured bytes: layers to recompute, segments, sizes of chunks.
+from measured bytes: layers to recompute and numbers of segments.
 
 Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +31,6 @@ from ..core.measure import (
     measure_memory,
 )
 from ..core.measure_compiled import CompileFailed
-from ..core.rerun import generators_kept
 from ..core.wording import did_you_mean, nearest
 from .recompute import (
     ChainBroken,
@@ -43,10 +42,6 @@ from .recompute import (
 from .regions import apply_regions, remove_regions
 from .running_blocks import ChosenBlocks, choose_blocks
 from .sac import POLICIES, Policy, apply_sac
-
-if TYPE_CHECKING:
-    from .hidden_state import TimestepFunction
-    from .snn_timesteps import ChunkSchedule, Costs
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
 
@@ -89,7 +84,7 @@ class Strategy:
     configurable: bool = True
 
 
-# Settings chosen from measured bytes: layers and segments to recompute, sizes of chunks.
+# Settings chosen from measured bytes: layers and segments to recompute.
 
 
 def profile_layers(
@@ -148,55 +143,6 @@ def choose_segments(
         finally:
             remove_segments(model)
     return min(peaks, key=lambda count: (peaks[count], count))
-
-
-def choose_chunk_size(
-    step: "TimestepFunction", inputs: Any, state: Any, *, levels: int = 1, time_dim: int = 0
-) -> int:
-    """Choose the size of even chunks with the lowest peak, from measured bytes.
-
-    It is near sqrt(T * state bytes / step bytes): a small state and a large step give short chunks.
-    """
-    from .hidden_state import holders_of, put_back_later
-    from .snn_timesteps import check_chunks, measure_costs, slice_time
-
-    check_chunks(None, levels)
-    timesteps = slice_time(inputs, time_dim)
-    with generators_kept(), put_back_later(holders_of(step)):
-        costs = measure_costs(step, timesteps, state)
-    return best_chunk_size(len(timesteps), costs, levels)
-
-
-def best_chunk_size(num_steps: int, costs: "Costs", levels: int) -> int:
-    """Return the size of even chunks with the lowest peak; of several such sizes, the largest.
-
-    It is near sqrt(T*b/s), which is not sqrt(T). With two levels, where C = sqrt(T*c), it is near
-    cbrt(T*(b/s)**2).
-    """
-    from .snn_timesteps import even_schedule
-
-    peaks = {
-        size: schedule_peak_bytes(even_schedule(num_steps, size, levels), costs)
-        for size in range(1, num_steps + 1)
-    }
-    return min(peaks, key=lambda size: (peaks[size], -size))
-
-
-def schedule_peak_bytes(schedule: "ChunkSchedule", costs: "Costs") -> int:
-    """Return the peak held bytes: the boundaries up to a chunk, and that chunk's own peak."""
-    if not schedule.chunks:
-        return schedule.num_steps * costs.step_bytes
-    *earlier_peaks, last_peak = (schedule_peak_bytes(chunk, costs) for chunk in schedule.chunks)
-    held = [(index + 1) * costs.boundary_bytes + peak for index, peak in enumerate(earlier_peaks)]
-    return max([*held, len(earlier_peaks) * costs.boundary_bytes + last_peak])
-
-
-def times_again(schedule: "ChunkSchedule") -> list[int]:
-    """Return how often each timestep is recomputed in backward."""
-    if not schedule.chunks:
-        return [0] * schedule.num_steps
-    *earlier, last = (times_again(chunk) for chunk in schedule.chunks)
-    return [1 + times for chunk in earlier for times in chunk] + last
 
 
 # Recompute: none, full, sequential and selective.
