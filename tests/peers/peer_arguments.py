@@ -269,7 +269,9 @@ def unused_output(change: Change) -> None:
     require_same(change, step, Two)
 
 
-@behaviour("the output is changed in place afterwards", segments=refused("is used by"))
+@behaviour(
+    "the output is changed in place afterwards", segments=refused("does not take the output of")
+)
 def output_written(change: Change) -> None:
     def step(model: nn.Module) -> Any:
         model.zero_grad()

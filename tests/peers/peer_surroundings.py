@@ -173,7 +173,7 @@ def other_shapes(change: Change) -> None:
 
 
 @behaviour(
-    "a loop that adds what the blocks return", segments=refused("is used by add and not only by")
+    "a loop that adds what the blocks return", segments=refused("does not take the output of")
 )
 def residual_loop(change: Change) -> None:
     def step(model: nn.Module) -> Any:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from curry_train.bench.steps import python_calls
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives.recompute import Recompute, recompute_blocks
 from curry_train.primitives.sac import apply_sac
+from curry_train.primitives.segments import recompute_segments
 from curry_train.primitives.snn_timesteps import checkpoint_timesteps
 from curry_train.workloads.workload import Case, Workload
 

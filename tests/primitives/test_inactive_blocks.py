@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from curry_train.primitives.offload import offload_blocks
-from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives.recompute import Recompute, recompute_blocks
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
+from curry_train.primitives.segments import recompute_segments
 
 WIDTH = 16
 

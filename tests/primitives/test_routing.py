@@ -14,9 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives.checkpointed import RecomputeOptions
-from curry_train.primitives.recompute import recompute_blocks, recompute_segments
+from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import Choices, keep_routing
 from curry_train.primitives.sac import apply_sac
+from curry_train.primitives.segments import recompute_segments
 from curry_train.primitives.strategies import CheckpointConfig, apply_config
 
 WIDTH = 8

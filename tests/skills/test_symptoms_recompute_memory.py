@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from curry_train.core.measure import count_flops, recompute_flops
 from curry_train.core.parity import compare, record_step
 from curry_train.plan.profiler import MemoryProfiler
-from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives.recompute import Recompute, recompute_blocks
+from curry_train.primitives.segments import recompute_segments
 from curry_train.primitives.strategies import choose_segments
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
-from curry_train.primitives.recompute import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives.recompute import Recompute, recompute_blocks
+from curry_train.primitives.segments import recompute_segments
 
 
 def every_gradient(model, batch):

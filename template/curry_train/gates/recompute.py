@@ -26,9 +26,10 @@ from ..core.parity import Parity, StepRecord, check_comparable, compare, record
 from ..core.rerun import seeded
 from ..plan.profiler import MemoryProfiler
 from ..primitives.offload import NothingToMove
-from ..primitives.recompute import recompute_blocks, recompute_segments
+from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.sac import PolicyError
+from ..primitives.segments import recompute_segments
 from ..primitives.strategies import STRATEGIES, Sample, choose_segments
 from ..workloads.models import import_callable
 from ..workloads.workload import Case

@@ -40,8 +40,11 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Recompute",
             "plain_blocks",
             "recompute_blocks",
-            "recompute_segments",
             "remove_recompute",
+        ),
+        "segments": (
+            "ChainBroken",
+            "recompute_segments",
             "remove_segments",
         ),
         "regions": (

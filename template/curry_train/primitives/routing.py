@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import match_names
-from . import checkpointed, recompute, sac
+from . import checkpointed, recompute, sac, segments
 
 # Functions that choose: their outputs are indices, alone or beside the values at them.
 CHOOSING_NAMES = (
@@ -203,7 +203,7 @@ def has_router(block: nn.Module) -> bool:
 
 def _recomputing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks that run a second time, with their names."""
-    attributes = {recompute.RECOMPUTE_ATTRIBUTE, recompute.SEGMENT_ATTRIBUTE, sac.SAC_ATTRIBUTE}
+    attributes = {recompute.RECOMPUTE_ATTRIBUTE, segments.SEGMENT_ATTRIBUTE, sac.SAC_ATTRIBUTE}
     for name, module in model.named_modules():
         if attributes & vars(module).keys():
             yield name, module
@@ -216,8 +216,8 @@ def _wrap(block: nn.Module) -> None:
         own[sac.CONTEXTS_ATTRIBUTE] = _around(own[sac.CONTEXTS_ATTRIBUTE])
         return
     holder, name = own, recompute.RECOMPUTE_ATTRIBUTE
-    if recompute.SEGMENT_ATTRIBUTE in own:
-        holder, name = vars(own[recompute.SEGMENT_ATTRIBUTE]), "options"
+    if segments.SEGMENT_ATTRIBUTE in own:
+        holder, name = vars(own[segments.SEGMENT_ATTRIBUTE]), "options"
     options = holder[name]
     if options.use_reentrant or options.debug:
         raise ValueError("routing is repeated by contexts: leave use_reentrant and debug at False")

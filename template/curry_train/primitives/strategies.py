@@ -32,16 +32,11 @@ from ..core.measure import (
 )
 from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean, nearest
-from .recompute import (
-    ChainBroken,
-    chains_of,
-    recompute_blocks,
-    recompute_segments,
-    remove_segments,
-)
+from .recompute import recompute_blocks
 from .regions import apply_regions, remove_regions
 from .running_blocks import ChosenBlocks, choose_blocks
 from .sac import POLICIES, Policy, apply_sac
+from .segments import ChainBroken, chains_of, recompute_segments, remove_segments
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
 

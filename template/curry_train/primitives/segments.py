@@ -1,0 +1,233 @@
+"""Recompute chains of blocks (segments) in the backward, without editing the loop over them.
+
+    recompute_segments(model, 4)    # all but the last of four runs of consecutive blocks
+
+A segment is computed at its first block and saves only what that block is given. The blocks after
+it return what was computed for them, if each is called with the output of the one before it. A
+model whose loop does anything else raises `ChainBroken`, and needs `recompute_blocks`.
+
+Proof: `python -m pytest tests/primitives/test_segments_in_any_loop.py`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from .checkpointed import RecomputeOptions, run_checkpointed
+
+SEGMENT_ATTRIBUTE = "_segment"
+REMEDY = "recompute each block by itself (strategy full)"
+
+
+class ChainBroken(ValueError):
+    """Raised when the blocks of a segment do not feed each other directly."""
+
+
+@dataclass
+class Segment:
+    """Consecutive blocks and, between the calls of one forward, their outputs."""
+
+    names: list[str]
+    blocks: list[nn.Module]
+    options: RecomputeOptions
+    running: bool = False
+    # Whether the first forward runs, and not the recomputed one.
+    starting: bool = False
+    # Outputs of the blocks that are still to be called.
+    outputs: list[Any] = field(default_factory=list)
+    arguments: tuple[Any, ...] = ()
+    # What the block before returned first, which the next block must get, and its version.
+    passed: Tensor | None = None
+    version: int = 0
+
+    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute all blocks at the first one, and return the output of the called one."""
+        position = next(index for index, other in enumerate(self.blocks) if other is block)
+        if position == 0:
+            self._start(args, kwargs)
+        else:
+            self._check(position, args, kwargs)
+        output = self.outputs.pop(0)
+        self.passed = None
+        if self.outputs:
+            self.passed = _stream(output, block)
+            self.version = _version(self.passed)
+        return output
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.starting = True
+        try:
+            self.outputs = run_checkpointed(
+                self._run, args, kwargs, modules=self.blocks, options=self.options
+            )
+        finally:
+            self.starting = False
+        self.arguments = (args[1:], kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        # A backward inside of the forward may recompute the segment while it runs.
+        was_running = self.running
+        self.running = True
+        try:
+            outputs: list[Any] = []
+            rest = args[1:]
+            for number, block in enumerate(self.blocks):
+                try:
+                    output = block(*args, **kwargs)
+                except (
+                    AttributeError,
+                    RuntimeError,
+                    TypeError,
+                    ValueError,
+                    torch.jit.Error,
+                ) as error:
+                    if number == 0 or not self.starting or _lacks_memory(error):
+                        raise
+                    raise ChainBroken(
+                        f"{self.names[number]} can't take the output of {self.names[number - 1]}: "
+                        f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; "
+                        f"{REMEDY}"
+                    ) from error
+                outputs.append(output)
+                if number < len(self.blocks) - 1:
+                    args = (_stream(output, block), *rest)
+            return outputs
+        finally:
+            self.running = was_running
+
+    def _check(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if the loop does not pass the output of the block before on as it is."""
+        name = self.names[position]
+        next_position = (len(self.blocks) - len(self.outputs)) % len(self.blocks)
+        if position != next_position:
+            raise ChainBroken(
+                f"{name} is called where {self.names[next_position]} is next, so the blocks can't "
+                f"share a segment; {REMEDY}"
+            )
+        before = self.names[position - 1]
+        taken = args[0] if args else None
+        if taken is not self.passed or _version(taken) != self.version:
+            raise ChainBroken(
+                f"{name} does not take the output of {before} unchanged, so the two can't share a "
+                f"segment; {REMEDY}"
+            )
+        if not _same((args[1:], kwargs), self.arguments):
+            raise ChainBroken(
+                f"{name} takes other arguments than {self.names[0]}, so the two can't share a "
+                f"segment; {REMEDY}"
+            )
+
+
+class SegmentMember(Derived):
+    """A block in a `Segment`; its hooks run where the block is computed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        segment: Segment = self.__dict__[SEGMENT_ATTRIBUTE]
+        if segment.running or not (segment.options.enabled and is_active(self)):
+            return super().__call__(*args, **kwargs)
+        return segment.call(self, args, kwargs)
+
+
+def recompute_segments(
+    model: nn.Module,
+    num_segments: int,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Recompute each chain of blocks in segments, in place, and return the blocks' names.
+
+    A chain is the blocks of one container. It is split into `num_segments` segments, and all but
+    the last are recomputed. `blocks` is a glob over module names, or several. Each block must take
+    the previous block's output as its first argument, and the other arguments must be the same for
+    all; otherwise the forward raises `ChainBroken`. The options are those of `Recompute`, except
+    `use_reentrant`.
+    """
+    settings = RecomputeOptions(**options)
+    if settings.use_reentrant:
+        raise ValueError("segments are not recomputed reentrantly: leave use_reentrant at False")
+    if isinstance(num_segments, bool) or not isinstance(num_segments, int) or num_segments < 1:
+        raise ValueError(
+            f"the number of segments must be a whole number of at least 1, got {num_segments!r}"
+        )
+    found = find_blocks(model, blocks)
+    recomputed = []
+    longest = max(len(chain) for chain in chains_of(list(found)))
+    if num_segments > longest:
+        raise ValueError(
+            f"{num_segments} segments are more than the {longest} blocks of the longest chain"
+        )
+
+    for chain in chains_of(list(found)):
+        for names in _split(chain, num_segments)[:-1]:
+            segment = Segment(names, [found[name] for name in names], settings)
+            for block in segment.blocks:
+                become(SegmentMember, block, **{SEGMENT_ATTRIBUTE: segment})
+            recomputed += names
+    return recomputed
+
+
+def remove_segments(model: nn.Module) -> None:
+    """Undo `recompute_segments`."""
+    for module in list(model.modules()):
+        if isinstance(module, SegmentMember):
+            restore(module, SEGMENT_ATTRIBUTE)
+
+
+def chains_of(names: Sequence[str]) -> list[list[str]]:
+    """Group block names by their container, in order."""
+    chains: dict[str, list[str]] = {}
+    for name in names:
+        chains.setdefault(name.rpartition(".")[0], []).append(name)
+    return list(chains.values())
+
+
+def _split(chain: list[str], num_segments: int) -> list[list[str]]:
+    """Split into non-empty segments whose lengths differ by at most one, longer ones first."""
+    num_segments = min(num_segments, len(chain))
+    size, num_longer = divmod(len(chain), num_segments)
+    starts = [index * size + min(index, num_longer) for index in range(num_segments + 1)]
+    return [chain[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _version(tensor: Any) -> int:
+    """Return how often a tensor was changed in place; compiled code changes nothing unnoticed."""
+    return 0 if torch.compiler.is_compiling() else int(tensor._version)
+
+
+def _stream(output: Any, block: nn.Module) -> Tensor:
+    """Return the tensor for the next block: the output, or its first element."""
+    first = output[0] if isinstance(output, tuple | list) and output else output
+    if not isinstance(first, Tensor):
+        raise ChainBroken(
+            f"{type(block).__name__} returns {type(output).__name__}; segments need blocks that "
+            "return a tensor, or a tuple that starts with one"
+        )
+    return first
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _same(arguments: Any, others: Any) -> bool:
+    leaves, shape = tree_flatten(arguments)
+    other_leaves, other_shape = tree_flatten(others)
+    return shape == other_shape and all(map(_is_the_same, leaves, other_leaves))
+
+
+def _is_the_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        # Slices of one buffer are new tensor objects each time, so compare the memory.
+        return (
+            value.data_ptr() == other.data_ptr()
+            and value.shape == other.shape
+            and value.stride() == other.stride()
+        )
+    return value is other or bool(value == other)
