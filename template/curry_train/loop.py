@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
 from .core.memory_recorder import memory_record
 from .core.rerun import buffers_kept, generators_kept
@@ -351,6 +352,7 @@ def equip(
 
     `apply` is a function such as `recompute_blocks`, or a plan. It changes the bare model: that of
     Hugging Face's Trainer at once, Lightning's after `configure_model`, Accelerate's in `prepare`.
+    A trainer with larger microbatches than the plan's is refused.
     `journal` is the folder of the journal and `watch` its detection of spikes, as in
     `record_training`; `commit` is `commit_checkpoints`. `memory` is the path, without its suffix,
     of the snapshot that `memory_record` writes when a GPU is full.
@@ -364,7 +366,8 @@ def equip(
         )
     change = apply if apply is None or callable(apply) else apply.apply
     if change is not None:
-        CHANGE_BY_LIBRARY[library](trainer, change)
+        check_size = functools.partial(_check_microbatch, apply)
+        CHANGE_BY_LIBRARY[library](trainer, change, check_size)
     if commit:
         commit_checkpoints(trainer)
     if journal is not None:
@@ -374,9 +377,27 @@ def equip(
     return trainer
 
 
-def _apply_to_hugging_face(trainer: Any, change: Callable[[nn.Module], Any]) -> None:
+def _check_microbatch(planned: Any, size: Any) -> None:
+    """Raise if a trainer's microbatch, if it is known, takes more memory than was planned."""
+    most = getattr(planned, "microbatch", None)
+    if most is not None and isinstance(size, int) and size > most:
+        raise ValueError(
+            f"the plan is for {planned.steps} microbatches of {most} samples, and the trainer's "
+            f"microbatches of {size} take more memory than was planned: set its batch size to "
+            f"{most} and its gradient accumulation to {planned.steps}, or plan again with "
+            f"--microbatch {size}"
+        )
+
+
+# Changes a model, and checks the number of samples in a microbatch.
+Change = Callable[[nn.Module], Any]
+CheckSize = Callable[[Any], None]
+
+
+def _apply_to_hugging_face(trainer: Any, change: Change, check_size: CheckSize) -> None:
     if trainer.model_wrapped is not trainer.model:
         raise ValueError("the model is wrapped already: equip the Trainer before train()")
+    check_size(trainer.args.per_device_train_batch_size)
     change(trainer.model)
     make = trainer.model_init
     if make is not None:
@@ -390,21 +411,25 @@ def _apply_to_hugging_face(trainer: Any, change: Callable[[nn.Module], Any]) -> 
         trainer.model_init = make_changed
 
 
-def _apply_to_lightning(trainer: Any, change: Callable[[nn.Module], Any]) -> None:
-    add_callback(trainer, _LightningChange, change)
+def _apply_to_lightning(trainer: Any, change: Change, check_size: CheckSize) -> None:
+    add_callback(trainer, _LightningChange, change, check_size)
 
 
 class _LightningChange:
     """Changes a LightningModule between its `configure_model` and the wrapper of its strategy."""
 
-    def __init__(self, change: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, change: Change, check_size: CheckSize) -> None:
         self._change = change
+        self._check_size = check_size
         self._changed: Any = None
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage == "fit" and module is not self._changed:
             self._changed = module
             module.configure_model = functools.partial(self._configure, module)
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._check_size(getattr(trainer.train_dataloader, "batch_size", None))
 
     def _configure(self, module: Any) -> None:
         del module.configure_model
@@ -417,13 +442,15 @@ class _LightningChange:
         self._change(module)
 
 
-def _apply_to_accelerator(accelerator: Any, change: Callable[[nn.Module], Any]) -> None:
+def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSize) -> None:
     if accelerator._models:
         raise ValueError("the model is prepared already: equip the Accelerator before prepare()")
     changed: list[nn.Module] = []
 
     def changing(prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
         for one in args:
+            if isinstance(one, DataLoader):
+                check_size(one.batch_size)
             if isinstance(one, nn.Module) and all(one is not known for known in changed):
                 changed.append(one)
                 change(one)

@@ -327,14 +327,28 @@ def test_an_invalid_number_of_segments_is_refused(count):
         ({"include_patterns": "layers.*"}, r"a list of globs over module names, such as \['layers"),
         (
             {"use_reentrant": True, "strategy": "sequential"},
-            "use_reentrant must be False with strategy 'sequential'",
+            "use_reentrant=True has no effect with sequential, only with full, selective",
         ),
+        ({"use_reentrant": True, "strategy": "sac"}, "has no effect with sac"),
+        ({"preserve_rng_state": False, "strategy": "regions"}, "has no effect with regions"),
+        ({"profile_num_runs": 9, "strategy": "full"}, "only with selective: leave it out"),
+        ({"memory_threshold_mb": 9, "strategy": "sac"}, "only with selective: leave it out"),
+        ({"sequential_segments": 2, "strategy": "full"}, "only with sequential: leave it out"),
+        ({"include_patterns": ["a"], "strategy": "none"}, "has no effect with none"),
+        ({"snn_chunk_size": 2}, "only with snn_timestep_checkpoint"),
         ({"memory_treshold_mb": 3}, "did you mean 'memory_threshold_mb'"),
     ],
 )
 def test_config_refuses_wrong_values_with_the_reason(values, message):
     with pytest.raises(ValueError, match=message):
         CheckpointConfig.from_config(values)
+
+
+def test_sac_of_a_configuration_keeps_generators_or_not_as_it_is_set():
+    for preserve in (True, False):
+        model = chain(2)
+        apply(model, strategy="sac", preserve_rng_state=preserve)
+        assert model[0]._sac.preserve_rng_state is preserve
 
 
 def test_config_from_objects_and_defaults():

@@ -86,7 +86,8 @@ def test_layers_are_measured_as_the_profiler_measures_them():
 
 @pytest.mark.parametrize("strategy", ["full", "selective", "sequential", "regions", "offload"])
 def test_a_configuration_is_applied_without_the_planner_as_with_it(strategy):
-    config = CheckpointConfig(enabled=True, strategy=strategy, memory_threshold_mb=0)
+    threshold = {"memory_threshold_mb": 0} if strategy == "selective" else {}
+    config = CheckpointConfig(enabled=True, strategy=strategy, **threshold)
     names = apply_config(chain(), config, batch=BATCH, loss=loss)
     checkpointer = SelectiveCheckpointer(config)
     checkpointer.apply(chain(), batch=BATCH, loss=loss)

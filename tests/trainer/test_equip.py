@@ -258,6 +258,20 @@ def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_th
     assert newest_whole(tmp_path / "plain") is None
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_trainer_with_larger_microbatches_than_the_plans_is_refused(tmp_path, library):
+    class OfSingleSamples:
+        microbatch = 1
+        steps = 4
+
+        def apply(self, model):
+            return recompute_blocks(model)
+
+    trained = Trained(tmp_path, apply=OfSingleSamples())
+    with pytest.raises(ValueError, match=r"4 microbatches of 1 samples, .* microbatches of 2 take"):
+        getattr(trained, library)()
+
+
 def test_a_plan_is_applied_as_a_strategy_is(tmp_path):
     batch = torch.zeros(64, WIDTH)
 

@@ -83,13 +83,21 @@ class Strategy:
 
 
 def profile_layers(
-    model: nn.Module, batch: Any, loss: Loss, blocks: str | Sequence[str] | None = None
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    blocks: str | Sequence[str] | None = None,
+    *,
+    num_runs: int = 1,
 ) -> list[LayerMemory]:
-    """Measure what the layers of a model hold for backward, most bytes first, after a warm-up."""
+    """Measure what the layers of a model hold for backward, most bytes first.
+
+    The last of `num_runs` runs after a warm-up counts.
+    """
     layers = divide(model, blocks=blocks)
     with as_trained(model):
-        measure_layers(model, batch, loss, layers)
-        measured = measure_layers(model, batch, loss, layers)
+        for _ in range(1 + num_runs):
+            measured = measure_layers(model, batch, loss, layers)
     return sorted(measured, key=lambda layer: -layer.bytes)
 
 
@@ -348,6 +356,21 @@ CONFIGURED_STRATEGIES = tuple(name for name, found in ALL_STRATEGIES.items() if 
 
 # Configuration of recompute, validated when it is created, and applied to a model.
 
+ON_BLOCKS = ("full", "selective", "sequential", "sac", "regions", "offload", "memory_budget")
+# The strategies that read a setting; with the others its value has to be the default.
+STRATEGIES_BY_SETTING = {
+    "memory_threshold_mb": ("selective",),
+    "profile_before_apply": ("selective",),
+    "profile_num_runs": ("selective",),
+    "sequential_segments": ("sequential",),
+    "snn_chunk_size": ("snn_timestep_checkpoint",),
+    # Segments pass more than positional tensors.
+    "use_reentrant": ("full", "selective"),
+    "preserve_rng_state": ("full", "selective", "sequential", "sac"),
+    "include_patterns": ON_BLOCKS,
+    "exclude_patterns": ON_BLOCKS,
+}
+
 
 @dataclass
 class CheckpointConfig:
@@ -424,12 +447,19 @@ class CheckpointConfig:
         wanted = "the path of a plan with strategy 'plan', None with others"
         _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)
 
-        _require(
-            not (self.use_reentrant and self.strategy == "sequential"),
-            "use_reentrant",
-            True,
-            "False with strategy 'sequential', whose segments pass more than positional tensors",
-        )
+        self._refuse_without_effect()
+
+    def _refuse_without_effect(self) -> None:
+        """Raise for a setting that the strategy would ignore."""
+        chosen = "snn_timestep_checkpoint" if self.snn_timestep_checkpoint else self.strategy
+        for setting in fields(self):
+            users = STRATEGIES_BY_SETTING.get(setting.name)
+            value = getattr(self, setting.name)
+            if users is not None and value != setting.default and chosen not in users:
+                raise ValueError(
+                    f"{setting.name}={value!r} has no effect with {chosen}, only with "
+                    f"{', '.join(users)}: leave it out"
+                )
 
     @classmethod
     def from_config(cls, config: Any) -> "CheckpointConfig":
@@ -491,8 +521,11 @@ def apply_config(
     names = None
     if config.strategy not in ("none", "plan"):
         names = _configured_blocks(model, config, batch, loss)
-    sample = Sample(batch, loss or _no_loss, names, apply_plan)
-    changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
+    if config.strategy == "sac":
+        changed = apply_sac(model, blocks=names, preserve_rng_state=config.preserve_rng_state)
+    else:
+        sample = Sample(batch, loss or _no_loss, names, apply_plan)
+        changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
     primitives.keep_routing(model)
     return changed
 
@@ -564,7 +597,7 @@ def _recompute_largest(
         if not config.include_patterns and not config.exclude_patterns:
             with contextlib.suppress(NoBlocks):
                 blocks = choose_blocks(model, batch, loss).blocks
-        layers = profile_layers(model, batch, loss, blocks)
+        layers = profile_layers(model, batch, loss, blocks, num_runs=config.profile_num_runs)
     large = {
         layer.name
         for layer in layers
