@@ -70,7 +70,7 @@ def test_json_has_every_step_and_layer(run, tmp_path):
         "--strategy",
         "full",
     ]
-    ended = run(*QUICK, *arguments, "--layers", "*.0", "--recompute", "off", "--json", str(path))
+    ended = run(*QUICK, *arguments, "--layers", "*.0", "--json", str(path))
     assert ended.exit_code == 0, ended.output
     data = json.loads(path.read_text())
     assert {"command", "date", "device", "torch", "python", "workload", "losses"} <= data.keys()

@@ -9,8 +9,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.nn.utils.parametrizations import spectral_norm
 
 from curry_train.primitives import (
     apply_regions,
@@ -68,65 +66,6 @@ def loss_of(output):
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_functional_call_with_other_weights_gets_their_gradients(lever):
-    found = []
-    for model in pair(lever):
-        weights = {
-            name: (value.detach() * 1.5 + 0.1).requires_grad_()
-            for name, value in model.named_parameters()
-        }
-        loss_of(functional_call(model, weights, (X,))).backward()
-        found.append([weight.grad for weight in weights.values()])
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("lever", LEVERS)
-def test_recompute_uses_the_weights_of_the_forward_if_they_were_replaced_since(lever):
-    found = []
-    for model in pair(lever):
-        first = list(model.parameters())
-        output = model(X)
-        for module in model.modules():
-            for name, value in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(value.detach() * 3 + 1))
-        loss_of(output).backward()
-        found.append([parameter.grad for parameter in first])
-    assert all(map(torch.equal, *found))
-
-
-@pytest.mark.parametrize("lever", LEVERS)
-def test_an_optimizer_step_between_two_backwards_is_refused_as_in_plain_torch(lever):
-    for model in pair(lever):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        first = loss_of(model(X))
-        second = loss_of(model(X * 2))
-        first.backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match=r"modified by an inplace|was changed in place"):
-            second.backward()
-
-
-class WithoutGate(Block):
-    def __init__(self):
-        super().__init__()
-        self.register_parameter("gate", None)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return super().forward(x * self.scale)
-
-
-@pytest.mark.parametrize("lever", RECOMPUTING)
-def test_a_parameter_after_one_that_is_none_is_compared_too(lever):
-    _, model = pair(lever, WithoutGate)
-    loss = loss_of(model(X))
-    with torch.no_grad():
-        model.layers[0].scale.mul_(2)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|was changed in place"):
-        loss.backward()
-
-
 @pytest.mark.parametrize("lever", RECOMPUTING)
 def test_a_changed_parameter_is_named(lever):
     _, model = pair(lever)
@@ -153,42 +92,6 @@ def test_a_changed_buffer_or_attribute_is_named(lever, kept_as):
     model.layers[0].scale.mul_(2)
     with pytest.raises(RuntimeError, match=r"scale .*was changed in place"):
         loss.backward()
-
-
-@pytest.mark.parametrize("lever", LEVERS)
-def test_an_optimizer_step_after_backward_is_accepted(lever):
-    found = []
-    for model in pair(lever):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for _ in range(3):
-            for scale in (1, 2):
-                loss_of(model(X * scale)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([parameter.detach() for parameter in model.parameters()])
-    assert all(map(torch.equal, *found))
-
-
-class Dropping(Block):
-    def __init__(self):
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(super().forward(x))
-
-
-@pytest.mark.parametrize("lever", LEVERS)
-def test_eval_between_forward_and_backward_does_not_change_the_recomputation(lever):
-    found = []
-    for model in pair(lever, Dropping):
-        torch.manual_seed(3)
-        loss = loss_of(model(X))
-        model.eval()
-        loss.backward()
-        assert not any(module.training for module in model.modules())
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *found))
 
 
 class Counting(Block):
@@ -233,21 +136,6 @@ class Written(Block):
         return super().forward(x)
 
 
-class Normed(Block):
-    def __init__(self):
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        return self.batch_norm(super().forward(x))
-
-
-class Spectral(Block):
-    def __init__(self):
-        super().__init__()
-        self.linear = spectral_norm(self.linear)
-
-
 def state_of(model):
     """Return all plain attributes and buffers, for a comparison."""
     found = [*model.buffers()]
@@ -259,7 +147,7 @@ def state_of(model):
     return found
 
 
-@pytest.mark.parametrize("block", [Counting, Written, Normed, Spectral])
+@pytest.mark.parametrize("block", [Counting, Written])
 @pytest.mark.parametrize("lever", RECOMPUTING)
 def test_state_is_updated_once_and_recompute_sees_that_of_the_first_call(lever, block):
     found = []
@@ -278,19 +166,6 @@ def test_state_is_updated_once_and_recompute_sees_that_of_the_first_call(lever, 
     assert all(map(torch.equal, *found))
     assert all(map(torch.equal, *states))
     assert len(states[0]) == len(states[1])
-
-
-@pytest.mark.parametrize("lever", ["recompute", "segments"])
-def test_double_backward_sees_the_first_state_each_time(lever):
-    found = []
-    for model in pair(lever, Written):
-        loss = loss_of(model(X))
-        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        sum(grad.square().sum() for grad in grads).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-        found.append(list(model.buffers()))
-    assert all(map(torch.equal, found[0], found[2]))
-    assert all(map(torch.equal, found[1], found[3]))
 
 
 class Lazy(Block):

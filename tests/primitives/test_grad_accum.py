@@ -131,15 +131,6 @@ def linear_step(microbatches, **options):
     return model, train_window(model, window, loss, optimizer, **options)
 
 
-def test_a_microbatch_without_a_valid_term_adds_nothing():
-    full = torch.ones(3, 2)
-    empty = torch.ones(0, 2)
-    model, result = linear_step([full])
-    model_with_empty, result_with_empty = linear_step([full, empty])
-    assert torch.equal(model.weight, model_with_empty.weight)
-    assert result == result_with_empty
-
-
 def test_the_result_is_the_mean_loss_and_the_norm_before_clipping():
     model = nn.Linear(2, 1)
     with torch.no_grad():

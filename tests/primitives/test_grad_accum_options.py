@@ -4,7 +4,6 @@ python -m pytest tests/primitives/test_grad_accum_options.py
 """
 
 import contextlib
-import types
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow, train_window
@@ -179,16 +177,6 @@ def test_each_microbatch_syncs_as_decided_by_either_switch(joint, options, expec
 # Settings and numbers of windows.
 
 
-def test_steps_given_as_a_tensor_become_an_int():
-    steps = GradientAccumulation(torch.tensor(4)).steps
-    assert (type(steps), steps) == (int, 4)
-
-
-def test_a_configuration_without_the_settings_has_the_defaults():
-    accumulation = GradientAccumulation.from_config(types.SimpleNamespace())
-    assert (accumulation.steps, accumulation.sync_each_batch) == (1, False)
-
-
 def test_windows_are_numbered_as_their_errors_say():
     microbatches = make_microbatches(0)
     windows = list(GradientAccumulation(1).windows(microbatches, count=lambda batch: len(batch[0])))
@@ -196,14 +184,6 @@ def test_windows_are_numbered_as_their_errors_say():
     microbatches[2][0].fill_(float("nan"))
     with pytest.raises(NonFiniteWindow, match=r"^window 2: .*microbatch 0 of 1"):
         train(make_model(), windows[2], joint=False)
-
-
-def test_decisions_of_a_window_begin_at_its_first_microbatch_with_its_divisor():
-    window = window_of(make_microbatches(0))
-    decisions = [window.train_step_kwargs(index) for index in range(3)]
-    assert [one["zero_grad"] for one in decisions] == [True, False, False]
-    assert [one["collect_metrics"] for one in decisions] == [False, False, True]
-    assert [one["loss_divisor"] for one in decisions] == [8.0] * 3
 
 
 def test_a_parameter_outside_of_the_loss_does_not_decay():
@@ -230,21 +210,6 @@ def test_a_scaler_leaves_the_gradients_of_the_large_batch(joint):
     assert result.loss == pytest.approx(loss, rel=1e-12)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-
-
-def test_a_window_divides_by_the_terms_of_its_group_of_ranks():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        alone = dist.new_group([0])
-        microbatches = [torch.ones(3), torch.ones(5)]
-        accumulation = GradientAccumulation(2)
-        (of_group,) = accumulation.windows(microbatches, count=len, group=alone)
-        # The fake group of all ranks adds nothing up, so that its sizes do not fit.
-        with pytest.raises(ValueError, match="2 microbatches on rank 0 and 2 on all 2 ranks"):
-            next(accumulation.windows(microbatches, count=len))
-    finally:
-        dist.destroy_process_group()
-    assert (of_group.num_terms, of_group.loss_divisor) == (8, 8.0)
 
 
 def test_terms_are_added_up_over_the_group_and_not_over_all_ranks(pair_of_four_ranks):

@@ -172,17 +172,6 @@ def test_a_step_that_the_scaler_skips_is_recorded_with_its_gradients(fused, earl
     assert {"nonfinite", "skipped"} <= {finding.kind for finding in flow_findings(flow.records)}
 
 
-def test_a_skipped_step_is_recorded_if_the_model_drops_its_gradients():
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    flow = scaled_loop(
-        model, optimizer, scaler, [1.0, float("inf"), 1.0], zero_grad=model.zero_grad
-    )
-    assert [record.stepped for record in flow.records] == [True, False, True]
-    assert [record.forwards for record in flow.records] == [1, 1, 1]
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_scale_of_a_scaler_is_removed_and_an_unnamed_scaler_is_reported(fused):
     norms = []
@@ -346,27 +335,6 @@ def test_half_precision_is_summed_without_overflow():
     assert layer.gradient.norm == pytest.approx(25600.0 * 64, rel=1e-12)
 
 
-def test_huge_float32_is_summed_without_overflow():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False))
-    with GradFlow(model, every=1) as flow:
-        (model(torch.ones(1, 4)) * 1e30).sum().backward()
-        flow.step()
-    assert flow.records[0].layers["0"].gradient.norm == pytest.approx(4e30, rel=1e-6)
-    assert flow.records[0].layers["0"].gradient.nonfinite == 0
-
-
-def test_a_long_float32_sum_does_not_drift():
-    x = torch.randn(2**22, generator=torch.Generator().manual_seed(0))
-    model = nn.Sequential(nn.Identity())
-    model[0].weight = nn.Parameter(torch.ones(()))
-    with GradFlow(model, every=1) as flow:
-        model(x).sum()
-        flow.step()
-    assert flow.records[0].layers["0"].activation.norm == pytest.approx(
-        x.double().norm().item(), rel=1e-12
-    )
-
-
 def test_sparse_gradients_are_counted_like_dense_ones():
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
     with GradFlow(model, every=1) as flow:
@@ -376,11 +344,3 @@ def test_sparse_gradients_are_counted_like_dense_ones():
     assert gradient.elements == 40
     assert gradient.zeros == (dense == 0).sum().item()
     assert gradient.norm == pytest.approx(dense.double().norm().item())
-
-
-def test_complex_numbers_are_two_elements():
-    model = nn.Sequential(nn.Linear(3, 3, dtype=torch.complex64))
-    with GradFlow(model, every=1) as flow:
-        model(torch.ones(2, 3, dtype=torch.complex64)).abs().sum().backward()
-        flow.step()
-    assert flow.records[0].layers["0"].activation.elements == 12

@@ -23,18 +23,13 @@ from curry_train.primitives import (
     recompute_segments,
     recompute_timesteps,
 )
-from curry_train.primitives.grad_flow import (
-    NON_REENTRANT_GENERATOR,
-    REENTRANT_CLASS,
-    recompute_off,
-)
 from curry_train.workloads.models import resnet, snn, transformer
 from curry_train.workloads.workload import Case, Workload
 
 DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
 
 
-def run(workload, change, *, way="filter", steps=2, **options):
+def run(workload, change, *, steps=2, **options):
     """Return figures of two steps of two microbatches, and the state after them."""
     case = Case(workload)
     model, batch = case.build(), case.batch()
@@ -42,7 +37,7 @@ def run(workload, change, *, way="filter", steps=2, **options):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(0)
     losses = []
-    with GradFlow(model, optimizer, every=1, recompute=way, **options) as flow:
+    with GradFlow(model, optimizer, every=1, **options) as flow:
         for _ in range(steps):
             optimizer.zero_grad()
             for _ in range(2):
@@ -123,10 +118,9 @@ def bare():
     return run(DROPOUT, lambda model: None)
 
 
-@pytest.mark.parametrize("way", ["filter", "off"])
 @pytest.mark.parametrize("form", FORMS)
-def test_figures_under_recompute_are_the_bare_models(form, way, bare):
-    flow, left = run(DROPOUT, FORMS[form], way=way)
+def test_figures_under_recompute_are_the_bare_models(form, bare):
+    flow, left = run(DROPOUT, FORMS[form])
     assert figures(flow) == figures(bare[0])
     for layer in flow.records[0].layers.values():
         assert layer.calls == 2  # microbatches
@@ -150,13 +144,6 @@ def test_probing_does_not_change_training_under_recompute(form):
     _, (_, weights, generator) = run(DROPOUT, FORMS[form])
     assert all(map(torch.equal, weights, model.parameters()))
     assert torch.equal(generator, torch.get_rng_state())
-
-
-def test_without_the_filter_a_block_would_be_counted_twice(monkeypatch):
-    monkeypatch.setattr("curry_train.primitives.grad_flow_probe.in_backward", lambda: False)
-    flow, _ = run(DROPOUT, recompute_blocks)
-    assert flow.records[0].layers["layers.0.attention.wq"].calls == 4
-    assert flow.records[0].layers["head"].calls == 2
 
 
 class Dot(nn.Module):
@@ -197,19 +184,17 @@ def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_bloc
     assert not all(map(torch.equal, bare, weights))
 
 
-@pytest.mark.parametrize("way", ["filter", "off"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_batch_norm_is_updated_once_with_and_without_a_probe(way, reentrant):
+def test_batch_norm_is_updated_once_with_and_without_a_probe(reentrant):
     workload = resnet(depth=2, width=16, size=8)
     plain, left = run(workload, lambda model: None)
     change = partial(recompute_blocks, use_reentrant=reentrant, blocks="1.*")
-    flow, again = run(workload, change, way=way)
+    flow, again = run(workload, change)
     assert figures(flow) == figures(plain)
     assert all(map(torch.equal, left[1], again[1]))
 
 
-@pytest.mark.parametrize("way", ["filter", "off"])
-def test_a_loop_over_time_in_chunks_is_counted_by_timestep(way):
+def test_a_loop_over_time_in_chunks_is_counted_by_timestep():
     workload = snn(depth=2, width=16, timesteps=12)
     plain, _ = run(workload, lambda model: None)
 
@@ -217,13 +202,12 @@ def test_a_loop_over_time_in_chunks_is_counted_by_timestep(way):
         recompute_timesteps(model, chunk_size=4)
         model(Case(workload).batch()[0])  # the first call looks for hidden state, in extra steps
 
-    flow, _ = run(workload, change, way=way)
+    flow, _ = run(workload, change)
     assert figures(flow) == figures(plain)
     assert flow.records[0].layers["layers.0"].calls == 2 * 12
 
 
-@pytest.mark.parametrize("way", ["filter", "off"])
-def test_hugging_face_recompute_is_counted_once(way):
+def test_hugging_face_recompute_is_counted_once():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -241,7 +225,7 @@ def test_hugging_face_recompute_is_counted_once(way):
             model.enable_input_require_grads()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tokens = torch.arange(32).view(2, 16) % 32
-        with GradFlow(model, optimizer, every=1, recompute=way) as flow:
+        with GradFlow(model, optimizer, every=1) as flow:
             model(input_ids=tokens, labels=tokens).loss.backward()
             optimizer.step()
         return flow
@@ -249,46 +233,3 @@ def test_hugging_face_recompute_is_counted_once(way):
     bare = figures(trained(None))
     assert figures(trained(False)) == bare
     assert figures(trained(True)) == bare
-
-
-def test_off_pauses_the_probe_under_every_kind_of_recompute():
-    block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    names = {
-        name: getattr(torch_checkpoint, name) for name in (NON_REENTRANT_GENERATOR, REENTRANT_CLASS)
-    }
-    ran = []
-    block[0].register_forward_hook(lambda *_: ran.append(1))
-    model = nn.ModuleList([Recompute(block)])
-    x = torch.randn(2, 4, requires_grad=True)
-    for reentrant in (False, True):
-        with recompute_off(model):
-            checkpoint(block, x, use_reentrant=reentrant).sum().backward()
-            model[0](x).sum().backward()
-        assert len(ran) == 2
-        ran.clear()
-    assert {name: getattr(torch_checkpoint, name) for name in names} == names
-    model[0](x).sum().backward()
-    assert len(ran) == 2
-
-
-def test_an_error_inside_off_ends_the_pause():
-    block = nn.Linear(4, 4)
-    model = nn.ModuleList([Recompute(block)])
-    with pytest.raises(ZeroDivisionError), GradFlow(model, recompute="off"):
-        raise ZeroDivisionError
-    assert model[0].recomputes
-    assert not block._forward_hooks
-    assert getattr(torch_checkpoint, REENTRANT_CLASS).__name__ == REENTRANT_CLASS
-
-
-@pytest.mark.parametrize(("way", "forwards"), [("filter", 2), ("off", 1)])
-def test_recompute_that_is_turned_off_runs_no_forward_again(way, forwards):
-    ran = []
-
-    def count(model):
-        recompute_blocks(model)
-        block = next(module for module in model.modules() if type(module).__name__ == "FeedForward")
-        block.register_forward_hook(lambda *_: ran.append(1))
-
-    run(DROPOUT, count, way=way, steps=1)
-    assert len(ran) == 2 * forwards  # of two microbatches

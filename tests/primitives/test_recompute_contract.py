@@ -20,7 +20,6 @@ from curry_train.primitives.recompute import (
     CheckpointWrapper,
     Recompute,
     recompute_blocks,
-    remove_recompute,
 )
 from curry_train.primitives.segments import recompute_segments, remove_segments
 from curry_train.primitives.strategies import (
@@ -64,48 +63,6 @@ def batch():
 # The contract of one block.
 
 
-def test_names_keys_class_and_attributes_are_those_of_the_bare_module(block):
-    wrapped = Recompute(block)
-    assert list(wrapped.state_dict()) == list(block.state_dict())
-    assert [name for name, _ in wrapped.named_parameters()] == [
-        name for name, _ in block.named_parameters()
-    ]
-    assert isinstance(wrapped, Block)
-    assert wrapped.width == 8
-    assert wrapped.first is block.first
-    model = nn.ModuleList([wrapped, Recompute(Block())])
-    plain = nn.ModuleList([Block(), Block()])
-    assert list(model.state_dict()) == list(plain.state_dict())
-    assert dict(model.named_modules()).keys() == dict(plain.named_modules()).keys()
-    plain.load_state_dict(model.state_dict())
-    model.load_state_dict(plain.state_dict())
-
-
-def test_a_step_is_bit_equal_and_statistics_are_updated_once(block, batch):
-    wrapped = Recompute(copy.deepcopy(block))
-    plain, found = step(block, batch), step(wrapped, batch)
-    assert compare(plain, found).bit_equal
-    assert wrapped.norm.num_batches_tracked == 1
-    assert wrapped.norm.momentum == 0.1
-
-
-def test_keywords_pass_even_those_of_torch_checkpoint(block, batch):
-    wrapped = Recompute(copy.deepcopy(block))
-    plain, found = (step(module, batch, scale=0.5, debug="theirs") for module in (block, wrapped))
-    assert compare(plain, found).bit_equal
-
-
-def test_copies_and_pickles_recompute_independently(block, batch):
-    wrapped = Recompute(block, preserve_rng_state=False)
-    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
-        assert isinstance(other, Recompute)
-        assert isinstance(other, Block)
-        assert other.recomputes
-        assert other.first.weight is not block.first.weight
-        assert other._recompute == wrapped._recompute
-        assert held(other, batch) == held(wrapped, batch)
-
-
 def held(module, batch):
     return measure_memory(
         module, batch, lambda module, batch: module(batch).square().sum()
@@ -122,42 +79,12 @@ def test_recompute_holds_less_only_while_enabled_and_training(block, batch):
         assert not wrapped.train().recomputes
 
 
-def test_hooks_of_the_block_run_once_and_gradients_reach_its_input(block, batch):
-    calls = []
-    wrapped = Recompute(block)
-    wrapped.register_forward_hook(lambda *_: calls.append("after"))
-    x = batch.clone().requires_grad_()
-    wrapped(x).sum().backward()
-    assert calls == ["after"]
-    assert x.grad is not None
-
-
 def test_checkpoint_wrapper_accepts_the_arguments_of_torchs_own(block, batch):
     wrapped = CheckpointWrapper(copy.deepcopy(block), use_reentrant=True, preserve_rng_state=False)
     assert compare(
         step(block, batch.clone().requires_grad_()), step(wrapped, batch.clone().requires_grad_())
     ).bit_equal
     assert isinstance(wrapped, Recompute)
-
-
-@pytest.mark.parametrize("compiled", ["whole", "inside"])
-def test_a_compiled_model_recomputes_the_same(block, batch, compiled):
-    block.eval()  # the compiler handles BatchNorm itself
-    block.training = True
-    wrapped = Recompute(copy.deepcopy(block))
-    if compiled == "whole":
-        run = torch.compile(wrapped, backend="aot_eager")
-    else:
-        wrapped.compile(backend="aot_eager")
-        run = wrapped
-    plain, found = step(block, batch), step(run, batch)
-    names = {
-        name.removeprefix("_orig_mod."): gradient for name, gradient in found.gradients.items()
-    }
-    assert all(
-        torch.allclose(names[name], gradient, rtol=1e-5)
-        for name, gradient in plain.gradients.items()
-    )
 
 
 def test_bytes_and_flops_are_those_of_torch_wrapping_the_same_blocks(batch):
@@ -169,17 +96,6 @@ def test_bytes_and_flops_are_those_of_torch_wrapping_the_same_blocks(batch):
 
     assert costs(Recompute) == costs(checkpoint_wrapper)
     assert costs(Recompute) != costs(lambda block: block)
-
-
-def test_blocks_are_wrapped_in_place_and_restored(batch):
-    model = nn.Sequential(Block(), Block())
-    kept = model[0]
-    assert recompute_blocks(model) == ["0", "1"]
-    assert model[0] is kept
-    assert isinstance(kept, Recompute)
-    assert remove_recompute(model) == ["0", "1"]
-    assert type(kept) is Block
-    assert "_recompute" not in vars(kept)
 
 
 def test_a_block_that_two_containers_share_is_wrapped_once(batch):
@@ -261,21 +177,6 @@ def test_segments_are_bit_equal_and_the_last_is_kept(batch, count):
     assert compare(reference, step(copied, batch)).bit_equal
     remove_segments(model)
     assert {type(module) for module in model} == {Block}
-
-
-def test_hooks_of_blocks_in_a_segment_see_their_own_output(batch):
-    seen = {}
-    plain, model = chain(), chain()
-    for index in range(6):
-        plain[index].register_forward_hook(
-            lambda _, __, out, i=index: seen.setdefault(("plain", i), out.detach())
-        )
-        model[index].register_forward_hook(
-            lambda _, __, out, i=index: seen.setdefault(("ours", i), out.detach())
-        )
-    recompute_segments(model, 2)
-    plain(batch), model(batch)
-    assert all(torch.equal(seen["plain", index], seen["ours", index]) for index in range(6))
 
 
 class Branches(nn.Module):

@@ -13,7 +13,7 @@ from types import FunctionType
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, set_checkpoint_debug_enabled
+from torch.utils.checkpoint import CheckpointError
 
 from curry_train.core.measure import measure_memory
 from curry_train.primitives import (
@@ -79,17 +79,6 @@ def records_of_operations(monkeypatch):
     Torch switches propagation off for good, and pytest then listens to that logger itself.
     """
     monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
-
-
-@pytest.mark.usefixtures("records_of_operations")
-@pytest.mark.parametrize("lever", CHECKPOINTED)
-def test_torchs_debug_mode_works_in_our_blocks(lever):
-    plain = chain()
-    model = copy.deepcopy(plain)
-    LEVERS[lever](model)
-    with set_checkpoint_debug_enabled(True):
-        found = gradients(model)
-    assert equal(found, gradients(plain))
 
 
 class Changing(Block):
@@ -185,54 +174,7 @@ def test_a_changed_kept_output_is_an_error_unless_it_is_allowed():
     assert all(parameter.grad is not None for parameter in allowed.parameters())
 
 
-class Accumulating(torch.autograd.Function):
-    """Adds the gradient of a weight to its `main_grad`, as fused layers do."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        weight.main_grad += (gradient * x).sum(0)
-        return gradient * weight, None
-
-
-class Fused(Block):
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(8))
-        self.gain.main_grad = torch.zeros(8)
-
-    def forward(self, x):
-        return Accumulating.apply(super().forward(x), self.gain)
-
-
-def test_reentrant_hands_attributes_of_a_weight_to_the_backward_of_a_function():
-    """Saved-tensor hooks, on which everything else stands, give another object."""
-    plain, model = Fused(), Fused()
-    model.load_state_dict(plain.state_dict())
-    for block in (plain, Recompute(model, use_reentrant=True)):
-        block(X.clone().requires_grad_()).square().sum().backward()
-    assert torch.equal(plain.gain.main_grad, model.gain.main_grad)
-    assert plain.gain.main_grad.abs().sum() > 0
-
-
 # Plain functions.
-
-
-def test_a_function_recomputes_and_updates_the_statistics_of_its_modules_once():
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
-    model = copy.deepcopy(plain)
-    run = Recompute(lambda x: model(x), preserve_rng_state=False)
-    assert held(model, run) < held(plain)
-    assert int(model[1].num_batches_tracked) == int(plain[1].num_batches_tracked) == 0
-    assert equal(gradients(model, run), gradients(plain))
-    assert int(model[1].num_batches_tracked) == 1
-    assert torch.equal(model[1].running_mean, plain[1].running_mean)
 
 
 class Methods(nn.Module):
@@ -380,17 +322,6 @@ class Noisy(Block):
     def forward(self, x, generator=None):
         mask = torch.rand(x.shape, generator=generator or self.generator) > 0.5
         return super().forward(x * mask) * mask
-
-
-@pytest.mark.parametrize("lever", LEVERS)
-def test_a_generator_of_the_block_draws_the_same_again_and_moves_once(lever):
-    plain = chain(Noisy)
-    model = copy.deepcopy(plain)
-    LEVERS[lever](model)
-    assert equal(gradients(model), gradients(plain))
-    for one, other in zip(plain, model, strict=True):
-        assert torch.equal(one.generator.get_state(), other.generator.get_state())
-    assert equal(gradients(model), gradients(plain))
 
 
 @pytest.mark.parametrize("place", ["by keyword", "in a list"])

@@ -19,23 +19,18 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from torch.utils.flop_counter import FlopCounterMode
 
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import StepRecord, compare, record_step
 from curry_train.gates.sac import torch_sac
-from curry_train.plan.profiler import SelectiveCheckpointer
-from curry_train.primitives import POLICIES, CheckpointConfig, sac
+from curry_train.primitives import POLICIES, sac
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.sac import (
     POLICY_COST_FIGURES,
     PolicyError,
-    Sac,
     apply_sac,
     make_policy,
-    remove_sac,
 )
-from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 
@@ -102,28 +97,6 @@ def test_a_list_and_a_function_equal_the_policy_of_that_name():
 
     for other in (["aten.mm"], [aten.mm.default], {"aten.mm", "aten.bmm"}, policy):
         assert figures(lambda model, other=other: apply_sac(model, other))[1:] == named[1:]
-
-
-class Choice:
-    def __call__(self, context, operation, *args, **kwargs):
-        return False
-
-
-def save_nothing(context, operation, *args, **kwargs):
-    return False
-
-
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [
-        (save_nothing, "save_nothing"),
-        (functools.partial(save_nothing), "partial"),
-        (Choice(), "Choice"),
-        (["aten.mm"], "the list"),
-    ],
-)
-def test_an_error_names_the_policy_that_was_given(policy, name):
-    assert make_policy(policy).name == name
 
 
 def test_bytes_and_flops_equal_those_of_torchs_own():
@@ -279,42 +252,7 @@ def test_an_undetected_overwrite_of_a_kept_output_is_refused():
         model[0](x)
 
 
-def test_a_second_backward_recomputes_what_the_first_took():
-    """Torch refuses it, because it drops each saved output that it hands out."""
-    plain = CASE.build()
-    model = copy.deepcopy(plain)
-    apply_sac(model, "save_expensive")
-    batch = CASE.batch()
-    flops = []
-    for module in (plain, model):
-        loss = LOSS(module, batch)
-        loss.backward(retain_graph=True)
-        with FlopCounterMode(display=False) as counter:
-            loss.backward()
-        flops.append(counter.get_total_flops())
-    assert all(
-        torch.equal(one.grad, other.grad)
-        for one, other in zip(plain.parameters(), model.parameters(), strict=True)
-    )
-    assert flops[1] > 1.2 * flops[0]
-
-
 # The module does not change otherwise.
-
-
-def test_names_copies_pickles_and_undoing():
-    model = CASE.build()
-    names, keys = [name for name, _ in model.named_parameters()], list(model.state_dict())
-    assert apply_sac(model, "every_second_matmul") == ["layers.0", "layers.1"]
-    assert isinstance(model.layers[0], Sac)
-    assert [name for name, _ in model.named_parameters()] == names
-    assert list(model.state_dict()) == keys
-    expected = measure_memory(model, CASE.batch(), LOSS)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert measure_memory(again, CASE.batch(), LOSS) == expected
-    assert remove_sac(model) == ["layers.0", "layers.1"]
-    assert not isinstance(model.layers[0], Sac)
-    assert measure_memory(model, CASE.batch(), LOSS) == plain()[1]
 
 
 def keep_products(context, operation, *args, **kwargs):
@@ -324,27 +262,6 @@ def keep_products(context, operation, *args, **kwargs):
 @pytest.mark.parametrize("policy", [["aten.mm", "aten.addmm"], keep_products])
 def test_a_users_own_policy_can_be_pickled(policy):
     assert pickle.loads(pickle.dumps(make_policy(policy))) == make_policy(policy)
-
-
-def test_nothing_is_kept_or_recomputed_in_eval_mode():
-    model = CASE.build()
-    apply_sac(model)
-    bare = CASE.build()
-    assert measure_memory(model.eval(), CASE.batch(), LOSS) == measure_memory(
-        bare.eval(), CASE.batch(), LOSS
-    )
-
-
-def test_the_configuration_applies_it():
-    model, other = CASE.build(), CASE.build()
-    checkpointer = SelectiveCheckpointer(
-        CheckpointConfig(enabled=True, strategy="sac", include_patterns=("*.1",))
-    )
-    checkpointer.apply(model)
-    assert checkpointer.get_checkpointed_layers() == ["layers.1"]
-    apply_sac(other, blocks="layers.1")
-    assert measure_memory(model, CASE.batch(), LOSS) == measure_memory(other, CASE.batch(), LOSS)
-    assert {"sac", "sac_matmuls", "sac_attention", "sac_every_second", "regions"} <= set(STRATEGIES)
 
 
 # Under torch.compile.

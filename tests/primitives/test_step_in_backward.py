@@ -96,22 +96,6 @@ def test_a_copy_goes_on_with_its_own_weights_and_state(train_one):
     assert all(map(torch.equal, module.parameters(), other.parameters()))
 
 
-def test_a_copy_of_the_optimizer_alone_steps_parameters_of_its_own():
-    """As copies of torch's optimizers do."""
-    module = model()
-    optimizer = StepInBackward(module.parameters(), ADAM)
-    copied = copy.deepcopy(optimizer)
-    first, other = next(iter(optimizer.parts)), next(iter(copied.parts))
-    before = first.detach().clone()
-    for one in (other, copied.param_groups[0]["params"][0]):
-        assert one is not first
-        assert torch.equal(one, first)
-    other.grad = torch.ones_like(other)
-    copied.step()
-    assert torch.equal(first, before)
-    assert not torch.equal(other, before)
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import (
 from curry_train.bench.steps import python_calls
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives.regions import apply_regions, report_regions
+from curry_train.primitives.regions import apply_regions
+from curry_train.primitives.regions_report import report_regions
 from curry_train.primitives.routing import keep_routing
 from curry_train.primitives.sac import PolicyError, apply_sac
 from curry_train.primitives.strategies import STRATEGIES, Sample

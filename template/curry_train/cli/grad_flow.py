@@ -13,7 +13,7 @@ import torch
 
 from ..core.rerun import seeded
 from ..core.wording import provenance, write_json
-from ..primitives.grad_flow import RECOMPUTE_MODES, GradFlow
+from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import is_taken, load_workload
@@ -91,12 +91,6 @@ LOOP_NOT_RUN = "\nyour loop was not run: these steps train the model with the lo
     show_default=True,
     help=f"Strategy that saves memory: {', '.join(STRATEGIES)}.",
 )
-@click.option(
-    "--recompute",
-    default="filter",
-    type=click.Choice(RECOMPUTE_MODES),
-    help="Probe the first forward only, or turn recompute off.",
-)
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
     spec: str,
@@ -113,7 +107,6 @@ def grad_flow_command(
     clip_norm: float | None,
     layers: tuple[str, ...],
     strategy: str,
-    recompute: str,
     plot_path: str | None,
 ) -> None:
     """Train a few steps and report unhealthy layers.
@@ -136,7 +129,6 @@ def grad_flow_command(
             every=every,
             layers=list(layers) or None,
             blocks=case.blocks,
-            recompute=recompute,
         )
         if plot_path:
             require_matplotlib()  # after the options are checked, before the work begins

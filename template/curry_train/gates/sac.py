@@ -35,7 +35,8 @@ from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import StepRecord, compare, record_step
 from ..core.rerun import seeded, untouched
 from ..primitives import sac
-from ..primitives.regions import apply_regions, report_regions
+from ..primitives.regions import apply_regions
+from ..primitives.regions_report import report_regions
 from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply
 from ..workloads.workload import Case

@@ -50,8 +50,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "regions": (
             "apply_regions",
             "remove_regions",
-            "report_regions",
         ),
+        "regions_report": ("report_regions",),
         "routing": ("keep_routing",),
         "sac": (
             "POLICIES",

@@ -16,13 +16,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import checkpoint as torch_checkpoint
 
 from .grad_flow_probe import (
     SUM_NAMES,
@@ -219,7 +218,6 @@ def _update(rows: Sequence[Sequence[float]]) -> Update | None:
 
 # Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
 
-RECOMPUTE_MODES = ("filter", "off")
 # Wrappers that can't be probed, with the reason and the alternative.
 REFUSED_WRAPPERS = {
     "FullyShardedDataParallel": (
@@ -251,17 +249,13 @@ def told_of_zero_grad(optimizer: torch.optim.Optimizer, call: Callable[[], None]
                 optimizer.__dict__["zero_grad"] = previous
 
 
-def check_arguments(model: Any, every: Any, recompute: Any, first_step: Any, scaler: Any) -> None:
+def check_arguments(model: Any, every: Any, first_step: Any, scaler: Any) -> None:
     """Raise an error for arguments that are invalid, and models that can't be probed."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
     for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
-    if recompute not in RECOMPUTE_MODES:
-        raise ValueError(
-            f"recompute must be one of {', '.join(RECOMPUTE_MODES)}, got {recompute!r}"
-        )
     if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
         raise ValueError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
     for module in model.modules():
@@ -290,57 +284,6 @@ def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-# Temporarily switch off recompute, whether this project, a library or the model applied it.
-
-NON_REENTRANT_GENERATOR = "_checkpoint_without_reentrant_generator"
-REENTRANT_CLASS = "CheckpointFunction"
-# The class is named and not imported, so that recompute of any origin is found.
-OWN_OPTIONS_CLASS = "RecomputeOptions"
-
-
-class _ReentrantReplacement:
-    """Replacement for the autograd function of reentrant checkpointing."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
-    """Replacement for the generator that torch runs around a non-reentrant checkpoint."""
-    yield
-
-
-@contextlib.contextmanager
-def recompute_off(model: nn.Module) -> Iterator[None]:
-    """Save all activations of forwards inside the context.
-
-    Random numbers, statistics and results are the same as with recompute.
-    """
-    before = {
-        name: getattr(torch_checkpoint, name) for name in (NON_REENTRANT_GENERATOR, REENTRANT_CLASS)
-    }
-    options = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in module.__dict__.items()
-        if type(value).__name__ == OWN_OPTIONS_CLASS and value.enabled
-    ]
-    try:
-        # Our own options are disabled too: a reentrant block takes a forward in grad mode for its
-        # second one.
-        for module, name, value in options:
-            module.__dict__[name] = replace(value, enabled=False)
-        setattr(torch_checkpoint, NON_REENTRANT_GENERATOR, _nothing_around)
-        setattr(torch_checkpoint, REENTRANT_CLASS, _ReentrantReplacement)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(torch_checkpoint, name, value)
-        for module, name, value in options:
-            module.__dict__[name] = value
-
-
 # Per-layer statistics of gradients, activations and weight updates, in any training loop.
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -355,9 +298,8 @@ class GradFlow:
     ended, so before clipping, and the last backward of a window counts. With a `scaler` they are
     divided by its scale. With several ranks every rank must open the context.
 
-    `recompute="filter"` skips the forward that runs again in backward; `"off"` turns recompute off
-    in probed steps, which then hold all activations. `updates` compares the weights before and
-    after the step, and needs a copy of them during the optimizer step. `group` is the group of
+    The forward that runs again in backward is not counted. `updates` compares the weights before
+    and after the step, and needs a copy of them during the optimizer step. `group` is the group of
     ranks that share a batch; for DDP and for one-dimensional FSDP2 it is found automatically.
     """
 
@@ -369,16 +311,14 @@ class GradFlow:
         every: int = 10,
         layers: str | Sequence[str] | None = None,
         blocks: str | Sequence[str] | None = None,
-        recompute: str = "filter",
         updates: bool = True,
         scaler: torch.amp.GradScaler | None = None,
         group: Any = None,
         first_step: int = 0,
     ) -> None:
-        check_arguments(model, every, recompute, first_step, scaler)
+        check_arguments(model, every, first_step, scaler)
         self.model = model
         self.every = every
-        self.recompute = recompute
         self.updates = updates
         self.optimizers = optimizers_of(model, optimizer)
         self.records: list[StepFlow] = []
@@ -455,8 +395,6 @@ class GradFlow:
 
         self._restart()
         with contextlib.ExitStack() as stack:
-            if self.recompute == "off":
-                stack.enter_context(recompute_off(self.model))
             stack.callback(self._activations.detach)
             self._activations.attach()
             for optimizer in self.optimizers:

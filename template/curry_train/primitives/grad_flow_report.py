@@ -262,7 +262,6 @@ def flow_json(flow: GradFlow) -> dict[str, Any]:
     """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
     return {
         "every": flow.every,
-        "recompute": flow.recompute,
         "findings": _as_json(flow_findings(flow.records)),
         "steps": _as_json(flow.records),
     }
