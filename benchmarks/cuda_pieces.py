@@ -55,7 +55,7 @@ from curry_train.core.measure import is_out_of_memory, peak_of_step
 from curry_train.core.timing import paired_ratio, spread_of
 from curry_train.core.wording import provenance
 from curry_train.plan.planner import Planner
-from curry_train.primitives.chunked_loss import chunked_cross_entropy
+from curry_train.primitives.cross_entropy import chunked_cross_entropy
 from curry_train.runs.background import BackgroundSaver
 from curry_train.runs.state import TrainingState
 from curry_train.runs.store import Store

@@ -6,18 +6,11 @@ tolerance of 1e-12, a few thousand times its rounding error.
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curry_train.primitives.chunked_loss import (
-    apply_chunked_loss,
-    chunked_cross_entropy,
-    chunked_log_probabilities,
-    chunked_loss_report,
-    remove_chunked_loss,
-)
+from curry_train.primitives.cross_entropy import chunked_cross_entropy, chunked_log_probabilities
 
 TOKENS = 40
 WIDTH = 8
@@ -48,7 +41,6 @@ class Largest(TorchDispatchMode):
         aten = torch.ops.aten
         self.num_products += func in (aten.mm.out, aten.addmm.out)
         for leaf in tree_leaves(output):
-            # The stand-in for the logits is a subclass, and has no memory.
             if type(leaf) is torch.Tensor and leaf.device.type == "cpu":
                 self.num_elements = max(self.num_elements, leaf.numel())
         return output
@@ -92,47 +84,6 @@ def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
     assert largest.num_products == 3 * 4
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.body(x).tanh())
-
-
-def train_step(model, read=lambda logits: None):
-    torch.manual_seed(1)
-    inputs = torch.randn(4, TOKENS // 4, WIDTH, dtype=torch.float64)
-    targets = torch.randint(CLASSES, (TOKENS,))
-    model.zero_grad()
-    logits = model(inputs)
-    read(logits)
-    loss = F.cross_entropy(logits.view(-1, CLASSES), targets)
-    loss.backward()
-    return [loss, *(parameter.grad for parameter in model.parameters())]
-
-
-def test_a_model_trains_the_same_without_its_logits():
-    model = Model().double()
-    expected = train_step(model)
-    assert apply_chunked_loss(model, chunk_tokens=8) == ["head"]
-    with Largest() as largest:
-        ours = train_step(model)
-    assert largest.num_elements < TOKENS * CLASSES
-    report = chunked_loss_report(model)["head"]
-    assert report.num_chunked == 1
-    assert not report.whole
-    for value, reference in zip(ours, expected, strict=True):
-        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
-
-    train_step(model, read=lambda logits: logits.exp())
-    assert chunked_loss_report(model)["head"].whole == ["exp"]
-    assert remove_chunked_loss(model) == ["head"]
-    assert type(model.head) is nn.Linear
-
-
 def test_what_can_not_work_is_refused():
     hidden, weight, _, targets = make_tensors()
     with pytest.raises(ValueError, match="chunk_tokens"):
@@ -141,8 +92,6 @@ def test_what_can_not_work_is_refused():
         chunked_cross_entropy(hidden, weight, targets, reduction="max")
     with pytest.raises(ValueError, match="targets"):
         chunked_cross_entropy(hidden, weight, targets[:-1])
-    with pytest.raises(ValueError, match="head"):
-        apply_chunked_loss(nn.Linear(8, 8))
     loss = chunked_cross_entropy(hidden, weight, targets)
     with pytest.raises(RuntimeError, match="differentiated twice"):
         torch.autograd.grad(loss, hidden, create_graph=True)

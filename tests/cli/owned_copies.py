@@ -22,7 +22,7 @@ OWNED_TECHNIQUES = {
     "regions": "regions",
     "offload": "offload",
     "snn-timesteps": "snn_timesteps",
-    "chunked-loss": "chunked_loss",
+    "chunked-loss": "cross_entropy",
     "grad-flow": "grad_flow",
 }
 

@@ -98,6 +98,11 @@ PYTEST = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p",
 PACKAGE_IMPORT = re.compile(r"^from curry_train\.primitives\.", re.MULTILINE)
 
 
+def owned_test(technique):
+    """Name the test of a technique."""
+    return f"test_{technique.replace('-', '_')}.py"
+
+
 def copies():
     """Yield the name of each copy with its technique and its faults; the first has none."""
     for technique, faults in FAULTS.items():
@@ -116,7 +121,7 @@ def outcomes(tmp_path_factory):
     for name, technique, faults in copies():
         stem = OWNED_TECHNIQUES[technique]
         own(folder, stem, package=name, faults=faults)
-        text = (OWNED_TESTS_FOLDER / f"test_{stem}.py").read_text()
+        text = (OWNED_TESTS_FOLDER / owned_test(technique)).read_text()
         text, num_imports = PACKAGE_IMPORT.subn(f"from {name}.", text)
         assert num_imports == 1
         assert "curry_train" not in text
@@ -163,8 +168,8 @@ def test_a_faulty_copy_fails_its_test(name, outcomes):
 
 
 def test_every_owned_technique_has_a_short_test_and_two_faults():
-    tests = {path.stem.removeprefix("test_"): path for path in OWNED_TESTS_FOLDER.glob("test_*.py")}
-    assert set(tests) == set(OWNED_TECHNIQUES.values())
+    tests = {path.name: path for path in OWNED_TESTS_FOLDER.glob("test_*.py")}
+    assert set(tests) == set(map(owned_test, OWNED_TECHNIQUES))
     assert set(FAULTS) == set(OWNED_TECHNIQUES)
     assert all(len(faults) >= 2 for faults in FAULTS.values())
     lengths = {stem: len(path.read_text().splitlines()) for stem, path in tests.items()}

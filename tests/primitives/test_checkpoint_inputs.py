@@ -6,24 +6,17 @@ python -m pytest tests/primitives/test_checkpoint_inputs.py
 import collections
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree
-from torch.utils.checkpoint import checkpoint
 
-from curry_train.bench.steps import python_calls
-from curry_train.core.measure import measure_memory
-from curry_train.core.parity import compare, record_step
-from curry_train.primitives.recompute import Recompute, recompute_blocks
+from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.segments import recompute_segments
 from curry_train.primitives.snn_timesteps import checkpoint_timesteps
-from curry_train.workloads.workload import Case, Workload
 
 WRITTEN = "modified by an inplace operation"
 
@@ -162,67 +155,6 @@ def test_an_overwritten_input_is_refused_in_a_compiled_model(model, mask):
             gradients(run, mask.clone(), container, named=True, overwritten=True)
 
 
-def test_an_overwritten_input_is_refused_in_a_nested_call(model, mask):
-    recompute_blocks(model)
-    out = Recompute(model)(torch.ones(4, 16), {"mask": mask}, named=True)
-    mask.zero_()
-    with pytest.raises(RuntimeError, match=WRITTEN):
-        out.sum().backward()
-
-
-class Collecting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x, *, seen, settings):
-        seen.append(x.detach())
-        return self.linear(torch.tanh(x) * settings.pop("scale"))
-
-
-def test_recompute_passes_new_containers_with_the_same_content():
-    seen, settings = [], {"scale": 2.0}
-    Recompute(Collecting())(torch.ones(4, 16), seen=seen, settings=settings).sum().backward()
-    assert (
-        len(seen) == 1
-    )  # torch's own checkpoint appends again in backward, and finds no scale there
-    assert settings == {}
-
-
-def test_objects_other_than_tensors_are_the_same_in_both_runs(mask):
-    given = []
-
-    class Noting(Block):
-        def forward(self, x, mask, *, other):
-            given.append((mask, other))
-            return super().forward(x, mask)
-
-    other = object()
-    Recompute(Noting())(torch.ones(4, 16), [mask], other=other).sum().backward()
-    (first, _), (second, _) = given
-    assert all(found is other for _, found in given)
-    assert first[0] is mask
-    assert second[0] is mask
-
-
-def test_a_packed_sequence_is_accepted():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.GRU(4, 4)
-
-        def forward(self, *, packed):
-            return self.cell(packed)[0].data
-
-    torch.manual_seed(0)
-    packed, block = pack_sequence([torch.randn(5, 4), torch.randn(3, 4)]), Recurrent()
-    plain, found = (
-        record_step(module, packed, lambda module, packed: module(packed=packed).square().sum())
-        for module in (block, Recompute(block))
-    )
-    assert compare(plain, found).bit_equal
-
-
 def test_a_tensor_of_inference_mode_is_accepted_as_without_recompute(model):
     with torch.inference_mode():
         mask = torch.ones(4, 16)
@@ -230,43 +162,3 @@ def test_a_tensor_of_inference_mode_is_accepted_as_without_recompute(model):
     for named in (True, False):
         for container in CONTAINERS.values():
             gradients(model, mask, container, named=named, overwritten=False)
-
-
-@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
-def test_keyword_inputs_hold_no_more_than_positional_ones(model, container):
-    def held(mask, *, named):
-        changed = copy.deepcopy(model)
-        recompute_blocks(changed, preserve_rng_state=False)
-
-        def loss(module, batch):
-            return module(batch, container(mask * 1), named=named).square().sum()
-
-        return measure_memory(changed, torch.ones(4, 16), loss)
-
-    mask = torch.ones(4, 16)
-    by_position, by_keyword = held(mask, named=False), held(mask, named=True)
-    plain = measure_memory(
-        model, torch.ones(4, 16), lambda m, x: m(x, mask * 1, named=True).square().sum()
-    )
-    assert by_keyword == by_position
-    assert (
-        by_keyword.held_bytes == plain.held_bytes - 3 * 4 * 16 * 4 + 4 * 16 * 4
-    )  # without tanh and sum, with the mask
-
-
-def torch_recomputes(model):
-    for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["by keyword", "by position"])
-def test_a_recomputed_call_makes_about_as_many_python_calls_as_torchs_own(named):
-    def loss(model, batch):
-        return model(batch, torch.ones(1, 16), named=named).square().sum()
-
-    case = Case(Workload("chain", Chain, lambda size: torch.randn(size, 16), loss))
-    changes = (lambda model: None, torch_recomputes, recompute_blocks)
-    bare, theirs, ours = (
-        python_calls(case, lambda model, case, change=change: change(model)) for change in changes
-    )
-    assert ours - bare < 1.5 * (theirs - bare)

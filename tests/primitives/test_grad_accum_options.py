@@ -3,8 +3,6 @@
 python -m pytest tests/primitives/test_grad_accum_options.py
 """
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,39 +139,6 @@ def test_options_that_have_no_effect_are_refused():
         train(make_model(), window, joint=True)
 
 
-@pytest.mark.parametrize(
-    ("joint", "options", "expected"),
-    [
-        (False, {}, [False, False, True]),
-        (False, {"sync_each_batch": True}, [True] * 3),
-        (True, {}, [False, False, True]),
-    ],
-)
-def test_each_microbatch_syncs_as_decided_by_either_switch(joint, options, expected):
-    window = window_of(make_microbatches(0), **options)
-    switched = make_model()
-    calls = []
-    switched.set_requires_gradient_sync = calls.append
-    train(switched, window, joint=joint)
-    assert calls == expected
-
-    model = make_model()
-    entered = []
-
-    @contextlib.contextmanager
-    def no_sync():
-        entered.append("no sync")
-        yield
-
-    model.no_sync = no_sync
-    model.register_forward_hook(lambda *_: entered.append("forward"))
-    train(model, window, joint=joint)
-    forwards = ["forward"] * (1 + joint)
-    assert entered == [
-        step for syncs in expected for step in (forwards if syncs else ["no sync", *forwards])
-    ]
-
-
 # Settings and numbers of windows.
 
 
@@ -197,19 +162,6 @@ def test_a_parameter_outside_of_the_loss_does_not_decay():
         )
     assert model.unused.grad is None
     assert torch.equal(model.unused, torch.ones(3, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_a_scaler_leaves_the_gradients_of_the_large_batch(joint):
-    model = make_model()
-    microbatches = make_microbatches(0)
-    loss, expected = large_batch_gradients([microbatches], joint=joint)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    result = train(model, window_of(microbatches), joint=joint, scaler=scaler)
-    assert result.stepped
-    assert result.loss == pytest.approx(loss, rel=1e-12)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_terms_are_added_up_over_the_group_and_not_over_all_ranks(pair_of_four_ranks):

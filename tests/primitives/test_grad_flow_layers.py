@@ -205,17 +205,6 @@ def test_misuse_raises_an_error_with_the_remedy():
         flow.step()
 
 
-def test_a_context_can_be_opened_again_and_continues_to_count():
-    model = nn.Sequential(nn.Linear(2, 2))
-    flow = GradFlow(model, every=2)
-    for _ in range(2):
-        with flow:
-            for _ in range(2):
-                model(torch.ones(1, 2)).sum().backward()
-                flow.step()
-    assert [record.step for record in flow.records] == [0, 2]
-
-
 def test_the_ranks_that_share_a_batch_are_those_of_the_wrapper():
     def linear():
         return nn.Sequential(nn.Linear(8, 8), nn.GELU())

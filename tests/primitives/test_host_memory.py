@@ -12,7 +12,6 @@ from curry_train.primitives.host_memory import (
     HostMemoryShort,
     HostPool,
     available_host_bytes,
-    in_binary_units,
     require_host_memory,
 )
 
@@ -75,49 +74,6 @@ def test_the_pool_reuses_buffers_that_fit_and_frees_those_that_do_not():
     assert pool.take(4096).nbytes == pool.reserved_bytes == 4096
     pool.clear()
     assert pool.reserved_bytes == 4096  # this buffer is in use
-
-
-def test_the_smallest_buffer_that_fits_is_taken():
-    pool = HostPool(pinned=False)
-    taken = [pool.take(size) for size in (5000, 100, 9000)]
-    for buffer in taken:
-        pool.give(buffer)
-    assert pool.take(100) is taken[1]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (10 * 1024, "10.0 KiB"),
-        (500 * 2**20, "500 MiB"),
-        (3 * 2**29, "1.50 GiB"),
-        (2**51, "2048 TiB"),
-    ],
-)
-def test_sizes_are_printed_with_three_digits(nbytes, text):
-    assert in_binary_units(nbytes) == text
-
-
-def test_reserved_buffers_serve_a_step_of_these_sizes():
-    pool = HostPool(pinned=False)
-    sizes = [5000, 100, 5000, 70000]
-    pool.reserve(sizes)
-    assert pool.reserved_bytes == 8192 + 4096 + 8192 + 73728
-    pool.reserve(sizes)
-    taken = [pool.take(size) for size in reversed(sizes)]
-    assert pool.reserved_bytes == sum(buffer.nbytes for buffer in taken) == 94208
-
-
-def test_pinned_buffers_are_as_large_as_torch_makes_them():
-    assert [HostPool(pinned=True).capacity(size) for size in (1, 4096, 4097, 3 * 2**20)] == [
-        1,
-        4096,
-        8192,
-        2**22,
-    ]
 
 
 def test_too_little_memory_is_an_error_with_both_figures(monkeypatch):

@@ -42,7 +42,6 @@ from curry_train.primitives.compile_budget import (
     memory_budget,
     remove_memory_budget,
 )
-from curry_train.primitives.recompute import Recompute
 from curry_train.primitives.strategies import STRATEGIES, Sample
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
@@ -184,22 +183,6 @@ def test_random_numbers_are_drawn_once_whatever_the_budget(name, budget):
     assert saved_bytes(model, rows(), loss) < 0.8 * saved_bytes(plain, rows(), loss)
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.0])
-def test_regions_that_the_user_recomputes_inside_a_block_draw_the_same(budget):
-    def regions():
-        class Block(block_class()):
-            def __init__(self):
-                super().__init__()
-                self.region = Recompute(nn.Sequential(nn.Dropout(0.5), nn.Tanh()))
-
-            def forward(self, x):
-                return self.outer(self.region(self.inner(x)))
-
-        return Block
-
-    assert compare(step(build(regions())), step(bounded(regions(), budget))).bit_equal
-
-
 def test_other_shapes_threads_and_resets_keep_the_budget_and_the_draws():
     block = block_class(dropout)
     plain = build(block)
@@ -219,18 +202,6 @@ def test_other_shapes_threads_and_resets_keep_the_budget_and_the_draws():
     thread.join()
     assert len(saved) == 6
     assert len(set(saved.values())) == 1
-
-
-def test_a_model_compiled_around_its_blocks_keeps_their_budget():
-    block = block_class(dropout)
-    plain, model = build(block), bounded(block, 0.2)
-    saved = saved_bytes(model, rows(), loss)
-    around = torch.compile(model, backend="aot_eager")
-    found = step(around)
-    assert torch.equal(found.loss, step(plain).loss)
-    gradients = [found.gradients[f"_orig_mod.{name}"] for name, _ in plain.named_parameters()]
-    assert all(map(torch.equal, gradients, step(plain).gradients.values()))
-    assert saved_bytes(model, rows(), lambda _, batch: loss(around, batch)) <= saved
 
 
 def test_a_dispatch_mode_sees_eager_code_and_blocks_stay_compiled():

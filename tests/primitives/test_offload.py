@@ -236,36 +236,7 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
     assert offload_report(model).num_moved == 0
 
 
-class Conjugated(nn.Module):
-    """A block that saves tensors whose memory holds their conjugates or negatives."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 16))
-
-    def forward(self, x):
-        conjugate = torch.view_as_complex(x.unflatten(-1, (16, 2)).contiguous()).conj()
-        negative = conjugate.imag
-        assert conjugate.is_conj()
-        assert negative.is_neg()
-        product = (conjugate * self.weight).real + negative * self.weight
-        return torch.cat([product, product], -1)
-
-
-def test_conjugates_and_negatives_stay_and_keep_their_sign(batch):
-    plain, model = twins(Conjugated)
-    for module in (plain, model):
-        square_sum(module, batch).backward()
-    skipped = offload_report(model).skipped
-    assert skipped["no plain tensor of the device"][0] >= 3
-    assert all(map(torch.equal, gradients(plain), gradients(model)))
-
-
 # The same training, in every kind of step.
-
-
-def gradients(model):
-    return [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def test_gradients_are_those_of_the_plain_model_step_after_step(batch):
@@ -289,14 +260,6 @@ class Cell(nn.Module):
 
     def forward(self, x):
         return self.cell(x)[0]
-
-
-def test_chunks_of_one_storage_written_in_turn_are_not_merged(batch):
-    plain, model = twins(Cell)
-    assert compare(
-        record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
-    ).bit_equal
-    assert offload_report(model).skipped["alias of what moved"][0] > 0
 
 
 @pytest.mark.parametrize("block", [gelu_block, Cell, nn.MultiheadAttention])

@@ -64,15 +64,3 @@ def test_attention_draws_only_with_dropout():
     assert sac.draws(flash, (query, query, query), {"dropout_p": 0.1})
     assert sac.draws(aten.bernoulli_.float, (query,), {})
     assert not sac.draws(aten.mm.default, (query, query), {})
-
-
-def test_cheap_and_in_place_operations_are_recognised():
-    for operation in (
-        aten.mul.Tensor,
-        aten.silu.default,
-        aten.mean.dim,
-        aten.native_layer_norm.default,
-    ):
-        assert sac.is_cheap(operation)
-    assert sac.writes_in_place(aten.add_.Tensor)
-    assert not sac.writes_in_place(aten.add.Tensor)

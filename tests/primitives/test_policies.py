@@ -17,8 +17,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives.regions import apply_regions, remove_regions
-from curry_train.primitives.sac import Policy, apply_sac, remove_sac
+from curry_train.primitives.regions import apply_regions
+from curry_train.primitives.sac import Policy, apply_sac
 
 aten = torch.ops.aten
 WIDTH = 256
@@ -178,13 +178,6 @@ def test_regions_hold_what_a_count_by_hand_gives(block, loss, num_tensors):
     assert round(held, 1) == num_tensors
 
 
-def test_a_norm_runs_once_more_however_many_products_read_it():
-    model = stack(ReadThrice)
-    plain = operations_of(model, BATCH)["norm"]
-    apply_regions(model)
-    assert operations_of(model, BATCH)["norm"] == 2 * plain == 6
-
-
 class Returning(nn.Module):
     def __init__(self, output):
         super().__init__()
@@ -226,22 +219,3 @@ def test_a_named_module_may_return_its_values_in_any_form(output):
 
 
 # Both can be undone.
-
-
-@pytest.mark.parametrize(
-    ("apply", "remove"),
-    [
-        (functools.partial(apply_sac, policy="save_matmuls"), remove_sac),
-        (functools.partial(apply_regions, also=["*.act"]), remove_regions),
-    ],
-)
-def test_a_model_without_its_policies_or_regions_is_as_it_was_built(apply, remove):
-    model = stack(lambda: Between(torch.sigmoid))
-    before = [(type(module), set(vars(module))) for module in model.modules()]
-    for _ in range(2):
-        assert apply(model) == ["0", "1", "2"]
-        with pytest.raises(ValueError, match="is wrapped already"):
-            apply(model)
-        assert remove(model) == ["0", "1", "2"]
-        assert remove(model) == []
-        assert [(type(module), set(vars(module))) for module in model.modules()] == before

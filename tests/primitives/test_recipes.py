@@ -77,27 +77,6 @@ def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
     assert torch.equal(second.grad, expected[1])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: F.silu(x).add_(1.0),  # overwritten by an operation that autograd records
-        lambda x: F.silu(x) + 1.0,  # made by an operation that has no recipe
-        lambda x: 2.0 * x,  # the number is kept, but not the tensor that it multiplies
-        lambda x: x.detach(),
-        lambda x: F.silu(x).transpose(0, 1).contiguous().transpose(0, 1),
-    ],
-)
-def test_a_tensor_without_a_recipe_is_kept(change):
-    first, second = weights()
-    keeper = Packed()
-    loss = two_layers(change, first, second, keeper)
-    loss.backward()
-    found = second.grad
-    second.grad = None
-    two_layers(change, first, second).backward()
-    assert torch.equal(second.grad, found)
-
-
 def test_a_long_chain_of_products_is_not_rebuilt_from_its_start():
     first, _ = weights()
     keeper = Packed()
@@ -137,29 +116,6 @@ def test_casts_of_weights_are_rebuilt_under_autocast():
 
 
 # Replays of modules.
-
-
-def replayed(norm, x, weight):
-    output = Replay(BlockState([]), norm, (x,), {}).first()
-    with Keeper().hooks():
-        return (output @ weight).square().sum()
-
-
-@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.RMSNorm(16), nn.GroupNorm(4, 16)])
-def test_a_replayed_module_gives_equal_gradients_once_and_twice(norm):
-    weight, other = weights()
-    x = other[:4]
-    (norm(x) @ weight).square().sum().backward()
-    expected = [parameter.grad for parameter in (weight, other, *norm.parameters())]
-    for parameter in (weight, other, *norm.parameters()):
-        parameter.grad = None
-    loss = replayed(norm, x, weight)
-    for _ in range(2):
-        loss.backward(retain_graph=True)
-        found = [parameter.grad for parameter in (weight, other, *norm.parameters())]
-        assert all(map(torch.equal, found, expected))
-        for parameter in (weight, other, *norm.parameters()):
-            parameter.grad = None
 
 
 def test_a_module_that_takes_another_path_is_noticed():

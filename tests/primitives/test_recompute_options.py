@@ -132,13 +132,6 @@ def test_early_stop_ends_the_second_run_or_lets_it_finish(lever, early_stop, exp
     assert len(ENDS) == (expected + 1 if lever == "segments" else 2 * expected)
 
 
-@pytest.mark.parametrize("lever", CHECKPOINTED)
-def test_an_option_that_switches_off_is_not_ignored(lever):
-    plain, model = chain(), chain()
-    LEVERS[lever](model, enabled=False)
-    assert held(model) == held(plain)
-
-
 def test_segments_refuse_reentrant_checkpointing():
     with pytest.raises(ValueError, match="leave use_reentrant at False"):
         recompute_segments(chain(), 2, use_reentrant=True)

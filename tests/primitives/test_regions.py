@@ -291,21 +291,6 @@ def test_a_model_with_a_norm_of_its_own_class_and_with_statistics():
     assert verdict.passed, verdict
 
 
-def test_a_norm_with_a_matrix_runs_once():
-    class WhiteningNorm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(16))
-
-        def forward(self, x):
-            return F.linear(x / x.norm(dim=-1, keepdim=True), self.weight)
-
-    model = chain(lambda: nn.Sequential(WhiteningNorm(), nn.Linear(16, 16), nn.LayerNorm(16)))
-    apply_regions(model)
-    assert type(model[0][2]) is not nn.LayerNorm
-    assert type(model[0][0]) is WhiteningNorm
-
-
 class Bend(nn.Module):
     def forward(self, x, factor, shift=None):
         return torch.sin(factor * x) if shift is None else torch.sin(factor * x + shift)

@@ -6,7 +6,6 @@ python -m pytest tests/primitives/test_running_blocks.py
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.blocks import NoBlocks, find_blocks
 from curry_train.core.measure import measure_memory
@@ -249,12 +248,6 @@ def test_of_named_blocks_the_notes_say_which_never_run():
     assert choice.notes[1].startswith("outside of the blocks: layers.")
 
 
-def test_modules_that_hold_the_rest_are_named():
-    choice = chosen(made(PairsInLists), blocks=["layers.0.0", "layers.0.1"])
-    assert 0.2 < choice.coverage < 0.3
-    assert choice.notes[0].startswith("outside of the blocks: layers.")
-
-
 class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
@@ -358,19 +351,6 @@ def test_a_loss_with_derivatives_is_recorded_too():
         return gradient.square().sum()
 
     assert choose_blocks(model, batch_for(model), force).names == PAIRS
-
-
-def test_the_models_own_checkpointing_leaves_nothing_to_choose():
-    class Checkpointing(PairsInLists):
-        def forward(self, x):
-            for attend, feed in self.layers:
-                x = x + checkpoint(attend, x, use_reentrant=False)
-                x = x + checkpoint(feed, x, use_reentrant=False)
-            return self.head(x.mean(1))
-
-    choice = chosen(made(Checkpointing))
-    assert choice.blocks is None
-    assert "never called" in choice.notes[0]
 
 
 def test_compiled_blocks_are_not_replaced_by_what_is_left():

@@ -9,7 +9,6 @@ from torch import nn
 
 from curry_train.primitives.segments import (
     ChainBroken,
-    chains_of,
     recompute_segments,
     remove_segments,
 )
@@ -212,26 +211,6 @@ def test_the_first_element_of_a_tuple_goes_on_to_the_next_block(loop):
     expected = gradients(model, x)
     recompute_segments(model, 2)
     assert all(map(torch.equal, gradients(model, x), expected))
-
-
-def test_a_chain_is_the_blocks_of_one_container():
-    assert chains_of(["coder.up.0", "coder.up.1", "coder.down.0", "0", "1"]) == [
-        ["coder.up.0", "coder.up.1"],
-        ["coder.down.0"],
-        ["0", "1"],
-    ]
-
-
-def no_arguments(model, x):
-    x = model.layers[0](x)
-    return model.layers[1](input=x)
-
-
-def test_a_block_that_is_called_by_keyword_breaks_the_chain():
-    model = Chain(no_arguments)
-    recompute_segments(model, 2)
-    with pytest.raises(ChainBroken, match=r"layers\.1 does not take the output of layers\.0"):
-        model(torch.randn(4, 8))
 
 
 def test_a_block_that_is_called_by_itself_after_a_forward_breaks_the_chain():

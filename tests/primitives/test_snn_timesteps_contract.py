@@ -3,10 +3,8 @@
 python -m pytest tests/primitives/test_snn_timesteps_contract.py
 """
 
-import copy
 import functools
 import gc
-import pickle
 import random
 import weakref
 
@@ -18,8 +16,8 @@ from hypothesis.strategies import integers
 from snn_models import WIDTH, Net, build, currents
 from torch import nn
 
-from curry_train.core.measure import LiveStorages, count_flops, measure_memory
-from curry_train.core.parity import compare, record, record_step
+from curry_train.core.measure import LiveStorages, measure_memory
+from curry_train.core.parity import compare, record
 from curry_train.core.rerun import seeded
 from curry_train.gates.same_training import sample_of
 from curry_train.gates.snn_timesteps import schedule_peak_bytes, times_again
@@ -74,32 +72,6 @@ def test_gradients_are_equal_for_every_size_and_no_step_is_dropped(levels, chunk
     assert same(Net, currents(steps), chunk_size=chunk_size, levels=levels)
 
 
-def test_gradients_flow_through_a_state_that_goes_in():
-    state = tuple(currents(2, seed=5))
-    assert same(Net, currents(), state=state, chunk_size=3)
-    _, gradients = trained(build(), checkpoint_timesteps, currents(), state, chunk_size=3)
-    assert gradients[1].abs().sum() > 0
-
-
-@pytest.mark.parametrize("levels", [1, 2])
-def test_time_may_be_another_dimension_or_a_sequence(levels):
-    module, x = build(), currents()
-    wanted, _ = run_timesteps(module.step, x, module.initial_state(x))
-    for inputs, time_dim in (
-        (x.transpose(0, 1), 1),
-        (x.movedim(0, 2), -1),
-        (x, -3),
-        (list(x), 0),
-        (tuple(x), 0),
-    ):
-        for loop in (run_timesteps, checkpoint_timesteps):
-            kept = {} if loop is run_timesteps else {"chunk_size": 3, "levels": levels}
-            outputs, _ = loop(
-                module.step, inputs, module.initial_state(x), time_dim=time_dim, **kept
-            )
-            assert torch.equal(outputs.movedim(time_dim, 0), wanted)
-
-
 def test_state_and_outputs_may_be_nested():
     module = build()
 
@@ -146,19 +118,6 @@ def test_random_numbers_and_statistics_are_those_of_the_plain_loop(between, leve
     assert same(lambda: Net(between), currents(), chunk_size=2, levels=levels)
 
 
-def test_autocast_is_the_same_in_backward():
-    def loop(run, **kept):
-        module, x = build(), currents()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out, _ = run(module.step, x, module.initial_state(x), **kept)
-        out.float().sum().backward()
-        return record(module, out.detach())
-
-    assert compare(
-        loop(run_timesteps), loop(checkpoint_timesteps, chunk_size=3, levels=2)
-    ).bit_equal
-
-
 def test_backward_may_come_twice_and_be_differentiated():
     def gradients(run, **kept):
         module, x = build(lambda: Net(nn.Tanh)), currents().requires_grad_()
@@ -200,29 +159,6 @@ def test_compiled_chunks_equal_the_plain_loop_up_to_rounding(what):
 
 
 # It is off when it would free nothing.
-
-
-def test_nothing_runs_twice_in_eval_mode_or_without_grad_mode():
-    module = build()
-    x = currents()
-    calls = []
-    module.first.register_forward_hook(lambda *_: calls.append(None))
-
-    def run():
-        calls.clear()
-        out, _ = checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=2)
-        if out.requires_grad:
-            out.sum().backward()
-        return len(calls)
-
-    with torch.no_grad():
-        assert run() == 10
-    module.eval()
-    assert run() == 10
-    module.train()
-    assert (
-        run() > run() == 18
-    )  # the first call looks for hidden state; the last chunk is not recomputed
 
 
 # Memory and cost.
@@ -349,26 +285,6 @@ def test_only_the_first_call_measures_and_it_changes_nothing(monkeypatch):
 
 
 # Models whose loop is a method.
-
-
-def test_a_model_is_changed_in_place_and_restored():
-    case = Case(snn())
-    plain, model = case.build(), case.build()
-    reference = record_step(plain, case.batch(), case.workload.mean_loss)
-    assert recompute_timesteps(model, chunk_size=4) == [""]
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert list(other.state_dict()) == list(plain.state_dict())
-        assert compare(
-            reference, record_step(other, case.batch(), case.workload.mean_loss)
-        ).bit_equal
-    flops = [
-        count_flops(module, case.batch(), case.workload.mean_loss).total
-        for module in (plain, model)
-    ]
-    assert flops[0] < flops[1] < 1.34 * flops[0]
-    assert remove_timesteps(model) == [""]
-    assert type(model) is type(plain)
-    assert vars(model).keys() == vars(plain).keys()
 
 
 def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():

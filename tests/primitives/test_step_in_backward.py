@@ -125,15 +125,3 @@ def test_a_loss_that_is_not_finite_changes_no_weight():
     with pytest.raises(NonFiniteWindow, match="microbatch 1"):
         train_window(module, window, loss, optimizer)
     assert all(map(torch.equal, module.parameters(), before.parameters()))
-
-
-def test_a_closure_and_a_frozen_parameter():
-    module = model()
-    module[0].bias.requires_grad_(False)
-    optimizer = StepInBackward(module.parameters(), ADAM)
-    with optimizer.paused():
-        loss(module, microbatches(1)[0]).backward()
-    assert module[0].weight.grad is not None
-    assert optimizer.step(lambda: 3.0) == 3.0
-    assert module[0].weight.grad is None
-    assert module[0].bias not in optimizer.state

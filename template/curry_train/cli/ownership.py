@@ -127,7 +127,7 @@ TECHNIQUES = (
     Technique(
         "chunked-loss",
         "Chunked loss: computes logits and cross-entropy a chunk of tokens at a time.",
-        "primitives/chunked_loss.py",
+        "primitives/cross_entropy.py",
     ),
     Technique(
         "grad-accum",

@@ -8,11 +8,10 @@ __getattr__, __dir__, __all__ = lazy_names(
         "chunked_loss": (
             "LossUse",
             "apply_chunked_loss",
-            "chunked_cross_entropy",
-            "chunked_log_probabilities",
             "chunked_loss_report",
             "remove_chunked_loss",
         ),
+        "cross_entropy": ("chunked_cross_entropy", "chunked_log_probabilities"),
         "compile_budget": (
             "BudgetUnsafe",
             "memory_budget",

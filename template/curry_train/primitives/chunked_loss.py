@@ -1,9 +1,6 @@
-"""Compute the loss over chunks of the logits, so that they are never held whole.
+"""Run a model's loss over chunks of the logits, without an edit of the model.
 
-# Called from your own training code:
-    loss = chunked_cross_entropy(hidden, head.weight, targets)
-    # Or without editing the model; the head then returns a stand-in for the logits:
-    apply_chunked_loss(model)
+    apply_chunked_loss(model)    # the head then returns a stand-in for the logits
 
 `F.cross_entropy` on the stand-in runs in chunks, and so does the loss of Hugging Face models. Any
 other operation that reads the logits computes all of them, and `chunked_loss_report` lists those
@@ -33,13 +30,9 @@ from .cross_entropy import (
     autocast_to,
     check_chunk_size,
     chunked_cross_entropy,
-    chunked_log_probabilities,
     product_dtype,
     refuse_second_derivative,
 )
-
-__all__ = ["LossUse", "apply_chunked_loss", "chunked_cross_entropy", "chunked_log_probabilities"]
-__all__ += ["chunked_loss_report", "remove_chunked_loss"]
 
 # Logits that are not computed yet: the head's product, and the steps between it and a loss.
 
