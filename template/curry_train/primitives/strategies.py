@@ -52,6 +52,12 @@ class Sample:
     # For strategy `plan`: applies a plan that was read from a file.
     apply_plan: Callable[[nn.Module], list[str]] | None = None
 
+    # Keywords of `Recompute`, for the strategies that recompute calls.
+    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    # Of strategy `sequential`; None to choose the number with the lowest peak.
+    num_segments: int | None = None
+
 
 Apply = Callable[[nn.Module, Sample], list[str]]
 
@@ -160,12 +166,19 @@ def _none(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _full(model: nn.Module, sample: Sample) -> list[str]:
-    return recompute_blocks(model, blocks=sample.blocks)
+    return recompute_blocks(model, blocks=sample.blocks, **sample.options)
 
 
 def _sequential(model: nn.Module, sample: Sample) -> list[str]:
-    count = choose_segments(model, sample.batch, sample.loss, blocks=sample.blocks)
-    return recompute_segments(model, count, blocks=sample.blocks)
+    count = sample.num_segments
+    if count is None and sample.batch is None:
+        raise ValueError(
+            "sequential_segments=None measures the peak of each count and needs a batch: "
+            "call apply(model, batch=..., loss=...), or set a number"
+        )
+    if count is None:
+        count = choose_segments(model, sample.batch, sample.loss, blocks=sample.blocks)
+    return recompute_segments(model, count, blocks=sample.blocks, **sample.options)
 
 
 def _selective(model: nn.Module, sample: Sample) -> list[str]:
@@ -182,7 +195,7 @@ def _selective(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _sac(model: nn.Module, sample: Sample, *, policy: str = "save_expensive") -> list[str]:
-    return apply_sac(model, policy, blocks=sample.blocks)
+    return apply_sac(model, policy, blocks=sample.blocks, **sample.options)
 
 
 def _sac_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
@@ -512,21 +525,23 @@ def apply_config(
         return primitives.recompute_timesteps(model, chunk_size=config.snn_chunk_size)
     if batch is not None and loss is None:
         raise ValueError("batch is given and loss is not: measuring a step needs both")
-    if config.strategy == "full":
-        return _recompute_named(model, config, _configured_blocks(model, config, batch, loss))
-    if config.strategy == "sequential":
-        return _segment_named(model, config, batch, loss)
+    options = {
+        name: getattr(config, name)
+        for name in ("use_reentrant", "preserve_rng_state")
+        if config.strategy in STRATEGIES_BY_SETTING[name]
+    }
     if config.strategy == "selective":
-        return _recompute_largest(model, config, batch, loss, layers)
-    names = None
-    if config.strategy not in ("none", "plan"):
-        names = _configured_blocks(model, config, batch, loss)
-    if config.strategy == "sac":
-        changed = apply_sac(model, blocks=names, preserve_rng_state=config.preserve_rng_state)
+        names: list[str] | None = _large_layers(model, config, batch, loss, layers)
+        changed = recompute_blocks(model, blocks=names, **options) if names else []
     else:
-        sample = Sample(batch, loss or _no_loss, names, apply_plan)
+        names = None
+        if config.strategy not in ("none", "plan"):
+            names = _configured_blocks(model, config, batch, loss)
+        num_segments = config.sequential_segments
+        sample = Sample(batch, loss or _no_loss, names, apply_plan, options, num_segments)
         changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
-    primitives.keep_routing(model)
+    if not config.use_reentrant:
+        primitives.keep_routing(model)
     return changed
 
 
@@ -546,47 +561,14 @@ def _configured_blocks(
     return list(choose_blocks(model, batch, loss).names)
 
 
-def _recompute_named(model: nn.Module, config: CheckpointConfig, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    changed = recompute_blocks(
-        model,
-        blocks=names,
-        use_reentrant=config.use_reentrant,
-        preserve_rng_state=config.preserve_rng_state,
-    )
-    if not config.use_reentrant:
-        primitives.keep_routing(model)
-    return changed
-
-
-def _segment_named(
-    model: nn.Module, config: CheckpointConfig, batch: Any, loss: Loss | None
-) -> list[str]:
-    names = _configured_blocks(model, config, batch, loss)
-    count = config.sequential_segments
-    if count is None:
-        if batch is None or loss is None:
-            raise ValueError(
-                "sequential_segments=None measures the peak of each count and needs a batch: "
-                "call apply(model, batch=..., loss=...), or set a number"
-            )
-        count = choose_segments(model, batch, loss, blocks=names)
-    changed = recompute_segments(
-        model, count, blocks=names, preserve_rng_state=config.preserve_rng_state
-    )
-    primitives.keep_routing(model)
-    return changed
-
-
-def _recompute_largest(
+def _large_layers(
     model: nn.Module,
     config: CheckpointConfig,
     batch: Any,
     loss: Loss | None,
     layers: Sequence[LayerMemory] | None,
 ) -> list[str]:
-    """Recompute layers that hold at least the threshold, and would hold less if recomputed."""
+    """Return the layers that hold at least the threshold, and would hold less if recomputed."""
     if layers is None:
         if batch is None or loss is None or not config.profile_before_apply:
             raise ValueError(
@@ -604,7 +586,7 @@ def _recompute_largest(
         if layer.megabytes >= config.memory_threshold_mb and layer.saving_bytes > 0
     }
     names = _filtered(config, [layer.name for layer in layers])
-    return _recompute_named(model, config, [name for name in names if name in large])
+    return [name for name in names if name in large]
 
 
 def _filtered(config: CheckpointConfig, names: list[str]) -> list[str]:
