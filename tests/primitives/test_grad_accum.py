@@ -3,9 +3,6 @@
 python -m pytest tests/primitives/test_grad_accum.py
 """
 
-import types
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,24 +26,6 @@ def test_kwargs_name_the_first_and_the_last_microbatch_of_a_window():
     assert all(one["loss_divisor"] == 3.0 for one in decisions)
     for name in ("sync_gradients", "step_optimizer", "collect_metrics"):
         assert [one[name] for one in decisions] == [False, False, True, False]
-
-
-@dataclass
-class Config:
-    gradient_accumulation_steps: int = 4
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"gradient_accumulation_steps": 4},
-        Config(),
-        types.SimpleNamespace(gradient_accumulation_steps=4),
-    ],
-    ids=["mapping", "dataclass", "namespace"],
-)
-def test_from_config_reads_mappings_dataclasses_and_namespaces(config):
-    assert GradientAccumulation.from_config(config).steps == 4
 
 
 def test_from_config_reads_an_omegaconf_node_and_its_missing_value():

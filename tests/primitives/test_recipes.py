@@ -16,8 +16,8 @@ from curry_train.primitives.checkpointed import BlockState
 from curry_train.primitives.regions import (
     DEEPEST_RECIPE,
     NODE_RECIPES,
-    Keeper,
-    Made,
+    RecomputedTensor,
+    RegionHooks,
     Replay,
 )
 
@@ -39,7 +39,7 @@ def weights():
     return torch.randn(16, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
 
 
-class Packed(Keeper):
+class Packed(RegionHooks):
     """Saved-tensor hooks that record what they return to autograd."""
 
     def __init__(self):
@@ -71,7 +71,7 @@ def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
     first.grad = second.grad = None
     keeper = Packed()
     loss = two_layers(ACTIVATIONS[name], first, second, keeper)
-    assert any(isinstance(saved, Made) for saved in keeper.all)
+    assert any(isinstance(saved, RecomputedTensor) for saved in keeper.all)
     loss.backward()
     assert torch.equal(first.grad, expected[0])
     assert torch.equal(second.grad, expected[1])
@@ -84,7 +84,7 @@ def test_a_long_chain_of_products_is_not_rebuilt_from_its_start():
         hidden = torch.ones(4, 16) @ first
         for _ in range(4 * DEEPEST_RECIPE):
             hidden = hidden * torch.sin(hidden)
-    kept = [saved for saved in keeper.all if not isinstance(saved, Made)]
+    kept = [saved for saved in keeper.all if not isinstance(saved, RecomputedTensor)]
     assert len(kept) > 3
     hidden.sum().backward()
 

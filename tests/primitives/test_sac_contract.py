@@ -159,11 +159,6 @@ def test_a_policy_that_would_not_help_is_an_error(policy, message):
         step(policy)
 
 
-def test_reentrant_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="reentrant checkpointing does not support policies"):
-        apply_sac(CASE.build(), use_reentrant=True)
-
-
 def test_an_error_of_the_user_is_not_hidden_by_ours():
     model = CASE.build()
     apply_sac(model, ["aten.linear"])

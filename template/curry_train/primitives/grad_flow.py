@@ -228,7 +228,9 @@ REFUSED_WRAPPERS = {
 
 
 @contextlib.contextmanager
-def told_of_zero_grad(optimizer: torch.optim.Optimizer, call: Callable[[], None]) -> Iterator[None]:
+def called_before_zero_grad(
+    optimizer: torch.optim.Optimizer, call: Callable[[], None]
+) -> Iterator[None]:
     """Run `call` before each `zero_grad` of an optimizer; torch has hooks only for its steps."""
     zero_grad = optimizer.zero_grad
 
@@ -398,7 +400,7 @@ class GradFlow:
             stack.callback(self._activations.detach)
             self._activations.attach()
             for optimizer in self.optimizers:
-                stack.enter_context(told_of_zero_grad(optimizer, self._gradients_go))
+                stack.enter_context(called_before_zero_grad(optimizer, self._gradients_go))
             self._probed = stack.pop_all()
 
     def _restart(self) -> None:

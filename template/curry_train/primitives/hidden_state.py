@@ -449,11 +449,12 @@ class StepProbe:
     def differs(self, reference: Outcome, *, exact: bool) -> bool:
         """Return whether a run from what is in the holders now differs, or fails."""
         try:
-            return not self.run().is_as(reference, exact=exact)
+            found = self.run()
         except HiddenState:
             raise
         except BROKEN_STEP_ERRORS:
             return True
+        return not found.is_as(reference, exact=exact)
 
     def changed(self) -> list[ValueKey]:
         """List what runs have changed, but BatchNorm's statistics, which it does not read."""

@@ -241,7 +241,7 @@ class OffloadedTensor:
         self.moved.leave(self)
 
 
-class Stays(CheckedTensor):
+class TensorOnDevice(CheckedTensor):
     """A saved tensor that stays on the device, checked for changes in place."""
 
     __slots__ = ("step",)
@@ -255,7 +255,7 @@ class Stays(CheckedTensor):
         return super().value()
 
 
-class CastAgain(Stays):
+class CastAgain(TensorOnDevice):
     """A lower-precision copy of a parameter, made by autocast and cast again in backward."""
 
     __slots__ = ("dtype", "view")
@@ -395,7 +395,7 @@ class Offloader:
 
     def pack(
         self, step: OffloadedForward, around: "Surroundings", tensor: Tensor
-    ) -> OffloadedTensor | Stays:
+    ) -> OffloadedTensor | TensorOnDevice:
         """Return the object that autograd holds in place of a tensor."""
         base = tensor if tensor._base is None else tensor._base
         reason = around.why_it_stays(tensor, base, self.min_bytes)
@@ -412,7 +412,7 @@ class Offloader:
                 return step.save(moved, tensor)
 
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
-        return Stays(tensor, step) if weight is None else CastAgain(tensor, weight, step)
+        return TensorOnDevice(tensor, step) if weight is None else CastAgain(tensor, weight, step)
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
         if self.counted is None:

@@ -176,7 +176,7 @@ DEPTH_KEY = "curry_train_depth"
 DEEPEST_RECIPE = 4
 
 
-class Made:
+class RecomputedTensor:
     """A tensor that `make` computes again in backward, or a view of that result."""
 
     __slots__ = ("make", "shape", "strides", "view")
@@ -201,7 +201,7 @@ class Made:
         return made if self.view is None else made.as_strided(*self.view)
 
 
-class Keeper:
+class RegionHooks:
     """Saved-tensor hooks of a block that save a recipe if there is one, else the tensor."""
 
     def __init__(self, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
@@ -210,7 +210,7 @@ class Keeper:
     def hooks(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self.pack, _unpack)
 
-    def pack(self, tensor: Tensor) -> CheckedTensor | Made:
+    def pack(self, tensor: Tensor) -> CheckedTensor | RecomputedTensor:
         base = tensor if tensor._base is None else tensor._base
 
         # If the version is above 0, the tensor was changed in place after its node made it, and the
@@ -224,21 +224,23 @@ class Keeper:
         return CheckedTensor(tensor)
 
 
-def _unpack(saved: CheckedTensor | Made) -> Tensor:
+def _unpack(saved: CheckedTensor | RecomputedTensor) -> Tensor:
     return saved.value()
 
 
-def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
+def _recipe(tensor: Tensor, base: Tensor) -> RecomputedTensor | None:
     replay = getattr(base, REPLAY_KEY, None)
     if replay is not None:
-        return Made(tensor, base, replay.use())
+        return RecomputedTensor(tensor, base, replay.use())
     node: Any = base.grad_fn
     if RETURNED_ONCE_KEY in node.metadata:
         return None
     if node.name() == CAST_NODE:
         source = _source_of_cast(node)
         dtype = base.dtype
-        return None if source is None else Made(tensor, base, lambda: source().to(dtype))
+        return (
+            None if source is None else RecomputedTensor(tensor, base, lambda: source().to(dtype))
+        )
     recipe = NODE_RECIPES.get(node.name())
     if recipe is None:
         return None
@@ -252,7 +254,7 @@ def _recipe(tensor: Tensor, base: Tensor) -> Made | None:
     if depth > DEEPEST_RECIPE:
         return None
     node.metadata[DEPTH_KEY] = depth
-    return Made(tensor, base, lambda: recipe(node))
+    return RecomputedTensor(tensor, base, lambda: recipe(node))
 
 
 def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
@@ -272,7 +274,7 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
-KEEPER_ATTRIBUTE = "_regions"
+REGIONS_ATTRIBUTE = "_regions"
 REGION_NAME_ATTRIBUTE = "_regions_name"
 NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -286,7 +288,7 @@ class Regions(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
             return super().forward(*args, **kwargs)
-        with self.__dict__[KEEPER_ATTRIBUTE].hooks():
+        with self.__dict__[REGIONS_ATTRIBUTE].hooks():
             return super().forward(*args, **kwargs)
 
 
@@ -345,7 +347,7 @@ def apply_regions(
     named = match_inside(found, also, option="also")
 
     for block in found.values():
-        become(Regions, block, **{KEEPER_ATTRIBUTE: Keeper()})
+        become(Regions, block, **{REGIONS_ATTRIBUTE: RegionHooks()})
     for name, module in inside.items():
         # A shared module has several names and is changed at the first.
         is_changed = isinstance(module, Replayed)
@@ -359,7 +361,7 @@ def remove_regions(model: nn.Module) -> list[str]:
     names = [name for name, module in model.named_modules() if isinstance(module, Regions)]
     for module in list(model.modules()):
         if isinstance(module, Regions | Replayed):
-            restore(module, KEEPER_ATTRIBUTE, REGION_NAME_ATTRIBUTE)
+            restore(module, REGIONS_ATTRIBUTE, REGION_NAME_ATTRIBUTE)
     return names
 
 

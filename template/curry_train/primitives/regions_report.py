@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.blocks import CONTAINER_TYPES, class_as_written
 from ..core.rerun import untouched
-from .regions import KEEPER_ATTRIBUTE, Regions
+from .regions import REGIONS_ATTRIBUTE, Regions
 
 EXPENSIVE_NODES = (
     "Mm",
@@ -93,20 +93,20 @@ def report_regions(
     # Holds the tensors alive, so that no new storage gets the address of a freed one.
     saved: dict[int, tuple[str, Tensor]] = {}
 
-    keepers = [block.__dict__[KEEPER_ATTRIBUTE] for block in blocks.values()]
+    all_hooks = [block.__dict__[REGIONS_ATTRIBUTE] for block in blocks.values()]
     with untouched(model), _running_modules(model) as running:
 
         def note(tensor: Tensor, base: Tensor) -> None:
             if _storage(tensor) not in owned:
                 saved.setdefault(_storage(tensor), (running[-1], base))
 
-        for keeper in keepers:
-            keeper.note = note
+        for hooks in all_hooks:
+            hooks.note = note
         try:
             value = loss(model, batch)
         finally:
-            for keeper in keepers:
-                keeper.note = None
+            for hooks in all_hooks:
+                hooks.note = None
         makers = {base.grad_fn for _, base in saved.values() if base.grad_fn is not None}
         rows = tuple(
             _unreached(model, where, base)

@@ -46,7 +46,7 @@ CHOOSING_FUNCTIONS = frozenset(
     for name in CHOOSING_NAMES
     if hasattr(space, name)
 )
-# A choice among more is none of a router, and its scores would take memory.
+# A top-k over more entries is not taken for a router: its scores would take memory.
 MOST_EXPERTS = 1024
 # Names of modules that route, and of their classes.
 ROUTING_NAME = re.compile(r"router|routing|gating|moe|expert|top.?[kn]", re.IGNORECASE)
