@@ -334,17 +334,41 @@ LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
     Tensor.contiguous: lambda _, logits: logits.derive(),
     Tensor.__getitem__: index,
 }
+# What may be read of logits without computing them.
 _METADATA_GETTERS = (
-    "shape dtype device ndim layout requires_grad is_cuda is_cpu is_meta is_sparse is_nested "
-    "is_quantized is_leaf grad_fn nbytes itemsize"
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_nested",
+    "is_quantized",
+    "is_leaf",
+    "grad_fn",
+    "nbytes",
+    "itemsize",
 )
 _METADATA_METHODS = (
-    "size dim ndimension numel nelement is_floating_point is_complex get_device element_size "
-    "__len__ untyped_storage"
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "element_size",
+    "__len__",
+    "untyped_storage",
 )
 METADATA_FUNCTIONS = {
-    *(getattr(Tensor, name).__get__ for name in _METADATA_GETTERS.split()),
-    *(getattr(Tensor, name) for name in _METADATA_METHODS.split()),
+    *(getattr(Tensor, name).__get__ for name in _METADATA_GETTERS),
+    *(getattr(Tensor, name) for name in _METADATA_METHODS),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 

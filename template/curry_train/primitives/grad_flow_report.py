@@ -250,11 +250,30 @@ def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
 
 # Records and findings as JSON: what is written of each class, in this order.
 JSON_NAMES = {
-    "ValueSpread": "elements zeros nonfinite norm rms zero bad",
-    "Update": "weight_norm distance ratio",
-    "LayerFlow": "activation gradient update calls without_gradient tied frozen",
-    "Finding": "kind layers step value message",
-    "StepFlow": "step stepped forwards gradient gradients_read scaled ranks notes order layers",
+    "ValueSpread": ("elements", "zeros", "nonfinite", "norm", "rms", "zero", "bad"),
+    "Update": ("weight_norm", "distance", "ratio"),
+    "LayerFlow": (
+        "activation",
+        "gradient",
+        "update",
+        "calls",
+        "without_gradient",
+        "tied",
+        "frozen",
+    ),
+    "Finding": ("kind", "layers", "step", "value", "message"),
+    "StepFlow": (
+        "step",
+        "stepped",
+        "forwards",
+        "gradient",
+        "gradients_read",
+        "scaled",
+        "ranks",
+        "notes",
+        "order",
+        "layers",
+    ),
 }
 
 
@@ -276,9 +295,7 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(entry) for entry in value]
     names = JSON_NAMES.get(type(value).__name__)
-    return (
-        value if names is None else {name: _as_json(getattr(value, name)) for name in names.split()}
-    )
+    return value if names is None else {name: _as_json(getattr(value, name)) for name in names}
 
 
 # Text report of grad-flow: findings, then a table of layers, in at most 80 columns.
