@@ -122,17 +122,6 @@ def test_the_table_has_each_figure_of_a_layer():
     assert cells["layers.1"] == ["2.0e+00", "100%", "1%", "3.0e+00", "12.5%", "60%", "3.0e-04"]
 
 
-def test_a_long_name_keeps_its_end():
-    name = "model.language_model.layers.31.self_attention.output_projection"
-    flows = replace(record(), layers={name: GOOD}, order=(name,))
-    lines = flow_table([flows]).splitlines()
-    shown = lines[-1].split()[0]
-    assert shown.startswith("...")
-    assert shown.removeprefix("...") == name[3 - len(shown) :]
-    assert lines[-1][len(shown)] == " "
-    assert max(map(len, lines)) <= 80
-
-
 def test_the_head_of_a_report_has_the_steps_and_every_finding():
     dead = spread("activation", zeros=95)
     bad = spread("activation", nonfinite=1, elements=10_000, squares=NAN)

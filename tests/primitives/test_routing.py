@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.measure import LiveStorages
 from curry_train.primitives.checkpointed import RecomputeOptions
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import Choices, keep_routing
@@ -171,15 +170,6 @@ def test_another_kernel_in_backward_changes_no_gradient(technique, seed):
     assert not equal(gradients_of(left_alone, batch, during=OtherKernel.on(seed)), expected)
 
 
-def test_counters_of_the_load_move_once():
-    model, batch = example(1)
-    recompute_blocks(model)
-    keep_routing(model)
-    gradients_of(model, batch)
-    for block in model.blocks:
-        assert block.router.load.sum() == 2 * TOKENS
-
-
 def test_a_second_backward_repeats_the_same_choices():
     model, batch = example(2)
     other = copy.deepcopy(model)
@@ -202,22 +192,6 @@ def test_other_models_are_left_as_they_are():
     assert keep_routing(model, blocks="1") == ["1"]
     assert keep_routing(model, blocks="1") == ["1"]
     assert model(torch.ones(2, 4)).sum().backward() is None
-
-
-def test_what_is_kept_is_counted():
-    """Indices of two experts and the scores of a router for each token."""
-    model, batch = example(3, router=SharpRouter)
-    held = []
-    for keeps in (False, True):
-        one = copy.deepcopy(model)
-        recompute_blocks(one)
-        if keeps:
-            keep_routing(one)
-        with LiveStorages() as storages:
-            loss = one(batch)
-            held.append(storages.bytes_alive)
-        del loss
-    assert held[1] - held[0] == 3 * TOKENS * (2 * 8 + 2 * 4 + EXPERTS * 4)
 
 
 def test_another_way_in_the_second_run_raises():
