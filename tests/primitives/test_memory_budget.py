@@ -262,25 +262,6 @@ def test_equal_blocks_share_code_and_kinds_beyond_the_recompile_limit_compile():
     assert [_compiled(Wide.forward, layer._budget).num_graphs for layer in model.layers] == [1] * 9
 
 
-def drawing_twice(monkeypatch):
-    """Disable both precautions, as if torch had changed the facts that they rely on."""
-    monkeypatch.setattr(
-        compile_budget, "partition", compile_budget.min_cut_rematerialization_partition
-    )
-
-
-def test_a_step_on_the_batch_finds_different_draws_and_restores_the_model(monkeypatch):
-    drawing_twice(monkeypatch)
-    block = block_class(dropout)
-    assert not compare(step(build(block)), step(bounded(block, 0.0))).holds  # without an error
-    model = build(block)
-    with pytest.raises(
-        BudgetUnsafe, match=r"differs in kind.*draw random numbers \(aten\..*use recompute_blocks"
-    ):
-        memory_budget(model, 0.0, backend="aot_eager", batch=rows(), loss=loss)
-    assert type(model.layers[0]) is block
-
-
 def test_a_compiled_graph_that_draws_twice_is_refused_without_a_batch_too(monkeypatch):
     monkeypatch.setattr(compile_budget, "keep_what_draws", lambda joint: [])
     with pytest.raises(BudgetUnsafe, match="at budget 0 the compiler runs native_dropout again"):

@@ -1,4 +1,4 @@
-"""Set the compiler's activation memory budget safely, and check what it computes.
+"""Set the compiler's activation memory budget safely.
 
 The budget is set while `Compiled` compiles a graph, which one thread does at a time, and applies to
 that graph. Under a budget, torch 2.11 and 2.13 may recompute a random operation in backward without
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..core.blocks import Derived, become, find_blocks, restore
@@ -40,7 +39,6 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.parity import StepRecord, compare, record_step
 from ..core.rerun import seeded, untouched
 from .sac import EXPENSIVE_OPERATIONS, draws
 
@@ -201,9 +199,6 @@ def _is_call(node: Node) -> bool:
 # Compile blocks with a memory budget: the compiler chooses which activations to recompute.
 
 BUDGET_ATTRIBUTE = "_budget"
-# Rounding in half precision stays below this. A different random number also shows as a generator
-# in a different state.
-HALF_PRECISION_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -264,9 +259,7 @@ def memory_budget(
     every budget. `blocks` is a glob over module names, or several; without it these are the blocks
     that the model repeats. Call this before DDP and `fully_shard`.
 
-    With `batch` and `loss` one step compiles the blocks now and drops its gradients. If the blocks
-    draw random numbers, that step is compared with the same code at budget 1.0, and a difference
-    raises `BudgetUnsafe`.
+    With `batch` and `loss` one step compiles the blocks now and drops its gradients.
     """
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
         raise ValueError(
@@ -278,7 +271,7 @@ def memory_budget(
             f"got {backend!r}"
         )
     if (batch is None) != (loss is None):
-        raise ValueError("give batch and loss both, to compile and check now, or neither")
+        raise ValueError("give batch and loss both, to compile now, or neither")
 
     found = find_blocks(model, blocks)
     with contextlib.ExitStack() as undo:
@@ -293,7 +286,7 @@ def memory_budget(
             )
             undo.callback(restore, block, BUDGET_ATTRIBUTE)
         if loss is not None:
-            _check(model, list(found.values()), batch, loss)
+            _compile_now(model, list(found.values()), batch, loss)
         undo.pop_all()
     return list(found)
 
@@ -313,9 +306,10 @@ def _kind(block: nn.Module) -> str:
     return f"{type(block).__name__}_{hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"
 
 
-def _check(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> None:
-    """Compile by running one step, and check it if the blocks draw random numbers."""
-    bounded = _recorded(model, batch, loss)
+def _compile_now(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> None:
+    """Compile the blocks by running one step, which leaves no trace on the model."""
+    with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
+        loss(model, batch).backward()
     for block in blocks:
         code = _compiled(_bare_forward(block), block.__dict__[BUDGET_ATTRIBUTE])
         if not code.num_graphs:
@@ -323,63 +317,3 @@ def _check(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss
                 f"{code.name} produced no compiled graph: check that the forward runs it in "
                 "training mode"
             )
-
-    drawn = _drawn(model, blocks, batch, loss)
-    if not drawn:
-        return
-
-    before = {block: block.__dict__[BUDGET_ATTRIBUTE] for block in blocks}
-    try:
-        for block, budget in before.items():
-            block.__dict__[BUDGET_ATTRIBUTE] = replace(budget, share=1.0)
-        found = compare(_recorded(model, batch, loss), bounded, tolerance=HALF_PRECISION_TOLERANCE)
-    finally:
-        for block, budget in before.items():
-            block.__dict__[BUDGET_ATTRIBUTE] = budget
-    if not found.holds:
-        share = next(iter(before.values())).share
-        raise BudgetUnsafe(
-            f"with budget {share:g} a step differs from the same code at 1.0: {found.describe()}; "
-            f"the blocks draw random numbers ({', '.join(sorted(drawn))}): "
-            "take those out of the blocks, or use recompute_blocks"
-        )
-
-
-def _recorded(model: nn.Module, batch: Any, loss: Loss) -> StepRecord:
-    with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
-        return record_step(model, batch, loss)
-
-
-class _Draws(TorchDispatchMode):
-    """Record operations that draw random numbers; under it compiled code runs uncompiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.depth = 0
-        self.names = set[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.depth and draws(func, args, kwargs or {}):
-            self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def _drawn(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> set[str]:
-    """List the operations in the blocks that draw random numbers on this batch."""
-    draws_mode = _Draws()
-
-    def enter(*_: Any) -> None:
-        draws_mode.depth += 1
-
-    def leave(*_: Any) -> None:
-        draws_mode.depth -= 1
-
-    handles = [block.register_forward_pre_hook(enter) for block in blocks]
-    handles += [block.register_forward_hook(leave) for block in blocks]
-    try:
-        with untouched(model), draws_mode:
-            loss(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return draws_mode.names
