@@ -3,6 +3,8 @@
 python -m pytest tests/primitives/test_segments_in_any_loop.py
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -268,6 +270,25 @@ def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused)
             gradients(model, x)
     else:
         assert all(map(torch.equal, gradients(model, x), expected))
+
+
+def test_nothing_of_a_forward_stays_alive_behind_it():
+    def loop(model, x):
+        mask = torch.ones(4, 8)
+        masks.append(weakref.ref(mask))
+        for layer in model.layers:
+            x = layer(x, mask)
+        return x
+
+    masks = []
+    model = Chain(loop)
+    model.layers = nn.ModuleList(Masked() for _ in range(4))
+    recompute_segments(model, 2)
+    output = model(torch.randn(4, 8))
+    seen = weakref.ref(output)
+    del output
+    assert seen() is None
+    assert masks[0]() is None
 
 
 class Returning(nn.Module):

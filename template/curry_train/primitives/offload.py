@@ -1,6 +1,6 @@
 """Keep the activations of blocks in host memory between forward and backward.
 
-offload_blocks(model)    # all blocks but the last
+    offload_blocks(model)    # all blocks but the last
     # Count and reserve the host memory before the first step:
     offload_blocks(model, batch=batch, loss=loss)
     print(offload_report(model).table())

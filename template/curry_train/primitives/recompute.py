@@ -1,6 +1,6 @@
 """Recompute blocks or a module in the backward.
 
-model.layers[3] = Recompute(model.layers[3])    # one block
+    model.layers[3] = Recompute(model.layers[3])    # one block
     recompute_blocks(model)                         # every block that the model repeats, in place
 
 A recomputing block is the same module under a subclass: its parameter names, state dict, hooks,

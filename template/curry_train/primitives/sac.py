@@ -1,6 +1,6 @@
 """Selective activation checkpointing: keep the results of chosen operations in each block.
 
-apply_sac(model)    # saves the outputs of matrix products, attention and convolutions
+    apply_sac(model)    # saves the outputs of matrix products, attention and convolutions
     apply_sac(model, "every_second_matmul")
     apply_sac(model, ["aten.mm", "aten.addmm"], blocks="layers.*")
 

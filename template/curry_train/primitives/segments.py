@@ -54,10 +54,13 @@ class Segment:
         else:
             self._check(position, args, kwargs)
         output = self.outputs.pop(0)
-        self.passed = None
         if self.outputs:
             self.passed = _stream(output, block)
             self.version = _version(self.passed)
+        else:
+            # The forward is over, and nothing of it stays alive here.
+            self.passed = None
+            self.arguments = ()
         return output
 
     def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
