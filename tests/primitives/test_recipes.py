@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.core.measure import LiveStorages
 from curry_train.primitives.checkpointed import BlockState
 from curry_train.primitives.regions import (
     DEEPEST_RECIPE,
@@ -87,32 +86,6 @@ def test_a_long_chain_of_products_is_not_rebuilt_from_its_start():
     kept = [saved for saved in keeper.all if not isinstance(saved, RecomputedTensor)]
     assert len(kept) > 3
     hidden.sum().backward()
-
-
-def test_casts_of_weights_are_rebuilt_under_autocast():
-    weight = torch.randn(64, 64, requires_grad=True)
-    x = torch.randn(4, 64, requires_grad=True)
-
-    def run(keeper):
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            keeper.hooks() if keeper else contextlib.nullcontext(),
-        ):
-            return F.linear(x, weight).float().square().sum()
-
-    held = {}
-    for name, keeper in (("plain", None), ("made", Packed())):
-        with LiveStorages() as storages:
-            loss = run(keeper)
-            held[name] = storages.bytes_alive
-        weight.grad = None
-        loss.backward()
-        held[name, "gradient"] = weight.grad
-        del loss
-    assert (
-        held["plain"] - held["made"] == (64 * 64 + 4 * 64) * 2
-    )  # both are leaves, which stay alive
-    assert torch.equal(held["plain", "gradient"], held["made", "gradient"])
 
 
 # Replays of modules.
