@@ -139,6 +139,9 @@ def odd_values():
 @pytest.mark.parametrize("zipped", [True, False])
 def test_nan_is_counted_in_views_and_odd_tensors(tmp_path, zipped):
     values = odd_values()
+    if not zipped:
+        # torch.load does not know this dtype in the old format.
+        del values["float8"]
     saved = {name: tensor for name, (tensor, _) in values.items()}
     torch.save(saved, tmp_path / "odd.pt", _use_new_zipfile_serialization=zipped)
     found = inspect(tmp_path / "odd.pt")
@@ -304,6 +307,12 @@ def doubled(times):
     return value
 
 
+def saved(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
 BOMBS = {
     "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{" + b" " * 100,
     "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000),
@@ -320,8 +329,8 @@ BOMBS = {
         b"123456",
     ),
     "a compressed record": deflated("archive/data.pkl"),
-    "a list that contains itself": pickle.dumps((lambda one: one.append([one, 1]) or one)([])),
-    "lists that contain each other often": pickle.dumps(doubled(40)),
+    "a list that contains itself": saved((lambda one: one.append([one, 1]) or one)([])),
+    "lists that contain each other often": saved(doubled(40)),
 }
 
 

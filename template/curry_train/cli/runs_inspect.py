@@ -37,15 +37,15 @@ from .options import UnusableInput, json_option
 from .runs import console_for, end, is_run
 from .screen import ScreenCommand
 from .tensor_files import (
-    REBUILD_PREFIXES,
+    MOST_PICKLE_BYTES,
     FileContent,
     FoundTensor,
-    Region,
+    add_names,
+    in_a_line,
     open_regular,
     read_index,
-    read_region,
+    read_piece,
     read_tensor_file,
-    unpickled,
 )
 
 # The result of an inspection.
@@ -78,7 +78,8 @@ HARMLESS_NAMES = {
     ),
 }
 HARMLESS_PREFIXES = (
-    *REBUILD_PREFIXES,
+    # Beginnings of the functions that a pickled tensor would call.
+    *("torch._utils._rebuild_", "torch._tensor._rebuild_"),
     "torch.distributed.checkpoint.metadata.",
     "torch_checkpointing.distributed_metadata.",
     "torch_checkpointing.tensor_slice.",
@@ -154,8 +155,7 @@ class Inspection:
         self.problems += [prefix + one for one in content.problems]
         self.unknown += [prefix + one for one in content.unknown]
         if content.num_hashed:
-            algorithm = content.algorithm
-            self.hashed[algorithm] = self.hashed.get(algorithm, 0) + content.num_hashed
+            self.hashed["CRC-32"] = self.hashed.get("CRC-32", 0) + content.num_hashed
         self.judge(content.names)
 
     def judge(self, names: set[str]) -> None:
@@ -222,7 +222,7 @@ def _add_commit(path: Path, found: Inspection) -> None:
     except FileNotFoundError:
         return
     except RunError as error:
-        found.problems.append(" ".join(str(error).split())[:300])
+        found.problems.append(in_a_line(error))
         return
     found.hashed[commit.manifest.algorithm] = 1
     found.unknown = [one for one in found.unknown if "a changed bit" not in one]
@@ -258,7 +258,7 @@ def _inspect_folder(path: Path, *, values: bool) -> Inspection:
         else:
             _read_each(path, files, found, values)
     except (RefusedPickle, RunError, OSError, ValueError, zipfile.BadZipFile) as error:
-        found.problems.append(" ".join(str(error).split())[:300])
+        found.problems.append(in_a_line(error))
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         found.problems.append(f"its index can't be read ({type(error).__name__}: {error!s:.200})")
     return found
@@ -330,7 +330,7 @@ def _read_rank_files(
     """Read a folder of torch_checkpointing: a file for each item and rank."""
     found.format = "torch_checkpointing checkpoint"
     content = FileContent()
-    unpickled(_bytes_of(files["metadata.pkl"]), content)
+    add_names(_bytes_of(files["metadata.pkl"]), content)
     found.judge(content.names)
     for name in files:
         if name.endswith(TENSOR_SUFFIXES) and name != "metadata.pkl":
@@ -340,7 +340,7 @@ def _read_rank_files(
 
 def _bytes_of(path: Path) -> bytes:
     with open_regular(path) as stream:
-        return Region(stream, 0, os.fstat(stream.fileno()).st_size).read()
+        return stream.read(MOST_PICKLE_BYTES + 1)
 
 
 def _read_manifest(path: Path, files: Mapping[str, Path], found: Inspection, values: bool) -> None:
@@ -384,7 +384,7 @@ def _read_distributed(
     found.format = "torch.distributed.checkpoint"
     content = FileContent()
     try:
-        metadata = unpickled(_bytes_of(files[".metadata"]), content)
+        metadata = add_names(_bytes_of(files[".metadata"]), content)
     finally:
         found.judge(content.names)
     index = _fields(metadata, "Metadata")
@@ -396,7 +396,7 @@ def _read_distributed(
         places[identity["fqn"], where] = _fields(place, "_StorageInfo")
 
     found.complete = True
-    hashed = FileContent(algorithm="CRC-32")
+    hashed = FileContent()
     for name, entry in index["state_dict_metadata"].items():
         if entry.named == f"{_METADATA_MODULE}.BytesStorageMetadata":
             place = places.get((name, None))
@@ -473,7 +473,8 @@ def _add_piece(
         return None
 
     with open_regular(file) as stream:
-        content = read_region(Region(stream, offset, length), values=values)
+        stream.seek(offset)
+        content = read_piece(stream.read(length), values=values)
     found.problems += [f"{name:.80}: {one}" for one in content.problems]
     found.judge(content.names)
     hashed.num_hashed += content.num_hashed
