@@ -33,6 +33,7 @@ from ..runs.spike import Limit, SpikeWatchdog
 from ..trainer import Hook, TrainingRun, Watch, train_run
 from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
+from .figures import plot_runs
 from .options import (
     UnusableInput,
     choose_device,
@@ -43,7 +44,6 @@ from .options import (
     require_matplotlib,
 )
 from .resume_check import different_tensor, final_tensors
-from .runs_plot import plot_runs
 from .screen import ScreenCommand, progress_on_screen
 from .train import open_named_run
 
