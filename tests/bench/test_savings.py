@@ -6,6 +6,7 @@ python -m pytest tests/bench/test_savings.py
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,6 +197,17 @@ def test_a_model_whose_plain_step_fails_is_an_error():
         WorkloadError, match="norm, batch size 1: a step raised Expected more than 1 value"
     ):
         measure_savings(Case(norm, batch_size=1))
+
+
+def test_weights_that_are_not_finite_are_no_fault_of_a_strategy():
+    def build():
+        module = chain().build()
+        module[1][0].weight.data[0, 0] = float("nan")
+        return module
+
+    broken = replace(chain(), build=build)
+    with pytest.raises(WorkloadError, match="chain, batch size 4: the loss of a plain step is nan"):
+        measure_savings(Case(broken), ["none", "full"])
 
 
 # The largest batch.

@@ -323,6 +323,12 @@ def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     assert is_rendered(path.read_text())
 
 
+def test_the_command_for_a_path_with_spaces_can_be_typed(repository, run):
+    (repository / "my tests").mkdir()
+    ended = run("--model", "mlp", "--out", "my tests/test_net.py", "--gate", "recompute/off")
+    assert "python -m pytest 'my tests/test_net.py'" in ended.output
+
+
 def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     out = "tests/test_vendored.py"
     arguments = [

@@ -224,6 +224,14 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
     assert torch.equal(first, second)
 
 
+def test_what_a_factory_prints_is_no_result_of_a_command(factory, capsys):
+    source = "print('imported')\ndef build():\n    print('built')\n    return nn.Linear(4, 1)"
+    load_workload(factory(source)).build()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["imported", *["built"] * 3]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -251,6 +259,10 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
             "returned str",
         ),
         ("built = 1", "has no callable 'build'"),
+        (
+            "def build(): return nn.Linear(4, 1, device='meta'), torch.randn(2, 4)",
+            "weight is on the device meta, without values: build the model on the CPU",
+        ),
     ],
 )
 def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, message):

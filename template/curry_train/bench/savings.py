@@ -1,6 +1,6 @@
 """Measure what each strategy saves and costs, and the largest batch that fits.
 
-rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
+    rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
 
 Measured are bytes, recomputed FLOPs, step time, largest batch, and parity with `none`, which is
 always measured as the reference. All models share one set of weights, and steps are timed in turns,
@@ -314,14 +314,19 @@ def measure_savings(
 
 def _measure_plain(case: Case, model: nn.Module) -> _PlainFigures | None:
     """Measure the plain step; None if it does not fit into the device."""
+    name = f"{case.workload.name}, batch size {case.batch_size}"
     try:
-        return _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
+        plain = _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
     except (ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             return None
+        raise WorkloadError(f"{name}: a step raised {error}") from error
+    if not plain.record.loss.isfinite():
         raise WorkloadError(
-            f"{case.workload.name}, batch size {case.batch_size}: a step raised {error}"
-        ) from error
+            f"{name}: the loss of a plain step is {plain.record.loss.item()}, with which nothing "
+            "can be compared: grad-flow names the layer that it begins in"
+        )
+    return plain
 
 
 def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:

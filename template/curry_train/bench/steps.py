@@ -1,6 +1,6 @@
 """Measure a training step under each lever: time, bytes, FLOPs, utilisation.
 
-lever = find_lever("sac:save_matmuls+accumulate=4")
+    lever = find_lever("sac:save_matmuls+accumulate=4")
 
 A plus joins several levers, which are applied in that order.
 

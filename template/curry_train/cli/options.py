@@ -183,7 +183,7 @@ def echo_notes(workload: Workload | None) -> None:
     path = click.get_current_context().meta.get(FACTORY_KEY)
     if workload.factory and path is not None:
         write_output(path, workload.factory)
-        click.echo(f"wrote {path}: use it as --model {path}:build")
+        click.echo(f"wrote {path}: use it as --model {shlex.quote(f'{path}:build')}")
     elif workload.factory:
         text = textwrap.indent(workload.factory, "  ")
         click.echo(f"the factory that was used, which --factory FILE writes:\n\n{text}")
