@@ -39,17 +39,13 @@ from ..plan.profiler import MemoryProfiler
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
-from .steps import python_calls
+from .steps import FAILED_OUTCOME, MEASURED_OUTCOME, OUT_OF_MEMORY_OUTCOME, failure, python_calls
 
 # Row of the savings benchmark: the figures of one strategy on one case.
 
 REFERENCE_STRATEGY = "none"
 # Rounds before those that are timed; in the first, caches and kernels warm up.
 WARMUP_ROUNDS = 1
-MEASURED_OUTCOME = "measured"
-REFUSED_OUTCOME = "refused"
-FAILED_OUTCOME = "failed"
-OUT_OF_MEMORY_OUTCOME = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -318,7 +314,7 @@ def _measure_plain(case: Case, model: nn.Module) -> _PlainFigures | None:
     try:
         plain = _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
     except (ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             return None
         raise WorkloadError(f"{name}: a step raised {error}") from error
     if not plain.record.loss.isfinite():
@@ -378,18 +374,9 @@ def _measure(
             case, lambda module, small: _apply(row.strategy, module, small)
         )
         blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
-    except ValueError as error:
-        row.outcome = REFUSED_OUTCOME
-        row.why = " ".join(str(error).split())
-        return None
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            row.outcome = OUT_OF_MEMORY_OUTCOME
-            row.why = f"{row.batch_size} samples do not fit into the memory of {case.device}"
-            return applied
-        row.outcome = FAILED_OUTCOME
-        row.why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return None
+    except (ValueError, RuntimeError) as error:
+        row.outcome, row.why = failure(error, case)
+        return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None
 
     row.held_bytes = memory.held_bytes
     row.peak_bytes = memory.peak_bytes

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..bench.report import MEASURED_OUTCOME, Bench, Figures
+from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
+from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.fewest import FewestGpus

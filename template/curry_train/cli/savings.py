@@ -17,9 +17,7 @@ import click
 import torch
 
 from ..bench.savings import (
-    MEASURED_OUTCOME,
     REFERENCE_STRATEGY,
-    REFUSED_OUTCOME,
     SavingsRow,
     StepSeconds,
     check_limit,
@@ -28,6 +26,7 @@ from ..bench.savings import (
     load_with_depth,
     measure_savings,
 )
+from ..bench.steps import MEASURED_OUTCOME, REFUSED_OUTCOME
 from ..core.blocks import find_blocks
 from ..core.wording import (
     format_bytes,

@@ -89,25 +89,35 @@ def _same_numpy(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def all_generators() -> Generators:
+    """Return a snapshot that has the generators of the CUDA devices in use, too."""
+    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return Generators(devices=range(num_devices))
+
+
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
-    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    before = Generators(devices=range(num_devices))
+    before = all_generators()
     try:
         yield
     finally:
         before.restore()
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, Python and, if it is loaded, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed every generator inside the context, and restore them on exit."""
     with generators_kept():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        seed_generators(seed)
         yield
 
 
