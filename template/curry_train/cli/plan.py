@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 import functools
 import pickle
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -48,7 +47,7 @@ from .options import (
     seed_option,
     training_options,
 )
-from .screen import ScreenCommand, messages_on_screen, write_output
+from .screen import ScreenCommand, fill_screen, messages_on_screen, write_output
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -549,11 +548,10 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     ]
     host = [plan.settings["host_note"]] if "host_note" in plan.settings else []
     for line in (*plan.settings.get("block_notes", ()), *host):
-        lines += textwrap.wrap(line, 80, subsequent_indent="  ")
+        lines.append(fill_screen(line))
     if plan.settings["why_real"]:
-        lines += textwrap.wrap(
-            f"measured for real, without offload: {plan.settings['why_real']}", 80
-        )
+        why = plan.settings["why_real"]
+        lines.append(fill_screen(f"measured for real, without offload: {why}", indent=""))
     return "\n".join([*lines, "", plan.explain(most=None if explain else 0)])
 
 

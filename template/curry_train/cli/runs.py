@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import UnusableInput, dtype_option, json_option, model_option
-from .screen import LazyGroup, messages_on_screen
+from .screen import LazyGroup, fill_screen, messages_on_screen
 
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
 
@@ -206,13 +205,13 @@ def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"attempt {row['attempt']}: {row['began']} at step {row['from_step']}, "
             f"up to {row['to_step']}, {ended}"
         )
-        yield from textwrap.wrap(line, 80, subsequent_indent="  ")
+        yield fill_screen(line)
 
         for kind in STORY_EVENT_KINDS:
             events = [event for event in row["events"] if event["kind"] == kind]
             for event in events[:MOST_EVENTS_OF_KIND]:
-                line = f"step {event['step']}, {kind}: {printable(event['reason'])}"
-                yield from textwrap.wrap(line, 80, initial_indent="  ", subsequent_indent="    ")
+                line = f"  step {event['step']}, {kind}: {printable(event['reason'])}"
+                yield fill_screen(line, indent="    ")
             if len(events) > MOST_EVENTS_OF_KIND:
                 yield f"  and {len(events) - MOST_EVENTS_OF_KIND} more of {kind}"
 
@@ -260,7 +259,7 @@ def runs_list_command(folder: str, json_path: str | None) -> None:
     if not root.is_dir():
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
-    console = console_for(json_path)
+    console = Console(highlight=False)
     console.print(runs_table(rows) if rows else f"{folder} holds no run")
     end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
 
@@ -275,7 +274,7 @@ def show_command(run: str, json_path: str | None) -> None:
     newest = saved.latest()
     attempts, journal_error = _journal_of(saved)
 
-    console = console_for(json_path)
+    console = Console(highlight=False)
     console.print(checkpoints_table(rows))
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
     for line in story_lines(attempts):
@@ -321,10 +320,10 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
                 errors[folder] = str(error)
 
     damaged = {folder: why for folder, why in errors.items() if why}
-    console = console_for(json_path)
+    console = Console(highlight=False)
     for folder, why in damaged.items():
         console.print(f"damaged: {folder}", style="red", markup=False)
-        console.print(textwrap.indent("\n".join(textwrap.wrap(why, 76)), "  "), markup=False)
+        console.print(fill_screen(f"  {why}"), markup=False)
     console.print(f"{len(errors) - len(damaged)} of {len(errors)} checkpoints intact")
     end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(errors)}, well=not damaged)
 
@@ -340,7 +339,7 @@ def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
     try:
         return story(read_history(path)), ""
     except JournalError as error:
-        return [], "\n".join(textwrap.wrap(printable(str(error)), 80))
+        return [], fill_screen(printable(str(error)), indent="")
 
 
 def _open(run: str) -> SavedRun:
@@ -366,10 +365,6 @@ def is_run(path: Path) -> bool:
         any((path / kind).is_dir() for kind in CHECKPOINT_KINDS)
         or (path / JOURNAL_FILE_NAME).is_file()
     )
-
-
-def console_for(json_path: str | None) -> Console:
-    return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
 
 
 def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
@@ -515,7 +510,7 @@ def export_command(
         raise UnusableInput(printable(str(error), longest=1000)) from error
 
     names = {name: len(shard) for name, shard in files.items()}
-    console = console_for(json_path)
+    console = Console(highlight=False)
     console.print(f"{sum(names.values())} tensors in {len(names)} files of {out}", markup=False)
     end(json_path, {"out": out, "files": names}, well=True)
 
@@ -556,10 +551,10 @@ def estimate_command(
         estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
     except (ValueError, OverflowError) as error:
         raise UnusableInput(str(error)) from error
-    console = Console(stderr=json_path == "-", highlight=False)
+    console = Console(highlight=False)
     console.print(estimate_table(estimate))
     for line in estimate.advice:
-        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+        console.print(fill_screen(line, indent=""), markup=False)
 
     facts = estimate.to_json()
     enough = True

@@ -351,7 +351,7 @@ def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     except (RunError, ValueError) as error:
         raise UnusableInput(fill_screen(printable(str(error), longest=1000), indent="")) from error
     found = difference(*histories)
-    click.echo(diff_text(found, histories), err=json_path == "-")
+    click.echo(diff_text(found, histories))
     if json_path:
         write_json(json_path, finite(found.to_json()))
 

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -34,8 +34,8 @@ from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest, verify_files
 from ..runs.ranks import RunError
 from ..runs.trainers import read_commit
 from .options import UnusableInput, json_option
-from .runs import console_for, end, is_run
-from .screen import ScreenCommand
+from .runs import end, is_run
+from .screen import ScreenCommand, fill_screen
 from .tensor_files import (
     MOST_PICKLE_BYTES,
     FileContent,
@@ -539,11 +539,11 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
         reason = error.strerror or str(error)
         raise UnusableInput(printable(f"{path} can't be read ({reason})", longest=1000)) from error
 
-    console = console_for(json_path)
+    console = Console(highlight=False)
     if found.tensors:
         console.print(_tensors_table(found))
     for line in inspection_lines(found):
-        console.print("\n".join(textwrap.wrap(line, 80, subsequent_indent="  ")), markup=False)
+        console.print(fill_screen(line), markup=False)
     end(json_path, found.to_json(), well=found.well)
 
 

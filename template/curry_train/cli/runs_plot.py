@@ -70,7 +70,7 @@ def runs_plot_command(
         rows = [_summary(history) | {"coloured": history.name in coloured} for history in histories]
         write_json(json_path, finite({"out": out, "runs": rows}))
     many = "1 run" if len(histories) == 1 else f"{len(histories)} runs"
-    click.echo(f"{many} drawn as {out}", err=json_path == "-")
+    click.echo(f"{many} drawn as {out}")
 
 
 def _summary(history: History) -> dict[str, Any]:

@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 import contextlib
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ from .options import (
     require_matplotlib,
 )
 from .resume_check import different_tensor, final_tensors
-from .screen import ScreenCommand, progress_on_screen
+from .screen import ScreenCommand, fill_screen, progress_on_screen
 from .train import open_named_run
 
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
@@ -405,7 +404,7 @@ def spike_check_command(
             raise UnusableInput(str(error)) from error
 
     for line in describe_spike_check(result):
-        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+        console.print(fill_screen(line, indent=""), markup=False)
     if plot_path:
         console.print(f"drawn as {plot_path}", markup=False)
     if json_path:

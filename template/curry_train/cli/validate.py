@@ -9,7 +9,6 @@ import inspect
 import multiprocessing
 import os
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -67,7 +66,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, progress_on_screen
+from .screen import ScreenCommand, fill_screen, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -289,9 +288,7 @@ def list_contracts(gates: Sequence[Gate]) -> str:
     for contract in CONTRACTS.values():
         if contract.name in names:
             lines.append(f"  {contract.name}{inspect.signature(contract.call)}")
-            lines += textwrap.wrap(
-                contract.promise, 80, initial_indent="      ", subsequent_indent="      "
-            )
+            lines.append(fill_screen(f"      {contract.promise}", indent="      "))
     return "\n".join(lines if names else [])
 
 
@@ -355,7 +352,7 @@ def validate_command(
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = [prefix + spec for spec in models or BUILTIN_WORKLOADS]
 
-    console = Console(stderr=json_path == "-", highlight=False)
+    console = Console(highlight=False)
     facts = provenance(place)
     is_long = _announce_time(console, specs, gates, place, dtype, batch_size, shrinks=bool(shrink))
     if is_long:
