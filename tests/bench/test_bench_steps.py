@@ -393,7 +393,9 @@ def test_a_plain_step_that_fails_is_an_error(change, message, monkeypatch):
         change(model, None)
         return model
 
-    with pytest.raises(WorkloadError, match=f"transformer, batch size 4: a plain step: .*{message}"):
+    with pytest.raises(
+        WorkloadError, match=f"transformer, batch size 4: a plain step: .*{message}"
+    ):
         measure_levers(Case(replace(SMALL, build=built)), rounds=1, warmup=0)
 
 

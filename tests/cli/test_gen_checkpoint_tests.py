@@ -275,23 +275,6 @@ def test_check_reports_whether_the_file_is_up_to_date(repository, run):
     assert "batch_size=4" in path.read_text()
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        "python 'their tools/gen_checkpoint_tests.py'",
-        "python tools/curry_train.py gen-tests",
-        "python -m curry_train gen-tests",
-    ],
-)
-def test_a_file_written_by_another_entry_point_counts_as_up_to_date(repository, run, start):
-    run("--model", "mlp", "--out", "tests/test_placed.py")
-    text = (repository / "tests" / "test_placed.py").read_text()
-    moved = text.replace("    curry-train gen-tests", f"    {start}")
-    assert moved != text
-    assert differences(moved, text) == []
-    assert differences(moved.replace("seed=0", "seed=1"), text)
-
-
 def test_a_model_in_a_file_is_found_from_any_folder(repository, run):
     folder = repository / "nets"
     folder.mkdir()
@@ -360,35 +343,6 @@ def test_without_cuda_its_tests_skip_with_the_reason(repository, run):
     text = (repository / "tests" / "test_cuda.py").read_text()
     assert 'pytest.skip("no CUDA device")' in text
     assert 'device=torch.device("cuda")' in text
-
-
-@pytest.mark.parametrize("width", [79, 88, 120])
-def test_files_are_clean_and_formatted_under_any_line_length(repository, run, width):
-    deep = (
-        repository
-        / "checks"
-        / "with a rather long name of a folder"
-        / "and one more of them"
-        / "in it"
-    )
-    deep.mkdir(parents=True, exist_ok=True)
-    run(
-        "--model",
-        "mlp",
-        "--out",
-        "tests/test_style_1.py",
-        "--gate",
-        "recompute",
-        "--gate",
-        "grad-accum",
-    )
-    run("--model", spec("healthy"), "--out", deep / "test_style_2.py")
-    files = [repository / "tests" / "test_style_1.py", deep / "test_style_2.py"]
-    rules = ["--select", "E4,E7,E9,F,I,B,UP,SIM,RUF,PT,W", "--line-length", str(width)]
-    for words in (["check", *rules], ["format", "--check", "--line-length", str(width)]):
-        words = [sys.executable, "-m", "ruff", *words, "--isolated", *map(str, files)]
-        ended = subprocess.run(words, cwd=repository, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,6 @@ def test_a_resume_from_the_other_run_is_reported_with_its_step(tmp_path):
     assert found.config == []
 
 
-def test_a_resume_beyond_the_end_of_the_other_run_is_doubted(tmp_path):
-    """Do not take run-001 of another folder for the origin because of its name."""
-    plant(tmp_path / "first", last=10)
-    (tmp_path / "second").mkdir()
-    with Journal(tmp_path / "second") as journal:
-        journal.resume(500, from_run="first")
-    assert compare(tmp_path / "first", tmp_path / "second").resumed == Continuation(
-        "A", "B", 500, reached=False
-    )
-
-
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     back = compare(f"{folder}@1", f"{folder}@2")
@@ -147,16 +136,6 @@ def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, parted):
     assert (found.parted is None) or found.parted.relative == math.inf
 
 
-def test_steps_that_one_run_lacks_are_skipped(tmp_path):
-    for name, steps in (("one", range(1, 20, 2)), ("two", range(1, 20, 3))):
-        (tmp_path / name).mkdir()
-        with Journal(tmp_path / name) as journal:
-            journal.start()
-            train(journal, steps, loss=lambda step, name=name: float(step >= 13 and name == "two"))
-    losses = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (losses.num_common, losses.parted.step) == (4, 13)  # 1, 7, 13, 19
-
-
 def test_rolled_back_steps_are_not_compared(tmp_path):
     """Ignore a spike that was rolled back, though it is in A's journal."""
     folder = plant_eventful(tmp_path / "run")
@@ -231,13 +210,3 @@ def test_events_and_dev_metrics_of_each_are_there(tmp_path):
     shown = found.to_json()
     assert shown["metrics"]["dev_loss"]["parted"]["amount"] == 0.25
     assert shown["losses"]["parted"]["step"] == 11
-
-
-def test_hostile_facts_are_compared_as_they_are(tmp_path):
-    """Compare facts that may be anything in JSON, since a journal is just a file."""
-    for name, config in (("one", [1, 2]), ("two", "text")):
-        (tmp_path / name).mkdir()
-        with Journal(tmp_path / name) as journal:
-            journal.start(facts={"config": config, "code": 3, "environment": None, "from_run": 7})
-    found = compare(tmp_path / "one", tmp_path / "two")
-    assert (found.code, found.resumed) == ([], None)

@@ -224,15 +224,6 @@ def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, mess
     assert message in " ".join(ended.stderr.split())
 
 
-def test_a_plot_command_without_matplotlib_names_the_install_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plant(tmp_path / "runs/one")
-    monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
-    ended = CliRunner().invoke(runs_plot_command, ["one"])
-    assert ended.exit_code == 2
-    assert "pip install 'matplotlib" in ended.stderr
-
-
 def test_every_kind_of_event_has_a_mark_or_a_panel(figure, tmp_path):
     with Journal(tmp_path, run="run") as journal:
         journal.start()

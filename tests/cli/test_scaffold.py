@@ -60,14 +60,6 @@ def test_flat_copies_import_siblings_and_nothing_else_changes(bundle: Bundle) ->
     )
 
 
-def test_copies_name_their_origin(bundle: Bundle) -> None:
-    grad_accum = bundle.find("grad-accum")
-    files = technique_files(bundle, [grad_accum], directory="owned", package="owned")
-    text = files["owned/grad_accum.py"].decode()
-    assert "\nFrom curry-train: curry_train/primitives/grad_accum.py.\n" in text
-    assert "Proof:" not in text
-
-
 def test_a_technique_that_imports_a_package_can_not_be_copied(bundle: Bundle) -> None:
     write(bundle.package / "primitives/sac.py", "from . import checkpointed\n")
     with pytest.raises(ScaffoldError, match="imports a whole package"):

@@ -14,7 +14,6 @@ from warm_python import warm_python
 from curry_train.cli.merge import only_writer
 from curry_train.cli.ownership import TECHNIQUES, Bundle, Kind, Technique
 
-OWNED = [technique for technique in TECHNIQUES if technique.kind is Kind.OWNED]
 ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
 TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]
 
@@ -302,12 +301,9 @@ run.close()
 """
 
 
-@pytest.mark.parametrize("technique", OWNED, ids=lambda technique: technique.name)
-def test_the_copied_test_of_a_technique_passes_in_its_new_place(
-    technique: Technique, repository: Path
-) -> None:
-    """Run the copied test with torch and pytest alone, without the package."""
-    arguments = ("add", technique.name, "--into", "src/mylib/training")
+def test_the_copied_test_of_a_technique_passes_in_its_new_place(repository: Path) -> None:
+    """Run a copied test with torch and pytest alone; `test_owned_tests` has all techniques."""
+    arguments = ("add", "recompute", "--into", "src/mylib/training")
     added = scaffold(REAL, *arguments, cwd=repository)
     assert added.returncode == 0, added.stderr
     write(repository / "conftest.py", "import sys\n\nsys.modules['curry_train'] = None\n")

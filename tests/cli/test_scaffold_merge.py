@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scaffold_case import edit, make_bundle, release, scaffold, shell, times, tree, write
+from scaffold_case import edit, make_bundle, release, scaffold, shell, tree, write
 
 from curry_train.cli.merge import OURS_MARKER, THEIRS_MARKER, read_lock
 from curry_train.cli.ownership import Bundle
@@ -22,13 +22,6 @@ def bundle(tmp_path: Path) -> Bundle:
 def project(bundle: Bundle, tmp_path: Path) -> Path:
     scaffold(bundle, "new", "run", cwd=tmp_path)
     return tmp_path / "run"
-
-
-def test_update_of_an_unchanged_release_changes_nothing(bundle: Bundle, project: Path) -> None:
-    before = times(project)
-    done = scaffold(bundle, "update", cwd=project)
-    assert (done.returncode, times(project)) == (0, before)
-    assert done.stdout.splitlines()[-1].startswith("Nothing to do: this release of curry-train is")
 
 
 def test_update_handles_each_file_by_its_state(bundle: Bundle, project: Path) -> None:

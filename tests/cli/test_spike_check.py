@@ -8,13 +8,11 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
-from curry_train.cli.spike_check import PlantedSpike, missed_spike, spike_check
-from curry_train.data import Samples
+from curry_train.cli.spike_check import missed_spike, spike_check
 from curry_train.runs import spike as spike_module
 from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.ranks import RunError
@@ -214,16 +212,3 @@ def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, word
     done = CliRunner().invoke(runs_command, ["spike-check", *words])
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.output.split())
-
-
-def test_planting_is_repeatable_and_leaves_other_samples_unchanged():
-    pairs = [(torch.arange(4) + 10 * sample, torch.tensor([sample / 10])) for sample in range(20)]
-    sound, bad = Samples(pairs), PlantedSpike(Samples(pairs), frozenset({3, 5}))
-    whole, floats = bad.batch([2, 3, 4, 5])
-    before, before_floats = sound.batch([2, 3, 4, 5])
-    assert torch.equal(whole[[0, 2]], before[[0, 2]])
-    assert not torch.equal(whole[[1, 3]], before[[1, 3]])
-    assert torch.equal(floats[[1, 3]], 100 * before_floats[[1, 3]])
-    assert torch.equal(bad.batch([2, 3, 4, 5])[0], whole)
-    assert int(whole.min()) >= 20
-    assert int(whole.max()) <= 53

@@ -109,12 +109,6 @@ def test_dev_loss_saves_and_hooks_run_when_they_are_due():
     )
 
 
-def test_state_is_saved_once_without_a_cadence():
-    saves = []
-    run(*parts(), steps=3, save=saves.append)
-    assert saves == [3]
-
-
 def test_the_end_of_the_data_ends_the_run_and_saves():
     saves = []
     report = run(
@@ -149,12 +143,6 @@ def test_a_second_interrupt_ends_the_run_at_once():
         assert stop.reason == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_stop_in_the_last_step_is_a_finished_run():
-    stop = Stop()
-    stop.ask("asked")
-    assert run(*parts(), steps=1, stop=stop).finished
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
