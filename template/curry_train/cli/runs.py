@@ -14,7 +14,6 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 from safetensors.torch import save_file
 
 from ..config import set_words
@@ -36,7 +35,7 @@ from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import UnusableInput, dtype_option, json_option, model_option
-from .screen import LazyGroup, fill_screen, messages_on_screen
+from .screen import LazyGroup, fill_screen, messages_on_screen, table
 
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
 
@@ -96,44 +95,37 @@ def _checkpoint(run: SavedRun, saved: SavedCheckpoint) -> dict[str, Any]:
     }
 
 
-def runs_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("run", "latest", *CHECKPOINT_KINDS, "size", "damaged")
+def runs_table(rows: list[dict[str, Any]]) -> str:
+    lines = [["run", "latest", *CHECKPOINT_KINDS, "size", "damaged"]]
     for row in rows:
         latest = "none" if row["latest"] is None else str(row["latest"])
         counts = [str(row[kind]) for kind in CHECKPOINT_KINDS]
-        table.add_row(
-            row["run"],
-            latest,
-            *counts,
-            format_bytes(row["bytes"]),
-            # A list reads names and sizes; `runs verify` reads every byte.
-            str(row["damaged"] or "not hashed"),
-        )
-    return table
+        # A list reads names and sizes; `runs verify` reads every byte.
+        damaged = str(row["damaged"] or "not hashed")
+        lines.append([row["run"], latest, *counts, format_bytes(row["bytes"]), damaged])
+    return table(lines)
 
 
-def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("kind", "step", "size", "date", "metric")
+def checkpoints_table(rows: list[dict[str, Any]]) -> str:
+    lines = [["kind", "step", "size", "date", "metric"]]
     for row in rows:
         if row["damaged"]:
-            table.add_row(row["kind"], "damaged", "", "", row["damaged"], style="red")
-        else:
-            date = row["date"].replace("T", " ").removesuffix("+00:00")
-            table.add_row(
-                row["kind"], str(row["step"]), format_bytes(row["bytes"]), date, row["metric"] or ""
-            )
-    return table
+            lines.append([row["kind"], "damaged", "", "", row["damaged"]])
+            continue
+        date = row["date"].replace("T", " ").removesuffix("+00:00")
+        size = format_bytes(row["bytes"])
+        lines.append([row["kind"], str(row["step"]), size, date, row["metric"] or ""])
+    return table(lines, texts=("date", "metric"))
 
 
-def estimate_table(found: DiskEstimate) -> Table:
+def estimate_table(found: DiskEstimate) -> str:
     count, letter = next(
         (found.parameters / factor, letter)
         for factor, letter in COUNT_SUFFIXES
         if found.parameters >= factor
     )
     unit, unit_bytes = next((unit, size) for unit, size in DISK_SIZE_UNITS if found.most >= size)
-    table = _table(f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit)
-    lines = {
+    sizes = {
         "one checkpoint: weights, moments, other state": found.checkpoint,
         "one best-K checkpoint: weights only": found.best,
         **{f"retained as {kind}": num_bytes for kind, num_bytes in found.kept.items()},
@@ -141,24 +133,11 @@ def estimate_table(found: DiskEstimate) -> Table:
         "extra while one is written": found.in_flight,
         "space needed on the volume": found.most,
     }
-    for label, num_bytes in lines.items():
+    lines = [[f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit]]
+    for label, num_bytes in sizes.items():
         size = num_bytes / unit_bytes
-        table.add_row(label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(columns):
-        last = number == len(columns) - 1 and name in ("metric", "damaged")
-        numeric = name in ("latest", "step", "size", *dict(DISK_SIZE_UNITS), *CHECKPOINT_KINDS)
-        table.add_column(
-            name,
-            justify="right" if numeric else "left",
-            overflow="fold",
-            no_wrap=not last and number > 0,
-        )
-    return table
+        lines.append([label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}"])
+    return table(lines)
 
 
 # Summary of a run's attempts: how each began and ended, and its unusual events.
@@ -260,7 +239,7 @@ def runs_list_command(folder: str, json_path: str | None) -> None:
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
     console = Console(highlight=False)
-    console.print(runs_table(rows) if rows else f"{folder} holds no run")
+    console.print(runs_table(rows) if rows else f"{folder} holds no run", markup=False)
     end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
 
 
@@ -275,7 +254,7 @@ def show_command(run: str, json_path: str | None) -> None:
     attempts, journal_error = _journal_of(saved)
 
     console = Console(highlight=False)
-    console.print(checkpoints_table(rows))
+    console.print(checkpoints_table(rows), markup=False)
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
     for line in story_lines(attempts):
         console.print(line, markup=False)
@@ -552,7 +531,7 @@ def estimate_command(
     except (ValueError, OverflowError) as error:
         raise UnusableInput(str(error)) from error
     console = Console(highlight=False)
-    console.print(estimate_table(estimate))
+    console.print(estimate_table(estimate), markup=False)
     for line in estimate.advice:
         console.print(fill_screen(line, indent=""), markup=False)
 

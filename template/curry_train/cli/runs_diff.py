@@ -18,7 +18,7 @@ from ..runs.history import Attempt, History, Marks, read_history
 from ..runs.journal import find_journal, finite, printable
 from ..runs.ranks import RunError
 from .options import UnusableInput, json_option
-from .screen import ScreenCommand, fill_screen
+from .screen import ScreenCommand, fill_screen, table
 
 # Compare two runs by their journals: configuration, code, losses, costs and events.
 
@@ -321,9 +321,6 @@ def _metrics(a: History, b: History) -> dict[str, Losses]:
 
 MOST_CHANGES = 40  # changes shown per section; --json has all
 MOST_SHOWN_STEPS = 4
-# Longest name and value that fit into the table; longer ones get lines of their own.
-LONGEST_CHANGE_NAME = 36
-LONGEST_CHANGE_VALUE = 18
 
 
 @click.command("diff", cls=ScreenCommand, example="run-001 run-002")
@@ -421,26 +418,10 @@ def _part(name: str, changes: Sequence[SettingChange], found: RunDifference) -> 
     if not changes:
         yield f"{name}: the same"
         return
-    rows = [
-        (printable(change.name), _value(change.a), _value(change.b))
-        for change in changes[:MOST_CHANGES]
-    ]
-    short = [
-        row
-        for row in rows
-        if len(row[0]) <= LONGEST_CHANGE_NAME
-        and max(len(row[1]), len(row[2])) <= LONGEST_CHANGE_VALUE
-    ]
-    name_width = max((len(row[0]) for row in short), default=0)
-    value_width = max((len(row[1]) for row in short), default=0)
-
-    yield f"{name:<{name_width + 4}}{'A':<{value_width}}  B" if short else name
-    for row in rows:
-        if row in short:
-            yield f"  {row[0]:<{name_width}}  {row[1]:<{value_width}}  {row[2]}".rstrip()
-            continue
-        for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}"):
-            yield fill_screen(text, indent=" " * 7)
+    rows = [[name, "A", "B"]]
+    for change in changes[:MOST_CHANGES]:
+        rows.append([f"  {printable(change.name)}", _value(change.a), _value(change.b)])
+    yield table(rows, texts=("A", "B"))
     if len(changes) > MOST_CHANGES:
         yield f"  and {len(changes) - MOST_CHANGES} more: --json has all"
 

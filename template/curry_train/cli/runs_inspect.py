@@ -22,8 +22,6 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..core.unpickle import RefusedPickle, StandIn
 from ..core.wording import format_bytes
@@ -35,7 +33,7 @@ from ..runs.ranks import RunError
 from ..runs.trainers import read_commit
 from .options import UnusableInput, json_option
 from .runs import end, is_run
-from .screen import ScreenCommand, fill_screen
+from .screen import ScreenCommand, fill_screen, table
 from .tensor_files import (
     MOST_PICKLE_BYTES,
     FileContent,
@@ -154,9 +152,12 @@ class Inspection:
         self.values |= {prefix + key: text for key, text in content.values.items()}
         self.problems += [prefix + one for one in content.problems]
         self.unknown += [prefix + one for one in content.unknown]
+        self.count_hashed(content)
+        self.judge(content.names)
+
+    def count_hashed(self, content: FileContent) -> None:
         if content.num_hashed:
             self.hashed["CRC-32"] = self.hashed.get("CRC-32", 0) + content.num_hashed
-        self.judge(content.names)
 
     def judge(self, names: set[str]) -> None:
         """Sort the names that pickles import into harmless, other and dangerous ones."""
@@ -396,19 +397,16 @@ def _read_distributed(
         places[identity["fqn"], where] = _fields(place, "_StorageInfo")
 
     found.complete = True
-    hashed = FileContent()
     for name, entry in index["state_dict_metadata"].items():
         if entry.named == f"{_METADATA_MODULE}.BytesStorageMetadata":
             place = places.get((name, None))
             found.values[str(name)] = "a pickled value"
-            _add_piece(files, place, str(name), None, found, hashed, values=False)
+            _add_piece(files, place, str(name), None, found, values=False)
             continue
         fields = _fields(entry, "TensorStorageMetadata")
         tensor = FoundTensor(str(name), _size(fields["size"]), _dtype_name(fields["properties"]))
         found.tensors.append(tensor)
-        _read_pieces(tensor, fields["chunks"], places, files, found, hashed, values)
-    if hashed.num_hashed:
-        found.hashed["CRC-32"] = hashed.num_hashed
+        _read_pieces(tensor, fields["chunks"], places, files, found, values)
     found.unknown.append(".metadata has no hash: a changed bit in the index can't be told")
 
 
@@ -418,7 +416,6 @@ def _read_pieces(
     places: Mapping[Any, Mapping[str, Any]],
     files: Mapping[str, Path],
     found: Inspection,
-    hashed: FileContent,
     values: bool,
 ) -> None:
     """Read all pieces of a tensor and count what is not finite."""
@@ -430,7 +427,7 @@ def _read_pieces(
         sizes = _size(fields["sizes"])
         num_elements += math.prod(sizes)
         place = places.get((tensor.name, _size(fields["offsets"])))
-        piece = _add_piece(files, place, tensor.name, sizes, found, hashed, values=values)
+        piece = _add_piece(files, place, tensor.name, sizes, found, values=values)
         if piece is None or piece.nan is None:
             values = False
         else:
@@ -451,7 +448,6 @@ def _add_piece(
     name: str,
     sizes: tuple[int, ...] | None,
     found: Inspection,
-    hashed: FileContent,
     *,
     values: bool,
 ) -> FoundTensor | None:
@@ -477,7 +473,7 @@ def _add_piece(
         content = read_piece(stream.read(length), values=values)
     found.problems += [f"{name:.80}: {one}" for one in content.problems]
     found.judge(content.names)
-    hashed.num_hashed += content.num_hashed
+    found.count_hashed(content)
     if content.unknown and sizes is not None:
         found.unknown += [f"{name:.80}: {one}" for one in content.unknown]
     if sizes is None or content.problems:
@@ -541,7 +537,7 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
 
     console = Console(highlight=False)
     if found.tensors:
-        console.print(_tensors_table(found))
+        console.print(_tensors_table(found), markup=False)
     for line in inspection_lines(found):
         console.print(fill_screen(line), markup=False)
     end(json_path, found.to_json(), well=found.well)
@@ -568,17 +564,14 @@ def inspection_lines(found: Inspection) -> Iterator[str]:
     yield f"whole: {whole}"
 
 
-def _tensors_table(found: Inspection) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("tensor", "shape", "dtype", "NaN", "inf"):
-        is_number = column in ("shape", "NaN", "inf")
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+def _tensors_table(found: Inspection) -> str:
+    rows = [["tensor", "shape", "dtype", "NaN", "inf"]]
     # Tensors with values that are not finite come first, and the others in the file's order.
     tensors = sorted(found.tensors, key=lambda one: not (one.nan or one.inf))
     for one in tensors[:MOST_TENSORS_SHOWN]:
         shape = "x".join(map(str, one.shape)) or "scalar"
         counts = ["?" if number is None else str(number or "") for number in (one.nan, one.inf)]
-        table.add_row(escape(printable(one.name)), shape, one.dtype, *counts)
-    if tensors[MOST_TENSORS_SHOWN:]:
-        table.add_row(f"and {len(tensors) - MOST_TENSORS_SHOWN} more, which --json has")
-    return table
+        rows.append([printable(one.name), shape, one.dtype, *counts])
+    if more := len(tensors[MOST_TENSORS_SHOWN:]):
+        rows.append([f"and {more} more, which --json has", "", "", "", ""])
+    return table(rows, texts=("dtype",))

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -380,8 +380,12 @@ def wrapped(text: str, *, begun: int = 0) -> str:
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a table on a screen: names at the left, figures at the right."""
+def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
+    """Return rows as a table on a screen: names at the left, figures at the right.
+
+    The first row has the heads. `texts` are those of more columns at the left, which are broken
+    into lines where they are too long.
+    """
     # Here, because the list of commands is shown without rich.
     from rich.console import Console
     from rich.table import Table
@@ -390,8 +394,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = 2 if sum(widths) + 2 * len(widths) <= SCREEN_WIDTH else 1
     grid = Table.grid(padding=(0, gap, 0, 0))
-    for number in range(len(widths)):
-        grid.add_column(justify="right" if number else "left", no_wrap=number > 0)
+    for number, head in enumerate(rows[0]):
+        is_text = number == 0 or head in texts
+        grid.add_column(
+            justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+        )
     for row in rows:
         grid.add_row(*map(Text, row))
     console = Console(width=SCREEN_WIDTH, file=io.StringIO())

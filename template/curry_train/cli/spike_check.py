@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,7 +47,6 @@ from .train import open_named_run
 
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
 
-LEAST_THRESHOLD = 3.0  # a lower threshold raises alarms on healthy losses
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
 # Silenced loggers; the result has the same information.
 SILENCED_LOGGERS = ("curry_train.runs.spike", "curry_train.runs.policy")
@@ -106,33 +104,6 @@ class Missed:
     threshold: float
     least_rise: float
     patience: int
-
-    @property
-    def advice(self) -> str:
-        """The settings that would have found the spike, or why none would."""
-        stretches = [
-            self.rises[end - self.patience : end]
-            for end in range(self.patience, len(self.rises) + 1)
-        ]
-        # The largest rise that lasted for `patience` steps.
-        sustained = max((min(stretch) for stretch in stretches), default=0.0)
-        reachable = 0.95 * (sustained - self.limit.drift)
-        if reachable <= 0 and self.in_a_row:
-            return (
-                f"plant at least {self.patience} bad steps with --windows, or set "
-                f"spike.patience={self.in_a_row}"
-            )
-        if reachable <= 0 or reachable * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
-            return "no setting: these bad samples raise the loss by no more than its noise"
-
-        settings = []
-        if self.limit.by_noise > reachable:
-            threshold = self.threshold * reachable / self.limit.by_noise
-            settings.append(f"spike.threshold={_rounded_down(threshold)}")
-        if self.limit.by_level > reachable:
-            least_rise = self.least_rise * reachable / self.limit.by_level
-            settings.append(f"spike.least_rise={_rounded_down(least_rise)}")
-        return "set " + " and ".join(settings)
 
 
 @dataclass(frozen=True)
@@ -266,12 +237,6 @@ def missed_spike(
     return Missed(
         tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience
     )
-
-
-def _rounded_down(value: float) -> float:
-    """Round down to two digits, so that the value is easy to type."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return float(f"{math.floor(value / unit) * unit:.2g}")
 
 
 class _Plant:
@@ -456,7 +421,6 @@ def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
         f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
         f"(spike.least_rise), {limit.by_level:.2g}{drift}"
     )
-    yield f"to find it: {missed.advice}"
 
 
 def _require_matplotlib() -> None:
