@@ -215,10 +215,9 @@ def test_weights_that_are_not_finite_are_no_fault_of_a_strategy():
     st.integers(0, 500),
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.integers(1, 64),
-    st.booleans(),
 )
 def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
-    fixed, slopes, start, close
+    fixed, slopes, start
 ):
     tried = []
 
@@ -228,7 +227,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
             None if size > 900 else fixed + sum(slopes[step % len(slopes)] for step in range(size))
         )
 
-    found = search(bytes_of, 1000, start=start, close=close)
+    found = search(bytes_of, 1000, start=start)
     assert found == 0 or bytes_of(found) <= 1000
     above = bytes_of(found + 1)
     assert above is None or above > 1000
@@ -245,25 +244,20 @@ def test_the_largest_batch_is_found_in_few_steps_when_bytes_grow_evenly():
 
     assert search(bytes_of, 1_000_000, start=8) == 142714
     assert (
-        len(tried) <= 18
-    )  # 15 doublings, then the size at which the line meets the limit, and one above
-    tried.clear()
-    assert search(bytes_of, 1_000_000, start=142714, close=True) == 142714
-    assert tried == [142714, 142715]
+        len(tried) <= 20
+    )  # 15 doublings, then sizes at which the line meets the limit, and halves in between
 
 
 def test_largest_batch_fits_and_one_more_does_not():
     case = Case(chain())
     limit = 2**20
-    hints = {}
-    none, full = measure_savings(case, ["full"], repeats=1, limit=limit, hints=hints)
+    none, full = measure_savings(case, ["full"], repeats=1, limit=limit)
     assert (
         step_bytes(case, case.build(), none.largest_batch)
         <= limit
         < step_bytes(case, case.build(), none.largest_batch + 1)
     )
     assert full.largest_batch > 1.3 * none.largest_batch
-    assert hints == {"none": none.largest_batch, "full": full.largest_batch}
     assert largest_batch(case, case.build(), 100) == 0
 
 

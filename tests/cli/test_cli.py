@@ -256,18 +256,6 @@ def test_no_gate_fails_on_a_sound_model(run, tmp_path, monkeypatch, factory):
     assert ended.exit_code == 0, ended.output
 
 
-def test_parallel_workloads_give_the_same_rows_in_the_same_order():
-    gates = [
-        gate for gate in discover() if gate.name in ("recompute/flops", "recompute/parity-full")
-    ]
-    cases = [Case(load_workload(name), batch_size=2) for name in ("snn", "mlp")]
-    alone, together = (list(measure_rows(cases, gates, num_processes=number)) for number in (1, 2))
-    assert [(row.workload, row.verdict.gate) for row in alone] == [
-        (name, gate.name) for name in ("snn", "mlp") for gate in gates
-    ]
-    assert together == alone
-
-
 def test_two_factories_of_one_name_are_distinguished(run, tmp_path, monkeypatch):
     for name, blocks in (("first", 2), ("second", 3)):
         layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
@@ -313,12 +301,6 @@ def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run(
     assert "memory ran out (the system ended the process): try a smaller" in rows[1].hint
 
 
-def test_an_error_in_a_gate_of_another_process_reaches_the_caller():
-    gates = [Gate("no/such-gate", lambda case: None)]
-    with pytest.raises(KeyError, match="no/such-gate"):
-        list(measure_rows([Case(load_workload("mlp"))] * 2, gates, num_processes=2))
-
-
 def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(
     tmp_path, monkeypatch
 ):
@@ -360,31 +342,3 @@ def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
     )
     assert ended.exit_code == 0, ended.output
     assert "layers.0 to layers.1" in ended.output
-
-
-RECURRENT = """
-import torch
-from torch import nn
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.GRU(8, 8, batch_first=True) for _ in range(2))
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)[0]
-        return x
-def build():
-    return Model(), torch.randn(4, 6, 8)
-"""
-
-
-def test_gates_of_operations_do_not_apply_where_keeping_one_would_be_wrong(
-    run, tmp_path, monkeypatch
-):
-    (tmp_path / "recurrent_model.py").write_text(RECURRENT)
-    monkeypatch.chdir(tmp_path)
-    ended = run(
-        "--model", "recurrent_model.py:build", "--gate", "sac", "--gate", "recompute/parity-full"
-    )
-    assert ended.exit_code == 0, ended.output
-    assert "as nn.GRU does on a CPU" in " ".join(ended.output.replace("\n", " ").split())

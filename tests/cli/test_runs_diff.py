@@ -55,23 +55,6 @@ def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     assert on.losses.parted.amount == pytest.approx(0.001)
 
 
-def test_a_copied_run_that_continues_is_a_resume_and_one_that_differs_before_is_not(tmp_path):
-    plant(tmp_path / "run")
-    copy = tmp_path / "copy/run"
-    copy.mkdir(parents=True)
-    (copy / "journal.jsonl").write_bytes((tmp_path / "run/journal.jsonl").read_bytes())
-    assert compare(tmp_path / "run", copy).resumed is None
-    with Journal(copy) as journal:
-        journal.resume(20)
-    assert compare(tmp_path / "run", copy).resumed == Continuation("A", "B", 20)
-    for folder in (tmp_path / "run", copy):
-        with Journal(folder) as journal:
-            journal.resume(5 if folder == copy else 10)
-    with Journal(copy) as journal:
-        journal.resume(7)
-    assert compare(tmp_path / "run", copy).resumed is None
-
-
 def test_a_run_and_itself_are_the_same(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     found = compare(folder, folder / "journal.jsonl")
@@ -134,16 +117,6 @@ def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, parted):
     found = compare(tmp_path / "one", tmp_path / "two").losses
     assert (found.parted and found.parted.step) == parted
     assert (found.parted is None) or found.parted.relative == math.inf
-
-
-def test_rolled_back_steps_are_not_compared(tmp_path):
-    """Ignore a spike that was rolled back, though it is in A's journal."""
-    folder = plant_eventful(tmp_path / "run")
-    plant(
-        tmp_path / "other", last=40, loss=lambda s: loss_of(s) + (s > 10) * 0.001 + (s > 20) * 0.001
-    )
-    assert compare(folder, tmp_path / "other").losses.largest.amount < 1e-9
-    assert compare(folder, tmp_path / "other").losses.visibly is None
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():

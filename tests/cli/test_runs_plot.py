@@ -8,10 +8,9 @@ from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from journals import loss_of, plant, plant_eventful, train
+from journals import loss_of, plant, plant_eventful
 
 from curry_train.cli.figures import (
-    EVENT_MARKERS,
     FAINT_OPACITY,
     LONGEST_RUN_NAME,
     MOST_NAMED,
@@ -222,27 +221,3 @@ def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, mess
     ended = CliRunner().invoke(runs_plot_command, words)
     assert ended.exit_code == 2
     assert message in " ".join(ended.stderr.split())
-
-
-def test_every_kind_of_event_has_a_mark_or_a_panel(figure, tmp_path):
-    with Journal(tmp_path, run="run") as journal:
-        journal.start()
-        train(journal, range(1, 5))
-        for kind in ("save", "prune", "eval", "spike", "skip", "warning"):
-            journal.write(kind, step=4, metric="dev_loss", value=1.0)
-        journal.rollback(2, from_step=4, reason="x")
-        journal.write("stop", step=2)
-    with Journal(tmp_path, run="run") as journal:
-        journal.resume(2)
-    drawn = figure([tmp_path])
-    assert len(panel(drawn, "events").lines) == 1 + len(EVENT_MARKERS)
-    assert panel(drawn, "dev loss")
-
-
-def test_a_running_run_can_be_drawn(figure, tmp_path):
-    with Journal(tmp_path, run="run") as journal:
-        journal.start()
-        train(journal, range(1, 5))
-        with (tmp_path / "journal.jsonl").open("ab") as file:
-            file.write(b'{"v":1,"ti')
-        assert figure([tmp_path]).axes

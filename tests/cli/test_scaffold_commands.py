@@ -73,15 +73,6 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, proje
     assert again.endswith("6 files: 5 as it came, 1 newer in bundle\n")
 
 
-def test_diff_of_an_added_technique_compares_its_moved_test(bundle: Bundle, tmp_path: Path) -> None:
-    write(tmp_path / "repository/src/mylib/__init__.py", "")
-    write(tmp_path / "repository/setup.cfg", "")
-    scaffold(bundle, "add", "sac", "--into", "repository/src/mylib/training", cwd=tmp_path)
-    shown = scaffold(bundle, "diff", "repository", cwd=tmp_path).stdout
-    assert "as it came       tests/test_sac.py" in shown
-    assert shown.endswith("5 files: 5 as it came\n")
-
-
 def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: Path) -> None:
     shown = scaffold(REAL, "list", cwd=tmp_path).stdout
     assert "primitives/grad_accum.py; add: 1 module, " in shown
@@ -182,12 +173,6 @@ def test_new_does_not_replace_the_current_folder(bundle: Bundle, tmp_path: Path)
     (tmp_path / "here").mkdir()
     refused = scaffold(bundle, "new", ".", cwd=tmp_path / "here")
     assert (refused.returncode, "is the current directory" in refused.error) == (2, True)
-
-
-def test_an_incomplete_bundle_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    nothing = Bundle(bundle.package, tmp_path / "none", bundle.tests, bundle.techniques)
-    refused = scaffold(nothing, "new", "run", cwd=tmp_path)
-    assert "holds no project to copy" in refused.error
 
 
 @pytest.mark.parametrize("writes", [0, 1])

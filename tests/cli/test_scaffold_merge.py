@@ -159,26 +159,6 @@ def test_update_brings_an_added_technique_with_its_new_imports(
     assert "1 passed" in ran.stdout, ran.stdout
 
 
-def test_update_of_an_owned_project_merges_its_rooms(bundle: Bundle, tmp_path: Path) -> None:
-    scaffold(bundle, "new", "run", "--own", cwd=tmp_path)
-    blocks = tmp_path / "run/curry_train/core/blocks.py"
-    edit(blocks, "return ['block']", "return ['block']  # mine")
-    write(
-        bundle.package / "core/blocks.py",
-        "X = 1\n\n\n" + (bundle.package / "core/blocks.py").read_text(),
-    )
-    done = scaffold(bundle, "update", "run", cwd=tmp_path)
-    assert done.returncode == 0
-    assert blocks.read_text() == ("X = 1\n\n\ndef find_blocks():\n    return ['block']  # mine\n")
-
-
-def test_update_keeps_a_files_mode(bundle: Bundle, project: Path) -> None:
-    (project / "train.py").chmod(0o755)
-    edit(bundle.project / "train.py", "Train a model.", "Train a model now.")
-    assert scaffold(bundle, "update", cwd=project).returncode == 0
-    assert (project / "train.py").stat().st_mode & 0o777 == 0o755
-
-
 def test_update_refuses_an_older_release(bundle: Bundle, project: Path) -> None:
     release(bundle, "0.10.0")
     assert scaffold(bundle, "update", cwd=project).returncode == 0

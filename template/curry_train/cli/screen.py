@@ -56,7 +56,10 @@ _RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
 
 # Errors of a file system that leave nothing to write to, whatever the file.
-FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
+FULL_OR_READ_ONLY = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO),
+    errno.ENAMETOOLONG,
+}
 
 
 class ResultNotWritten(click.ClickException):

@@ -37,14 +37,11 @@ from .from_trainer import (
     Autocast,
     TakenTraining,
     is_sum_over_samples,
-    optimizer_like,
-    optimizers_together,
-    parameter_ids,
     precision_around,
-    stepped_on_host,
     take_training,
     workload_of,
 )
+from .optimizers import optimizer_like, optimizers_together, parameter_ids, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size
 
 # Record what happens between a module's call and the optimizer step.

@@ -463,7 +463,8 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
 
-        from .from_trainer import stepped_on_host, take_training, workload_of
+        from .from_trainer import take_training, workload_of
+        from .optimizers import stepped_on_host
 
         made = stepped_on_host()(load_object)(text)
         try:
