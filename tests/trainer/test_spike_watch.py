@@ -6,8 +6,6 @@ Run with `python -m pytest tests/trainer/test_spike_watch.py`.
 import contextlib
 import json
 import logging
-import os
-import signal
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from curry_train.cli.resume_check import final_tensors
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.primitives.grad_accum import NonFiniteWindow
 from curry_train.runs.spike import RECOVERIES_FILE_NAME, SpikeNotRecovered
 from curry_train.trainer import train_run
 
@@ -98,51 +95,6 @@ def test_the_run_goes_back_to_before_a_spike_and_skips_its_samples(recovered):
         "spike": 36, "back_to": 30, "start": 124, "stop": 152, "attempt": 1,
         "learning_rate": 1.0, "slower_until": 0,
     }  # fmt: skip
-
-
-def test_steps_before_the_skipped_samples_are_repeated_bit_equal(recovered):
-    losses = {}
-    for line in events_of(recovered, "step"):
-        losses.setdefault(line["step"], []).append(line["loss"])
-    assert len(losses[31]) == 2
-    assert losses[31][0] == losses[31][1]
-    assert losses[35][0] > losses[35][1] + 1
-
-
-def test_the_final_state_equals_a_run_that_never_saw_the_samples(recovered, tmp_path):
-    without = trained(tmp_path, "data.skip=[[124, 152]]", "spike.action=none", planted=False).folder
-    assert equal(recovered, without)
-    assert not equal(recovered, trained(tmp_path, "spike.action=none").folder)
-
-
-@pytest.mark.parametrize(
-    "stop", [(35, 1), (31, 2), (40, 1)], ids=["in the spike", "after going back", "later"]
-)
-def test_a_run_that_was_stopped_and_resumed_is_bit_equal(recovered, tmp_path, stop):
-    """Stop by a signal when a step is done for the first or the second time."""
-    at, times = stop
-    seen = []
-
-    def stop_there(report):
-        seen.append(report.step)
-        if seen.count(at) == times and report.step == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    first = trained(tmp_path, at_step=stop_there)
-    assert first.report.ended_by == "SIGTERM"
-    second = trained(tmp_path, resume="latest")
-    assert second.report.finished
-    assert equal(recovered, second.folder)
-    assert len(events_of(second.folder, "rollback")) == 1
-
-
-def test_without_rollback_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    with open_named_run(
-        load_config(None, [*WORDS, f"runs={tmp_path}", "spike.action=warn"])
-    ) as run:
-        plant(run, (34, 34), float("nan"))
-        with pytest.raises(NonFiniteWindow, match="step 34"):
-            train_run(run)
 
 
 def test_a_spike_before_the_first_save_names_the_setting_to_change(tmp_path):
