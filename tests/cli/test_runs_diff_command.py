@@ -103,7 +103,7 @@ def test_long_names_and_values_keep_to_80_columns(run, tmp_path):
     assert ended.exit_code == 0
     assert max(map(len, ended.output.splitlines())) <= 80
     assert "and 24 more: --json has all" in ended.output
-    assert "  optimizer.name  xxx" in ended.output
+    assert "  optimizer.name                     xxx" in ended.output
 
 
 def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import click
+import numpy
 
 from ..core.wording import format_bytes, format_seconds, write_json
 from ..runs.history import Attempt, History, Marks, read_history
@@ -225,48 +226,28 @@ def _equal(a: Any, b: Any) -> bool:
 def compare_values(
     steps_a: "array[int]", a: "array[float]", steps_b: "array[int]", b: "array[float]"
 ) -> Losses:
-    """Compare the values at the steps that both have; nan on both sides counts as equal.
-
-    The steps are in ascending order, so that one pass finds the common ones.
-    """
-    num_common = 0
-    num_different = 0
-    first = None
-    last = None
-    parted = None
-    visibly = None
-    largest = None
-    i = 0
-    j = 0
-    while i < len(steps_a) and j < len(steps_b):
-        step = steps_a[i]
-        if step < steps_b[j]:
-            i += 1
-            continue
-        if step > steps_b[j]:
-            j += 1
-            continue
-
-        value_a = a[i]
-        value_b = b[j]
-        i += 1
-        j += 1
-        num_common += 1
-        first = step if first is None else first
-        last = step
-        if value_a == value_b or (math.isnan(value_a) and math.isnan(value_b)):
-            continue
-
-        num_different += 1
-        difference_here = Parting(step, value_a, value_b)
-        parted = parted or difference_here
-        if visibly is None and difference_here.relative > VISIBLE_LOSS_DIFFERENCE:
-            visibly = difference_here
-        if largest is None or _parting_size(difference_here) > _parting_size(largest):
-            largest = difference_here
-
-    spans = (_first_and_last(steps_a), _first_and_last(steps_b))
-    return Losses(num_common, num_different, first, last, parted, visibly, largest, spans)
+    """Compare the values at the steps that both have; nan on both sides counts as equal."""
+    common, places_a, places_b = numpy.intersect1d(
+        steps_a, steps_b, assume_unique=True, return_indices=True
+    )
+    values_a = numpy.asarray(a)[places_a]
+    values_b = numpy.asarray(b)[places_b]
+    both_nan = numpy.isnan(values_a) & numpy.isnan(values_b)
+    differing = numpy.flatnonzero((values_a != values_b) & ~both_nan)
+    partings = [
+        Parting(int(common[place]), float(values_a[place]), float(values_b[place]))
+        for place in differing
+    ]
+    return Losses(
+        num_common=len(common),
+        num_different=len(partings),
+        first_common=int(common[0]) if len(common) else None,
+        last_common=int(common[-1]) if len(common) else None,
+        parted=next(iter(partings), None),
+        visibly=next((one for one in partings if one.relative > VISIBLE_LOSS_DIFFERENCE), None),
+        largest=max(partings, key=_parting_size, default=None),
+        spans=(_first_and_last(steps_a), _first_and_last(steps_b)),
+    )
 
 
 def _parting_size(parting: Parting) -> float:
