@@ -119,7 +119,6 @@ def run_training_steps(
         group.setdefault("base_lr", group.get("initial_lr", group["lr"]))
 
     accumulation = accumulation or GradientAccumulation()
-    counted = run or UnsavedRun(first_step, stop or Stop(), save, save_every, last=steps)
     windows = accumulation.windows(microbatches, count=count) if first_step < steps else iter(())
     options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "scaler": scaler}
     loop = _StepLoop(
@@ -130,56 +129,14 @@ def run_training_steps(
         scaler=scaler,
         evaluate=evaluate,
         evaluate_every=evaluate_every,
+        save=save,
+        save_every=save_every,
         after_step=after_step,
+        stop=stop or Stop(),
     )
-    report = loop.train_run(windows, counted)
-    if isinstance(counted, UnsavedRun):
-        counted.finish()
-    return report
-
-
-class UnsavedRun:
-    """Stands in the loop for a run of `saving`: it counts steps, saves by `save`, and stops."""
-
-    def __init__(
-        self,
-        first_step: int,
-        stop: Stop,
-        save: Callable[[int], Any] | None,
-        save_every: int | None,
-        *,
-        last: int,
-    ) -> None:
-        self.steps = first_step
-        self.ended_by: str | None = None
-        self._stop = stop
-        self._save = save
-        self._save_every = save_every
-        self._last = last
-        self._saved = first_step
-        self._ranks = Ranks.on_the_host()
-
-    def continues(self, *, until: int) -> bool:
-        reason = self._stop.agreed(self._ranks)
-        self.ended_by = "steps" if self.steps >= until else reason
-        return self.ended_by is None
-
-    def learning_rate_factor(self) -> float:
-        return 1.0
-
-    def not_finite(self, error: ArithmeticError) -> None:
-        raise error
-
-    def step(self, **_: Any) -> None:
-        self.steps += 1
-        if _due(self.steps, self._save_every, self._last):
-            self.finish()
-
-    def finish(self) -> None:
-        """Save, if steps were done since the last save."""
-        if self._save is not None and self._saved < self.steps:
-            self._save(self.steps)
-            self._saved = self.steps
+    if run is not None:
+        return loop.continue_run(windows, run)
+    return loop.run(windows, first_step=first_step)
 
 
 @dataclass
@@ -193,11 +150,14 @@ class _StepLoop:
     scaler: torch.amp.GradScaler | None
     evaluate: Callable[[], float] | None
     evaluate_every: int | None
+    save: Callable[[int], Any] | None
+    save_every: int | None
     after_step: Sequence[Callable[[StepReport], Any]]
+    stop: Stop
     num_skipped: int = 0
 
-    def train_run(self, windows: Iterator[Any], run: AttachedRun | UnsavedRun) -> RunReport:
-        """Train what is left of a run; after a rollback steps are done again."""
+    def continue_run(self, windows: Iterator[Any], run: AttachedRun) -> RunReport:
+        """Train what is left of a run that `saving` made; after a rollback steps are done again."""
         report = None
         while run.continues(until=self.steps):
             began = time.perf_counter()
@@ -226,6 +186,39 @@ class _StepLoop:
             for hook in self.after_step:
                 hook(report)
         return RunReport(run.steps, run.ended_by or "stopped", report)
+
+    def run(self, windows: Iterator[Any], *, first_step: int) -> RunReport:
+        """Train without `saving`: call `save` where it is due, and end where `stop` asks for it."""
+        ranks = Ranks.on_the_host()
+        done = first_step
+        saved = first_step
+        report = None
+        ended_by = "steps"
+        began = time.perf_counter()
+        while done < self.steps:
+            window = next(windows, None)
+            if window is None:
+                ended_by = "data"
+                break
+
+            report = self._step(window, done, began)
+            done += 1
+            if self.evaluate is not None and _due(done, self.evaluate_every, self.steps):
+                report = replace(report, dev_loss=self.evaluate())
+            for hook in self.after_step:
+                hook(report)
+            if self.save is not None and _due(done, self.save_every, self.steps):
+                self.save(done)
+                saved = done
+
+            began = time.perf_counter()
+            if reason := self.stop.agreed(ranks):
+                ended_by = reason if done < self.steps else "steps"
+                break
+
+        if self.save is not None and saved < done:
+            self.save(done)
+        return RunReport(done, ended_by, report)
 
     def _step(self, window: Any, done: int, began: float, *, factor: float = 1.0) -> StepReport:
         """Train one window with its learning rate; `done` steps were done before it."""

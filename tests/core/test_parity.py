@@ -100,8 +100,11 @@ def test_a_buffer_updated_twice_is_named(step):
     }
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, numpy.random.rand])
-def test_an_extra_random_number_is_a_difference(draw):
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [("torch", lambda: torch.rand(1)), ("python", random.random), ("numpy", numpy.random.rand)],
+)
+def test_an_extra_random_number_is_named(name, draw):
     def run(extra):
         with seeded(0):
             model = Model()
@@ -111,7 +114,7 @@ def test_an_extra_random_number_is_a_difference(draw):
             return record_step(model, batch, lambda model, batch: model(batch).square().sum())
 
     parity = compare(run(False), run(True), tolerance=1.0)
-    assert [str(found) for found in parity.differences] == ["generator states: differs in kind"]
+    assert [str(found) for found in parity.differences] == [f"generator {name}: differs in kind"]
 
 
 def test_rounding_of_a_gradient_that_is_zero_is_not_a_difference(step):

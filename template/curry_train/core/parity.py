@@ -7,14 +7,14 @@ Proof: `python -m pytest tests/core/test_parity.py`.
 """
 
 import math
+import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .rerun import Generators, all_generators
 
 # If every weight changed by its own size, the gradient has to change the loss by this share at
 # least, and by so many units of rounding. The gradients of constant losses are below that.
@@ -40,7 +40,7 @@ class StepRecord:
     loss: Tensor
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
-    generators: Generators | None = None
+    generators: Mapping[str, Any]
 
     # The norm of all parameters that are trained, from which the rounding of gradients follows.
     parameter_norm: float = 1.0
@@ -126,7 +126,7 @@ def record(module: nn.Module, loss: Tensor) -> StepRecord:
             for name, parameter in trained.items()
         },
         buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
-        generators=all_generators(),
+        generators=_generator_states(),
         parameter_norm=math.hypot(*(_norm(parameter.detach()) for parameter in trained.values())),
     )
 
@@ -174,9 +174,9 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
     found += _compare_all("gradient", reference.gradients, candidate.gradients, floor=floor)
     found += _compare_all("buffer", reference.buffers, candidate.buffers, floor=0.0)
-    if reference.generators is not None and candidate.generators is not None:
-        are_same = reference.generators.are_as(candidate.generators)
-        found.append(Difference("generator", "states", 0.0 if are_same else math.inf))
+    for name, state in reference.generators.items():
+        same = _same_state(state, candidate.generators.get(name))
+        found.append(Difference("generator", name, 0.0 if same else math.inf))
 
     return Parity(
         worst=max(difference.error for difference in found),
@@ -216,3 +216,24 @@ def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) 
     scale = max(reference.to(wide).norm().item(), floor)
     error = distance / scale if scale else math.inf
     return math.inf if math.isnan(error) else error
+
+
+def _generator_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():
+        states |= {
+            f"cuda:{index}": torch.cuda.get_rng_state(index)
+            for index in range(torch.cuda.device_count())
+        }
+    if "numpy" in sys.modules:
+        states["numpy"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _same_state(reference: Any, candidate: Any) -> bool:
+    if isinstance(reference, Tensor):
+        return isinstance(candidate, Tensor) and torch.equal(reference, candidate)
+    if isinstance(reference, tuple):
+        return isinstance(candidate, tuple) and all(map(_same_state, reference, candidate))
+    equal = reference == candidate
+    return bool(equal.all() if hasattr(reference, "all") else equal)

@@ -89,16 +89,11 @@ def _same_numpy(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def all_generators() -> Generators:
-    """Return a snapshot that has the generators of the CUDA devices in use, too."""
-    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    return Generators(devices=range(num_devices))
-
-
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
-    before = all_generators()
+    num_devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    before = Generators(devices=range(num_devices))
     try:
         yield
     finally:

@@ -153,7 +153,7 @@ def _weights(module: nn.Module, loss: float = 0.0) -> StepRecord:
     """Record weights and buffers, with the weights in the field for gradients."""
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    return StepRecord(torch.tensor(loss), weights, buffers)
+    return StepRecord(torch.tensor(loss), weights, buffers, {})
 
 
 def _tolerance(case: Case, one: StepRecord, other: StepRecord) -> float:
@@ -206,7 +206,7 @@ class TimedSteps:
 def _gradients(optimizer: torch.optim.Optimizer) -> StepRecord:
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     named = {str(number): parameter.grad for number, parameter in enumerate(owned)}
-    return StepRecord(torch.zeros(()), named, {})
+    return StepRecord(torch.zeros(()), named, {}, {})
 
 
 @dataclass(frozen=True)
