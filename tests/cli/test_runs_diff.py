@@ -43,6 +43,17 @@ def test_a_resume_from_the_other_run_is_reported_with_its_step(tmp_path):
     assert found.config == []
 
 
+def test_a_resume_beyond_the_end_of_the_other_run_is_doubted(tmp_path):
+    """Do not take run-001 of another folder for the origin because of its name."""
+    plant(tmp_path / "first", last=10)
+    (tmp_path / "second").mkdir()
+    with Journal(tmp_path / "second") as journal:
+        journal.resume(500, from_run="first")
+    assert compare(tmp_path / "first", tmp_path / "second").resumed == Continuation(
+        "A", "B", 500, reached=False
+    )
+
+
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     back = compare(f"{folder}@1", f"{folder}@2")

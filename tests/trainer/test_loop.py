@@ -145,6 +145,12 @@ def test_a_second_interrupt_ends_the_run_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_stop_in_the_last_step_is_a_finished_run():
+    stop = Stop()
+    stop.ask("asked")
+    assert run(*parts(), steps=1, stop=stop).finished
+
+
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
     module, optimizer = parts()
     data = CASE.split(CASE.batch(12), [2] * 6)

@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 import functools
 import pickle
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -47,7 +48,7 @@ from .options import (
     seed_option,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, messages_on_screen, write_output
+from .screen import ScreenCommand, messages_on_screen, write_output
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -548,10 +549,11 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     ]
     host = [plan.settings["host_note"]] if "host_note" in plan.settings else []
     for line in (*plan.settings.get("block_notes", ()), *host):
-        lines.append(fill_screen(line))
+        lines += textwrap.wrap(line, 80, subsequent_indent="  ")
     if plan.settings["why_real"]:
-        why = plan.settings["why_real"]
-        lines.append(fill_screen(f"measured for real, without offload: {why}", indent=""))
+        lines += textwrap.wrap(
+            f"measured for real, without offload: {plan.settings['why_real']}", 80
+        )
     return "\n".join([*lines, "", plan.explain(most=None if explain else 0)])
 
 
