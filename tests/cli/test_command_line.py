@@ -248,7 +248,7 @@ def run_script(*words, folder, **environment):
     )
 
 
-@pytest.mark.parametrize("path", ["", "template", "scripts", "scripts:template"])
+@pytest.mark.parametrize("path", ["", "scripts:template"])
 def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds(path, tmp_path):
     inherited = os.pathsep.join(str(ROOT / part) for part in path.split(":") if part)
     words = ["runs", "estimate", "--parameters", "7e9"]

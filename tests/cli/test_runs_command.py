@@ -5,8 +5,6 @@ Run: `python -m pytest tests/cli/test_runs_command.py`.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -183,34 +181,16 @@ def test_estimate_of_a_policy(tmp_path):
     assert (status, "enough" in output) == (0, True)
 
 
-def test_resume_check_of_a_training_that_resumes(tmp_path):
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/trainer")])
-    command = [
-        sys.executable,
-        "-m",
-        "curry_train",
-        "runs",
-        "resume-check",
-        "--steps",
-        "6",
-        "--kill-at",
-        "5",
-        *TINY,
-    ]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--json", "found.json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
+    monkeypatch.chdir(tmp_path)
+    words = ["--steps", "6", "--kill-at", "5", *TINY, "--json", "found.json"]
+    status, output = call("resume-check", *words)
+    assert (status, output.splitlines()[0]) == (
+        0,
+        "6 steps, killed in step 5, resumed from step 4: 1 done again",
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert (
-        done.stdout.splitlines()[0]
-        == "6 steps, killed in step 5, resumed from step 4: 1 done again"
-    )
-    assert done.stdout.splitlines()[1].startswith("equal: ")
+    assert output.splitlines()[1].startswith("equal: ")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["equal"], found["resumed_from"]) == (True, 4)
     assert found["figures"] >= 18

@@ -490,7 +490,8 @@ def export_command(
 
     names = {name: len(shard) for name, shard in files.items()}
     console = Console(highlight=False)
-    console.print(f"{sum(names.values())} tensors in {len(names)} files of {out}", markup=False)
+    count = "1 file" if len(names) == 1 else f"{len(names)} files"
+    console.print(f"{sum(names.values())} tensors in {count} of {out}", markup=False)
     end(json_path, {"out": out, "files": names}, well=True)
 
 
