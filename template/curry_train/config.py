@@ -1,6 +1,6 @@
 """Read the configuration from YAML and key=value words, and compute the learning rate.
 
-config = load_config("config.yaml", ["steps=1000", "optimizer.learning_rate=3e-4"])
+    config = load_config("config.yaml", ["steps=1000", "optimizer.learning_rate=3e-4"])
 
 It is checked before anything else happens: unknown keys, wrong types and impossible combinations
 are errors that name the key.

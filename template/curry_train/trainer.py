@@ -15,7 +15,6 @@ Proof: `python -m pytest tests/trainer`.
 
 import contextlib
 import os
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,7 +33,7 @@ from .config import Config, OptimizerConfig
 from .core.blocks import NoBlocks, find_blocks
 from .core.measure import Loss
 from .core.memory_recorder import memory_record
-from .core.rerun import untouched
+from .core.rerun import seed_generators, untouched
 from .core.timing import find_device
 from .data import Dataset, Stream
 from .loop import RunReport, StepReport, mean_loss, run_training_steps
@@ -548,10 +546,3 @@ def train_run(run: TrainingRun, *, watch: Sequence[Watch] = ()) -> Trained:
         )
     run.attached.close()
     return Trained(report, run.folder, run.attached.store.latest())
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the generators of torch, Python and NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)

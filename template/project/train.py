@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from curry_train import trainer
 from curry_train.config import Config, load_config
 from curry_train.core.measure import Loss
-from curry_train.core.rerun import seeded
+from curry_train.core.rerun import seed_generators, seeded
 from curry_train.core.timing import NoSuchDevice
 from curry_train.data import Dataset, Stream
 from curry_train.loop import mean_loss
@@ -98,7 +98,7 @@ def build_training(config: Config, ranks: Ranks, device: torch.device) -> Traini
     optimizer = trainer.training_optimizer(config.optimizer, model)  # only matrices decay
     scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
     stream = trainer.training_stream(config, dataset, ranks)
-    trainer.seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
+    seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
     return Training(config, ranks, device, model, optimizer, scaler, stream, dev, loss)
 
 

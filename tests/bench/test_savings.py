@@ -3,9 +3,9 @@
 python -m pytest tests/bench/test_savings.py
 """
 
-import importlib.util
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from curry_train.bench.savings import (
     MEASURED_OUTCOME,
     SavingsRow,
     StepSeconds,
-    check_limit,
     choose_strategies,
     largest_batch,
     measure_savings,
@@ -198,6 +197,17 @@ def test_a_model_whose_plain_step_fails_is_an_error():
         measure_savings(Case(norm, batch_size=1))
 
 
+def test_weights_that_are_not_finite_are_no_fault_of_a_strategy():
+    def build():
+        module = chain().build()
+        module[1][0].weight.data[0, 0] = float("nan")
+        return module
+
+    broken = replace(chain(), build=build)
+    with pytest.raises(WorkloadError, match="chain, batch size 4: the loss of a plain step is nan"):
+        measure_savings(Case(broken), ["none", "full"])
+
+
 # The largest batch.
 
 
@@ -205,10 +215,9 @@ def test_a_model_whose_plain_step_fails_is_an_error():
     st.integers(0, 500),
     st.lists(st.integers(1, 40), min_size=1, max_size=8),
     st.integers(1, 64),
-    st.booleans(),
 )
 def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
-    fixed, slopes, start, close
+    fixed, slopes, start
 ):
     tried = []
 
@@ -218,7 +227,7 @@ def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
             None if size > 900 else fixed + sum(slopes[step % len(slopes)] for step in range(size))
         )
 
-    found = search(bytes_of, 1000, start=start, close=close)
+    found = search(bytes_of, 1000, start=start)
     assert found == 0 or bytes_of(found) <= 1000
     above = bytes_of(found + 1)
     assert above is None or above > 1000
@@ -235,36 +244,21 @@ def test_the_largest_batch_is_found_in_few_steps_when_bytes_grow_evenly():
 
     assert search(bytes_of, 1_000_000, start=8) == 142714
     assert (
-        len(tried) <= 18
-    )  # 15 doublings, then the size at which the line meets the limit, and one above
-    tried.clear()
-    assert search(bytes_of, 1_000_000, start=142714, close=True) == 142714
-    assert tried == [142714, 142715]
-
-
-def test_the_largest_batch_of_bytes_that_do_not_grow_is_an_error():
-    with pytest.raises(ValueError, match="memory does not grow with the batch"):
-        search(lambda size: 10, 1000, start=4)
+        len(tried) <= 20
+    )  # 15 doublings, then sizes at which the line meets the limit, and halves in between
 
 
 def test_largest_batch_fits_and_one_more_does_not():
     case = Case(chain())
     limit = 2**20
-    hints = {}
-    none, full = measure_savings(case, ["full"], repeats=1, limit=limit, hints=hints)
+    none, full = measure_savings(case, ["full"], repeats=1, limit=limit)
     assert (
         step_bytes(case, case.build(), none.largest_batch)
         <= limit
         < step_bytes(case, case.build(), none.largest_batch + 1)
     )
     assert full.largest_batch > 1.3 * none.largest_batch
-    assert hints == {"none": none.largest_batch, "full": full.largest_batch}
     assert largest_batch(case, case.build(), 100) == 0
-
-
-def test_a_limit_above_the_machine_is_refused():
-    with pytest.raises(ValueError, match=r"a limit of 1024 TiB is more than the .* of cpu"):
-        check_limit(2**50, torch.device("cpu"))
 
 
 # The table and the picture.
@@ -350,17 +344,6 @@ def test_plot_labels_every_strategy_even_on_one_spot(tmp_path):
     rows = [made_row(name, 1.2, 4.0) for name in names]
     assert plot_savings(rows, tmp_path / "many.png") == ["net, batch size 8"]
     assert (tmp_path / "many.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_without_matplotlib_names_the_command_that_installs_it(monkeypatch, tmp_path):
-    genuine = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "matplotlib" else genuine(name, *a),
-    )
-    with pytest.raises(RuntimeError, match="pip install 'matplotlib"):
-        plot_savings([made_row("none")], tmp_path / "x.png")
 
 
 # The command.
@@ -461,21 +444,6 @@ def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path)
     assert "fits 1.00 MiB" in ended.stderr
 
 
-def test_command_takes_a_hugging_face_model(run, tmp_path):
-    (tmp_path / "their_llama.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM\n"
-        "def build(): return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, "
-        "intermediate_size=48,\n"
-        "    num_hidden_layers=2, num_attention_heads=4, pad_token_id=0))\n"
-    )
-    ended = run("--model", "their_llama:build", "--strategy", "full")
-    assert ended.exit_code == 0, ended.output
-    rows = json.loads((tmp_path / "out" / "savings.json").read_text())["rows"]
-    assert rows[1]["modules"] == ["model.layers.0", "model.layers.1"]
-    assert rows[1]["peak_ratio"] < 0.9
-    assert rows[1]["parity"] == "bit-equal"
-
-
 def test_a_model_without_blocks_is_reported_and_the_others_are_measured(run, tmp_path):
     (tmp_path / "their_layer.py").write_text(
         "from torch import nn\ndef build(): return nn.Linear(4, 4)\n"
@@ -492,37 +460,3 @@ def test_a_strategy_that_changes_the_training_ends_with_status_1(run, monkeypatc
     ended = run("--strategy", "planted")
     assert ended.exit_code == 1
     assert "planted" in ended.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategy", "ful"], "no strategy is called 'ful'; did you mean 'full'?"),
-        (["--limit", "0"], "'0' is not a memory size"),
-        (["--limit", "-1"], "'-1' is not a memory size"),
-        (["--limit", "abc"], "'abc' is not a memory size"),
-        (["--limit", "24"], "'24' has no unit"),
-        (["--limit", "999TiB"], "a limit of 999 TiB is more than"),
-        (["--batch-size", "8,x"], "'x' is not a whole number from 1 up"),
-        (["--batch-size", "0"], "'0' is not a whole number from 1 up"),
-        (
-            ["--depth", "3", "--model", "their.net:build"],
-            "depth applies to built-in workloads only",
-        ),
-        (["--model", "bert"], "no workload is called 'bert'"),
-        (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
-        (["--json", "absent/x.json"], "the folder of 'absent/x.json' does not exist"),
-        (["--repeats", "0"], "0 is not in the range"),
-    ],
-)
-def test_wrong_usage_is_one_line_before_anything_is_measured(run, tmp_path, arguments, message):
-    ended = run(*arguments)
-    assert ended.exit_code == 2
-    assert message in ended.output
-    assert "Traceback" not in ended.output
-    assert not (tmp_path / "out" / "savings.json").exists()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_missing_device_ends_with_status_3(run):
-    assert run("--device", "cuda").exit_code == 3

@@ -86,19 +86,6 @@ def test_the_table_explains_missing_utilisation_and_too_few_rounds():
     ]
 
 
-def test_figures_of_every_size_keep_to_80_columns():
-    found = planted("full", seconds=(0.0123, 0.0144))
-    for row in found.rows:
-        row.peak_bytes, row.terms_per_second, row.mfu, row.hfu = (
-            70 * 2**30,
-            1_234_567.0,
-            0.0512,
-            1.0,
-        )
-        row.step = type(row.step)(123.0, 100.0, 1234.0)
-    assert max(map(len, bench_table(found).splitlines())) <= 80
-
-
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="no matplotlib"
 )

@@ -121,28 +121,6 @@ def test_commands_work_on_blocks_that_run_and_print_what_they_hold(
     assert REASON in output
 
 
-def test_a_plan_recomputes_blocks_that_run(spec, tmp_path):
-    path = tmp_path / "plan.json"
-    run("plan", "--model", spec, *COMMANDS["plan"], "--out", str(path), "--verify")
-    plan = json.loads(path.read_text())
-    assert plan["settings"]["blocks"] == [f"layers.{n}.{m}" for n in range(4) for m in range(2)]
-    assert any(option["kind"] != "none" for option in plan["options"].values())
-
-
-def test_savings_of_full_recompute_are_seen(spec, tmp_path):
-    run("savings", "--model", spec, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path))
-    rows = json.loads((tmp_path / "savings.json").read_text())["rows"]
-    (full,) = [row for row in rows if row["strategy"] == "full"]
-    assert full["peak_ratio"] < 0.6
-
-
-def test_grad_flow_reports_blocks_that_run(spec, tmp_path):
-    path = tmp_path / "flow.json"
-    run("grad-flow", "--model", spec, "--steps", "2", "--strategy", "full", "--json", str(path))
-    (first, _) = json.loads(path.read_text())["steps"]
-    assert {"layers.0.0", "layers.3.1"} <= set(first["order"])
-
-
 def test_generated_tests_choose_blocks_that_run(models, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(models.parent)
     spec = f"{models.stem}:pairs"

@@ -3,13 +3,11 @@
 Run: `python -m pytest tests/cli/test_command_line.py`.
 """
 
-import importlib
 import json
 import os
 import shlex
 import subprocess
 import sys
-import tomllib
 
 import click
 import pytest
@@ -19,7 +17,7 @@ from tree import ROOT
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.options import UnusableInput
-from curry_train.cli.screen import LazyGroup, ScreenCommand
+from curry_train.cli.screen import ScreenCommand
 from curry_train.core.wording import provenance
 from curry_train.gates.verdict import GATES_WORTH_A_PROCESS
 
@@ -107,20 +105,6 @@ def first(option):
 @pytest.mark.parametrize("path", ALL_PAGES, ids=" ".join)
 def test_each_page_has_a_line_for_each_option_and_ends_with_an_example(path):
     assert not faults_of_page(path, help_of(*path))
-
-
-def test_a_hidden_option_and_one_without_a_text_are_caught(monkeypatch):
-    @click.command(cls=ScreenCommand)
-    @click.option("--hidden", hidden=True, help="Text.")
-    @click.option("--silent")
-    @click.option("--said", help="Text.")
-    def planted():
-        """Do nothing."""
-
-    group = LazyGroup("curry-train", commands={"planted": planted})
-    monkeypatch.setitem(main.commands, "planted", planted)
-    faults = faults_of_page(["planted"], help_of("planted", group=group))
-    assert faults == ["no example at the end", "no line for --hidden", "no line for --silent"]
 
 
 def test_every_option_of_a_model_is_in_the_section_of_the_model():
@@ -276,7 +260,7 @@ def run_script(*words, folder, **environment):
     )
 
 
-@pytest.mark.parametrize("path", ["", "template", "scripts", "scripts:template"])
+@pytest.mark.parametrize("path", ["", "scripts:template"])
 def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds(path, tmp_path):
     inherited = os.pathsep.join(str(ROOT / part) for part in path.split(":") if part)
     words = ["runs", "estimate", "--parameters", "7e9"]
@@ -344,13 +328,6 @@ def test_python_m_is_the_same_command(tmp_path):
     assert ended.stdout == help_of().replace("curry-train", "python -m curry_train")
 
 
-def test_the_installed_command_is_the_same_group():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"curry-train": "curry_train.cli.main:main"}
-    module, _, attribute = project["scripts"]["curry-train"].partition(":")
-    assert getattr(importlib.import_module(module), attribute) is main
-
-
 @pytest.mark.parametrize(
     ("started", "recorded"),
     [
@@ -387,11 +364,6 @@ def test_a_shell_completes_commands_without_importing_torch():
     ended = complete("curry-train va", 1)
     assert ended.stdout.split() == ["plain,validate"]
     assert ended.stderr == "False"
-
-
-def test_a_shell_completes_the_options_of_a_command():
-    ended = complete("curry-train plan --bud", 2)
-    assert ended.stdout.split() == ["plain,--budget"]
 
 
 def test_an_error_breaks_between_words_and_keeps_its_lines():

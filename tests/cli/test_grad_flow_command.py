@@ -133,11 +133,6 @@ def test_a_plot_is_a_png_with_every_mark(tmp_path):
     assert red.sum() > 5000  # a quarter of one panel
 
 
-def test_a_plot_without_a_probed_step_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no step was probed"):
-        plot_flow([], tmp_path / "flow.png")
-
-
 def test_a_report_on_a_script_says_that_its_loop_was_not_run(run, tmp_path, monkeypatch):
     (tmp_path / "loop.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)

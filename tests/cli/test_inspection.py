@@ -109,13 +109,6 @@ def test_our_checkpoints_are_proven_by_their_manifest(checkpoints):
         assert any("weight" in one.name for one in found.tensors)
 
 
-def test_values_are_not_read_where_that_is_not_wanted(checkpoints):
-    for name in ("zip.pt", "dcp", "a.safetensors", "legacy.pt"):
-        found = inspect(checkpoints / name, values=False)
-        assert found.well
-        assert {one.nan for one in found.tensors} == {None}
-
-
 class Own(nn.Linear):
     """A class of the user's, which a pickled model names."""
 
@@ -139,6 +132,9 @@ def odd_values():
 @pytest.mark.parametrize("zipped", [True, False])
 def test_nan_is_counted_in_views_and_odd_tensors(tmp_path, zipped):
     values = odd_values()
+    if not zipped:
+        # torch.load does not know this dtype in the old format.
+        del values["float8"]
     saved = {name: tensor for name, (tensor, _) in values.items()}
     torch.save(saved, tmp_path / "odd.pt", _use_new_zipfile_serialization=zipped)
     found = inspect(tmp_path / "odd.pt")
@@ -304,6 +300,12 @@ def doubled(times):
     return value
 
 
+def saved(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
 BOMBS = {
     "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{" + b" " * 100,
     "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000),
@@ -320,8 +322,8 @@ BOMBS = {
         b"123456",
     ),
     "a compressed record": deflated("archive/data.pkl"),
-    "a list that contains itself": pickle.dumps((lambda one: one.append([one, 1]) or one)([])),
-    "lists that contain each other often": pickle.dumps(doubled(40)),
+    "a list that contains itself": saved((lambda one: one.append([one, 1]) or one)([])),
+    "lists that contain each other often": saved(doubled(40)),
 }
 
 

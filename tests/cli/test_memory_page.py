@@ -3,7 +3,6 @@
 python -m pytest tests/cli/test_memory_page.py
 """
 
-import html
 import json
 import re
 import shutil
@@ -22,8 +21,6 @@ from curry_train.cli.memory_page import (
 from curry_train.plan.owners import ALL_OWNERS, OwnedBlocks
 from curry_train.plan.snapshot import BlockHistory, read_snapshot
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER = next((found for found in map(shutil.which, BROWSERS) if found), None)
 NODE = shutil.which("node")
 BYTES_PER_MIB = 2**20
 # What the page leaves for its axes, and the width of the canvas in page_in_node.js.
@@ -99,29 +96,6 @@ def test_the_pointer_selects_the_moment_below_it(page):
 def trimmed(row):
     """Drop the empty text of the colour key."""
     return [cell for cell in row if cell]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")
-def test_a_headless_browser_shows_the_moment_of_the_address(page, tmp_path):
-    owned, path = page
-    index = course_of_blocks(owned, title="").moments[60]
-    address = f"file://{path}#{index}"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    done = subprocess.run(
-        [BROWSER, *options, "--dump-dom", address], capture_output=True, text=True, timeout=120
-    )
-    shown = done.stdout
-    assert "<title>a &lt;b&gt;.pickle</title>" in shown
-    text = re.search(r'id="moment"[^>]*>([^<]*)<', shown).group(1)
-    tables = [
-        re.findall(r"<tr>(.*?)</tr>", re.search(rf'id="{name}">(.*?)</tbody>', shown, re.S)[1])
-        for name in ("owners", "blocks")
-    ]
-    rows = []
-    for table in tables:
-        cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in table]
-        rows.append([[html.unescape(re.sub("<.*?>", "", cell)) for cell in row] for row in cells])
-    check_moment(owned, index, text, *rows)
 
 
 def test_the_page_loads_nothing_and_names_end_no_script(page):

@@ -5,8 +5,6 @@ Run: `python -m pytest tests/cli/test_runs_command.py`.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from tree import ROOT
 from curry_train.cli.main import main
 from curry_train.cli.resume_check import (
     _different_figure,
-    _metrics,
     different_tensor,
     resume_check,
 )
@@ -184,34 +181,16 @@ def test_estimate_of_a_policy(tmp_path):
     assert (status, "enough" in output) == (0, True)
 
 
-def test_resume_check_of_a_training_that_resumes(tmp_path):
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/trainer")])
-    command = [
-        sys.executable,
-        "-m",
-        "curry_train",
-        "runs",
-        "resume-check",
-        "--steps",
-        "6",
-        "--kill-at",
-        "5",
-        *TINY,
-    ]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--json", "found.json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
+    monkeypatch.chdir(tmp_path)
+    words = ["--steps", "6", "--kill-at", "5", *TINY, "--json", "found.json"]
+    status, output = call("resume-check", *words)
+    assert (status, output.splitlines()[0]) == (
+        0,
+        "6 steps, killed in step 5, resumed from step 4: 1 done again",
     )
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert (
-        done.stdout.splitlines()[0]
-        == "6 steps, killed in step 5, resumed from step 4: 1 done again"
-    )
-    assert done.stdout.splitlines()[1].startswith("equal: ")
+    assert output.splitlines()[1].startswith("equal: ")
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["equal"], found["resumed_from"]) == (True, 4)
     assert found["figures"] >= 18
@@ -268,41 +247,6 @@ def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
     assert call("verify", "first-001")[0] == 0
 
 
-IN_AN_OWNED_COPY = """
-import sys
-import torch
-from mylib.training.runs import saving
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-with saving(model, optimizer, runs="runs/theirs", journal=True, rollback_every=1) as run:
-    for inputs in run.batches(torch.randn(2, 8, 4)):
-        loss = model(inputs).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.step(loss=loss)
-assert not any(name.split(".")[0] == "curry_train" for name in sys.modules)
-"""
-
-
-def test_the_commands_read_runs_that_an_owned_copy_wrote(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mylib").mkdir()
-    (tmp_path / "mylib/__init__.py").touch()
-    words = ["add", "checkpoint-policy", "--own", "--into", "mylib/training"]
-    added = CliRunner().invoke(main, words)
-    assert added.exit_code == 0, added.output
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", IN_AN_OWNED_COPY]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    status, listed = call("list")
-    assert (status, listed.splitlines()[1].split()[:2]) == (0, ["theirs", "2"])
-    assert call("verify", "theirs")[0] == 0
-    assert "attempt 1: start at step 0, up to 2" in call("show", "theirs")[1]
-    assert call("diff", "theirs", "theirs")[0] == 0
-
-
 def test_show_lists_the_attempts_with_their_events(tmp_path):
     folder = tmp_path / "run-001"
     (folder / "rollback").mkdir(parents=True)
@@ -336,14 +280,3 @@ def test_show_reports_an_unreadable_journal_and_shows_the_rest(tmp_path):
     _, output = call("show", tmp_path)
     assert "nothing to resume from" in output
     assert "is not a journal" in " ".join(output.split())
-
-
-def test_an_evaluation_before_the_first_step_belongs_to_no_step(tmp_path):
-    with Journal(tmp_path) as journal:
-        journal.start(facts={})
-        journal.write("eval", step=0, metric="dev_loss", value=3.0)
-        journal.step(1, loss=2.0, learning_rate=0.1, seconds=0.1, peak_bytes=1)
-        journal.write("eval", step=1, metric="dev_loss", value=2.5)
-    ((step, figures),) = _metrics(tmp_path)
-    assert step == 1
-    assert figures["dev_loss"] == 2.5

@@ -66,23 +66,6 @@ def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     assert on.losses.parted.amount == pytest.approx(0.001)
 
 
-def test_a_copied_run_that_continues_is_a_resume_and_one_that_differs_before_is_not(tmp_path):
-    plant(tmp_path / "run")
-    copy = tmp_path / "copy/run"
-    copy.mkdir(parents=True)
-    (copy / "journal.jsonl").write_bytes((tmp_path / "run/journal.jsonl").read_bytes())
-    assert compare(tmp_path / "run", copy).resumed is None
-    with Journal(copy) as journal:
-        journal.resume(20)
-    assert compare(tmp_path / "run", copy).resumed == Continuation("A", "B", 20)
-    for folder in (tmp_path / "run", copy):
-        with Journal(folder) as journal:
-            journal.resume(5 if folder == copy else 10)
-    with Journal(copy) as journal:
-        journal.resume(7)
-    assert compare(tmp_path / "run", copy).resumed is None
-
-
 def test_a_run_and_itself_are_the_same(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     found = compare(folder, folder / "journal.jsonl")
@@ -145,26 +128,6 @@ def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, parted):
     found = compare(tmp_path / "one", tmp_path / "two").losses
     assert (found.parted and found.parted.step) == parted
     assert (found.parted is None) or found.parted.relative == math.inf
-
-
-def test_steps_that_one_run_lacks_are_skipped(tmp_path):
-    for name, steps in (("one", range(1, 20, 2)), ("two", range(1, 20, 3))):
-        (tmp_path / name).mkdir()
-        with Journal(tmp_path / name) as journal:
-            journal.start()
-            train(journal, steps, loss=lambda step, name=name: float(step >= 13 and name == "two"))
-    losses = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (losses.num_common, losses.parted.step) == (4, 13)  # 1, 7, 13, 19
-
-
-def test_rolled_back_steps_are_not_compared(tmp_path):
-    """Ignore a spike that was rolled back, though it is in A's journal."""
-    folder = plant_eventful(tmp_path / "run")
-    plant(
-        tmp_path / "other", last=40, loss=lambda s: loss_of(s) + (s > 10) * 0.001 + (s > 20) * 0.001
-    )
-    assert compare(folder, tmp_path / "other").losses.largest.amount < 1e-9
-    assert compare(folder, tmp_path / "other").losses.visibly is None
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():
@@ -231,13 +194,3 @@ def test_events_and_dev_metrics_of_each_are_there(tmp_path):
     shown = found.to_json()
     assert shown["metrics"]["dev_loss"]["parted"]["amount"] == 0.25
     assert shown["losses"]["parted"]["step"] == 11
-
-
-def test_hostile_facts_are_compared_as_they_are(tmp_path):
-    """Compare facts that may be anything in JSON, since a journal is just a file."""
-    for name, config in (("one", [1, 2]), ("two", "text")):
-        (tmp_path / name).mkdir()
-        with Journal(tmp_path / name) as journal:
-            journal.start(facts={"config": config, "code": 3, "environment": None, "from_run": 7})
-    found = compare(tmp_path / "one", tmp_path / "two")
-    assert (found.code, found.resumed) == ([], None)

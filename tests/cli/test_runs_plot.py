@@ -3,27 +3,21 @@
 import json
 import math
 
-import numpy
 import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from journals import loss_of, plant, plant_eventful, train
+from journals import loss_of, plant, plant_eventful
 
-from curry_train.cli import runs_plot
-from curry_train.cli.runs_plot import (
-    EVENT_MARKERS,
+from curry_train.cli.figures import (
+    FAINT_OPACITY,
     LONGEST_RUN_NAME,
     MOST_NAMED,
-    MOST_POINTS,
-    OTHER_RUNS_COLOUR,
-    choose_looks,
     plot_runs,
-    runs_plot_command,
     shorten,
-    thinned,
 )
+from curry_train.cli.runs_plot import runs_plot_command
 from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal
 
@@ -68,8 +62,8 @@ def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
     ]
     spans = {(line.get_xdata()[0], line.get_xdata()[-1]): line.get_alpha() for line in curves}
     assert spans == {
-        (11, 20): runs_plot.FAINT_OPACITY,
-        (21, 30): runs_plot.FAINT_OPACITY,
+        (11, 20): FAINT_OPACITY,
+        (21, 30): FAINT_OPACITY,
         (1, 40): None,
     }
 
@@ -80,11 +74,6 @@ def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure, tm
     places = {line.get_marker(): list(line.get_xdata()) for line in events.lines}
     assert places["|"] == [10, 20, 20, 30, 30, 40]
     assert (places["v"], places["<"], places[">"], places["s"]) == ([20], [10], [20], [40])
-    loss = panel(drawn, "loss")
-    (spike,) = lines_with(loss, "v")
-    assert (list(spike.get_xdata()), list(spike.get_ydata())) == ([20], [9.0])
-    (arrow,) = loss.texts
-    assert (arrow.xy, arrow.xyann) == ((10, loss_of(10)), (20, 9.0))
     labels = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert labels == [
         "save",
@@ -148,7 +137,7 @@ def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     names = next(legend for legend in drawn.legends if "sweep" in legend.get_texts()[0].get_text())
     texts = [text.get_text() for text in names.get_texts()]
     assert len(texts) == MOST_NAMED + 1
-    assert texts[-1] == "60 more, which end higher"
+    assert texts[-1] == f"{80 - MOST_NAMED} more, which end higher"
     assert all(len(text) <= LONGEST_RUN_NAME for text in texts)
     inside = drawn.bbox
     for legend in drawn.legends:
@@ -169,29 +158,6 @@ def test_long_names_are_shortened_to_the_ends_that_differ(tmp_path):
         True,
         True,
     )
-
-
-def test_runs_that_share_a_colour_differ_in_style(tmp_path):
-    histories = [
-        read_history(plant(tmp_path / f"run-{number}", last=2)) for number in range(MOST_NAMED + 2)
-    ]
-    looks = choose_looks(histories)
-    named = [look for look in looks if look.label]
-    assert len({(look.colour, look.style) for look in named}) == MOST_NAMED
-    assert [look.colour for look in looks if not look.label] == [
-        OTHER_RUNS_COLOUR,
-        OTHER_RUNS_COLOUR,
-    ]
-
-
-def test_a_long_run_is_drawn_by_few_points_that_keep_its_extremes():
-    values = numpy.sin(numpy.arange(1_000_000) / 1e4)
-    values[777_777], values[3], values[500_000:600_000] = 50.0, -50.0, numpy.nan
-    x, y = thinned(numpy.arange(1_000_000), values)
-    assert len(x) <= MOST_POINTS
-    assert (numpy.nanmax(y), numpy.nanmin(y)) == (50.0, -50.0)
-    assert (numpy.diff(x) > 0).all()
-    assert numpy.isnan(y).any()
 
 
 def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
@@ -255,44 +221,3 @@ def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, mess
     ended = CliRunner().invoke(runs_plot_command, words)
     assert ended.exit_code == 2
     assert message in " ".join(ended.stderr.split())
-
-
-def test_a_plot_command_without_matplotlib_names_the_install_command(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plant(tmp_path / "runs/one")
-    monkeypatch.setattr("curry_train.cli.options.importlib.util.find_spec", lambda name: None)
-    ended = CliRunner().invoke(runs_plot_command, ["one"])
-    assert ended.exit_code == 2
-    assert "pip install 'matplotlib" in ended.stderr
-
-
-def test_steps_with_a_loss_alone_are_drawn(figure, tmp_path):
-    with Journal(tmp_path, run="run") as journal:
-        journal.start()
-        for step in range(1, 4):
-            journal.step(step, loss=2.0, learning_rate=0.0)
-    assert figure([tmp_path]).axes
-
-
-def test_every_kind_of_event_has_a_mark_or_a_panel(figure, tmp_path):
-    with Journal(tmp_path, run="run") as journal:
-        journal.start()
-        train(journal, range(1, 5))
-        for kind in ("save", "prune", "eval", "spike", "skip", "warning"):
-            journal.write(kind, step=4, metric="dev_loss", value=1.0)
-        journal.rollback(2, from_step=4, reason="x")
-        journal.write("stop", step=2)
-    with Journal(tmp_path, run="run") as journal:
-        journal.resume(2)
-    drawn = figure([tmp_path])
-    assert len(panel(drawn, "events").lines) == 1 + len(EVENT_MARKERS)
-    assert panel(drawn, "dev loss")
-
-
-def test_a_running_run_can_be_drawn(figure, tmp_path):
-    with Journal(tmp_path, run="run") as journal:
-        journal.start()
-        train(journal, range(1, 5))
-        with (tmp_path / "journal.jsonl").open("ab") as file:
-            file.write(b'{"v":1,"ti')
-        assert figure([tmp_path]).axes

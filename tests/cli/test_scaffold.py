@@ -11,15 +11,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from scaffold_case import PACKAGE, REAL, ROOT, make_bundle, scaffold, times, tree, write
+from scaffold_case import REAL, ROOT, make_bundle, scaffold, times, tree, write
 
 from curry_train.cli.ownership import (
     TECHNIQUES,
     Bundle,
-    ScaffoldError,
-    closure,
     project_files,
-    technique_files,
 )
 
 SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
@@ -40,38 +37,6 @@ def test_table_of_techniques_has_every_skill_with_its_first_sentence() -> None:
         technique = table[skill.parent.name]
         assert technique.decides == sentence
         assert f"module: curry_train/{technique.home}\n" in skill.read_text()
-
-
-def test_closure_has_imports_of_functions(bundle: Bundle) -> None:
-    sac = ("core/blocks.py", "primitives/checkpointed.py", "primitives/sac.py")
-    assert closure(bundle.package, "primitives/sac.py") == sac
-    assert closure(bundle.package, "primitives/grad_accum.py") == ("primitives/grad_accum.py",)
-
-
-def test_flat_copies_import_siblings_and_nothing_else_changes(bundle: Bundle) -> None:
-    files = technique_files(bundle, [bundle.find("sac")], directory="owned", package="lib.owned")
-    text = files["owned/sac.py"].decode()
-    assert text == PACKAGE["primitives/sac.py"].replace("from ..core.blocks", "from .blocks", 1)
-    assert "    from .blocks import find_blocks\n" in files["owned/checkpointed.py"].decode()
-    assert (
-        files["tests/test_sac.py"]
-        .decode()
-        .startswith("from lib.owned.blocks import find_blocks\nfrom lib.owned.sac import apply_sac")
-    )
-
-
-def test_copies_name_their_origin(bundle: Bundle) -> None:
-    grad_accum = bundle.find("grad-accum")
-    files = technique_files(bundle, [grad_accum], directory="owned", package="owned")
-    text = files["owned/grad_accum.py"].decode()
-    assert "\nFrom curry-train: curry_train/primitives/grad_accum.py.\n" in text
-    assert "Proof:" not in text
-
-
-def test_a_technique_that_imports_a_package_can_not_be_copied(bundle: Bundle) -> None:
-    write(bundle.package / "primitives/sac.py", "from . import checkpointed\n")
-    with pytest.raises(ScaffoldError, match="imports a whole package"):
-        closure(bundle.package, "primitives/sac.py")
 
 
 def test_a_project_renders_its_templates_and_nothing_else(bundle: Bundle) -> None:
@@ -95,16 +60,6 @@ def test_a_project_leaves_what_a_run_of_the_template_left(bundle: Bundle) -> Non
         write(bundle.project / path, "")
     write(bundle.package / "core/__pycache__/blocks.pyc", "")
     assert project_files(bundle, name="run", own=False) == before
-
-
-def test_an_owned_project_has_the_run_time_rooms_as_they_are(bundle: Bundle) -> None:
-    files = project_files(bundle, name="my_run", own=True)
-    rooms = {path.split("/")[1] for path in files if path.startswith("curry_train/")}
-    assert {room for room in rooms if "." not in room} == {"core", "primitives", "runs"}
-    assert {"__init__.py", "py.typed", "loop.py", "trainer.py"} <= rooms
-    assert files["curry_train/loop.py"].decode() == PACKAGE["loop.py"]
-    project = tomllib.loads(files["pyproject.toml"].decode())["project"]
-    assert project["dependencies"] == []
 
 
 def test_an_owned_project_runs_without_the_package(bundle: Bundle, tmp_path: Path) -> None:
@@ -188,17 +143,3 @@ def test_new_on_an_edited_project_names_the_edits_and_writes_nothing(
     assert "README.md: edited" in refused.error
     assert "train.py: missing" in refused.error
     assert times(tmp_path) == before
-
-
-def test_new_dry_run_writes_nothing_and_lists_what_new_then_writes(
-    bundle: Bundle, tmp_path: Path
-) -> None:
-    before = tree(tmp_path)
-    planned = scaffold(bundle, "new", "run", "--own", "--dry-run", cwd=tmp_path)
-    assert tree(tmp_path) == before
-    done = scaffold(bundle, "new", "run", "--own", cwd=tmp_path)
-    listed = [line.split()[1] for line in planned.stdout.splitlines() if line.startswith("create ")]
-    assert listed == [
-        line.split()[1] for line in done.stdout.splitlines() if line.startswith("create ")
-    ]
-    assert sorted(listed) == sorted(tree(tmp_path / "run"))

@@ -8,13 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from scaffold_case import REAL, after, edit, make_bundle, scaffold, shell, times, tree, write
+from scaffold_case import REAL, after, make_bundle, scaffold, shell, times, tree, write
 from warm_python import warm_python
 
 from curry_train.cli.merge import only_writer
 from curry_train.cli.ownership import TECHNIQUES, Bundle, Kind, Technique
 
-OWNED = [technique for technique in TECHNIQUES if technique.kind is Kind.OWNED]
 ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
 TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]
 
@@ -80,23 +79,6 @@ def test_add_into_flat_layout_from_elsewhere_runs_too(
     assert "1 passed" in ran.stdout, ran.stdout
 
 
-def test_add_of_two_techniques_copies_a_shared_module_once(
-    bundle: Bundle, repository: Path
-) -> None:
-    edit(
-        bundle.package / "primitives/grad_accum.py",
-        "\n\n\ndef train",
-        "\n\nfrom ..core.blocks import find_blocks\n\n\ndef train",
-    )
-    scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
-    added = scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
-    assert added.returncode == 0, added.stderr
-    assert "create     src/mylib/training/grad_accum.py" in added.stdout
-    assert "same       2 files" in added.stdout
-    shown = scaffold(bundle, "diff", cwd=repository).stdout
-    assert shown.endswith("7 files: 7 as it came\n")
-
-
 def test_add_into_a_project_of_new(bundle: Bundle, tmp_path: Path) -> None:
     scaffold(bundle, "new", "run", cwd=tmp_path)
     refused = scaffold(bundle, "add", "sac", "--into", "run", cwd=tmp_path)
@@ -107,24 +89,6 @@ def test_add_into_a_project_of_new(bundle: Bundle, tmp_path: Path) -> None:
     # The project is still the same project.
     assert "Nothing to do" in scaffold(bundle, "new", "run", cwd=tmp_path).stdout
     assert "Nothing to do" in scaffold(bundle, "update", "run", cwd=tmp_path).stdout
-
-
-def test_add_makes_the_package_with_the_folders_above_it(bundle: Bundle, tmp_path: Path) -> None:
-    added = scaffold(bundle, "add", "grad-accum", "--into", "my_package/training", cwd=tmp_path)
-    assert added.returncode == 0, added.stderr
-    line = after(added.stdout, "Use it:")
-    assert line == "from my_package.training.grad_accum import train_window"
-    assert shell(f'python -c "{line}"', cwd=tmp_path).returncode == 0
-    ran = shell(after(added.stdout, "Next:"), cwd=tmp_path)
-    assert "1 passed" in ran.stdout, ran.stdout
-
-
-def test_add_leaves_an_init_of_the_user(bundle: Bundle, repository: Path) -> None:
-    write(repository / "src/mylib/training/__init__.py", "MINE = 1\n")
-    arguments = ("add", "grad-accum", "--into", "src/mylib/training", "--overwrite")
-    added = scaffold(bundle, *arguments, cwd=repository)
-    assert (repository / "src/mylib/training/__init__.py").read_text() == "MINE = 1\n"
-    assert "1 passed" in shell(after(added.stdout, "Next:"), cwd=repository).stdout
 
 
 def test_add_twice_changes_nothing(bundle: Bundle, repository: Path) -> None:
@@ -302,12 +266,9 @@ run.close()
 """
 
 
-@pytest.mark.parametrize("technique", OWNED, ids=lambda technique: technique.name)
-def test_the_copied_test_of_a_technique_passes_in_its_new_place(
-    technique: Technique, repository: Path
-) -> None:
-    """Run the copied test with torch and pytest alone, without the package."""
-    arguments = ("add", technique.name, "--into", "src/mylib/training")
+def test_the_copied_test_of_a_technique_passes_in_its_new_place(repository: Path) -> None:
+    """Run a copied test with torch and pytest alone; `test_owned_tests` has all techniques."""
+    arguments = ("add", "recompute", "--into", "src/mylib/training")
     added = scaffold(REAL, *arguments, cwd=repository)
     assert added.returncode == 0, added.stderr
     write(repository / "conftest.py", "import sys\n\nsys.modules['curry_train'] = None\n")

@@ -4,7 +4,6 @@ Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import errno
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,15 +71,6 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, proje
     subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
     again = scaffold(bundle, "diff", cwd=project).stdout
     assert again.endswith("6 files: 5 as it came, 1 newer in bundle\n")
-
-
-def test_diff_of_an_added_technique_compares_its_moved_test(bundle: Bundle, tmp_path: Path) -> None:
-    write(tmp_path / "repository/src/mylib/__init__.py", "")
-    write(tmp_path / "repository/setup.cfg", "")
-    scaffold(bundle, "add", "sac", "--into", "repository/src/mylib/training", cwd=tmp_path)
-    shown = scaffold(bundle, "diff", "repository", cwd=tmp_path).stdout
-    assert "as it came       tests/test_sac.py" in shown
-    assert shown.endswith("5 files: 5 as it came\n")
 
 
 def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: Path) -> None:
@@ -185,13 +175,6 @@ def test_new_does_not_replace_the_current_folder(bundle: Bundle, tmp_path: Path)
     assert (refused.returncode, "is the current directory" in refused.error) == (2, True)
 
 
-def test_an_incomplete_bundle_is_refused(bundle: Bundle, tmp_path: Path) -> None:
-    nothing = Bundle(bundle.package, tmp_path / "none", bundle.tests, bundle.techniques)
-    refused = scaffold(nothing, "new", "run", cwd=tmp_path)
-    assert "holds no project to copy" in refused.error
-
-
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 @pytest.mark.parametrize("writes", [0, 1])
 @pytest.mark.parametrize("name", ["new", "add", "update"])
 def test_an_unwritable_folder_gets_one_line_and_no_files(
@@ -200,7 +183,6 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     writes: int,
-    number: int,
 ) -> None:
     arguments = {
         "new": ["new", "other"],
@@ -216,7 +198,7 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
         nonlocal count
         count += 1
         if count > writes:
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.ENOSPC, "No space left on device")
         return genuine(self, content)
 
     before = tree(tmp_path)
@@ -226,5 +208,5 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
     assert result.returncode == 2
     message = result.error
     assert message.startswith(f"Error: {tmp_path}")
-    assert message.endswith(f": {os.strerror(number)}")
+    assert message.endswith(": No space left on device")
     assert tree(tmp_path) == before

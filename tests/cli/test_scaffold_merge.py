@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scaffold_case import edit, make_bundle, release, scaffold, shell, times, tree, write
+from scaffold_case import edit, make_bundle, release, scaffold, shell, tree, write
 
 from curry_train.cli.merge import OURS_MARKER, THEIRS_MARKER, read_lock
 from curry_train.cli.ownership import Bundle
@@ -22,13 +22,6 @@ def bundle(tmp_path: Path) -> Bundle:
 def project(bundle: Bundle, tmp_path: Path) -> Path:
     scaffold(bundle, "new", "run", cwd=tmp_path)
     return tmp_path / "run"
-
-
-def test_update_of_an_unchanged_release_changes_nothing(bundle: Bundle, project: Path) -> None:
-    before = times(project)
-    done = scaffold(bundle, "update", cwd=project)
-    assert (done.returncode, times(project)) == (0, before)
-    assert done.stdout.splitlines()[-1].startswith("Nothing to do: this release of curry-train is")
 
 
 def test_update_handles_each_file_by_its_state(bundle: Bundle, project: Path) -> None:
@@ -164,26 +157,6 @@ def test_update_brings_an_added_technique_with_its_new_imports(
     assert "return 'mine'" in text
     ran = shell("python -m pytest -q tests/test_sac.py", cwd=root)
     assert "1 passed" in ran.stdout, ran.stdout
-
-
-def test_update_of_an_owned_project_merges_its_rooms(bundle: Bundle, tmp_path: Path) -> None:
-    scaffold(bundle, "new", "run", "--own", cwd=tmp_path)
-    blocks = tmp_path / "run/curry_train/core/blocks.py"
-    edit(blocks, "return ['block']", "return ['block']  # mine")
-    write(
-        bundle.package / "core/blocks.py",
-        "X = 1\n\n\n" + (bundle.package / "core/blocks.py").read_text(),
-    )
-    done = scaffold(bundle, "update", "run", cwd=tmp_path)
-    assert done.returncode == 0
-    assert blocks.read_text() == ("X = 1\n\n\ndef find_blocks():\n    return ['block']  # mine\n")
-
-
-def test_update_keeps_a_files_mode(bundle: Bundle, project: Path) -> None:
-    (project / "train.py").chmod(0o755)
-    edit(bundle.project / "train.py", "Train a model.", "Train a model now.")
-    assert scaffold(bundle, "update", cwd=project).returncode == 0
-    assert (project / "train.py").stat().st_mode & 0o777 == 0o755
 
 
 def test_update_refuses_an_older_release(bundle: Bundle, project: Path) -> None:

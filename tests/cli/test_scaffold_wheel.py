@@ -5,7 +5,6 @@ Run: `python -m pytest tests/cli/test_scaffold_wheel.py`.
 
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from curry_train.cli.ownership import (
     ScaffoldError,
     build_wheel,
     find_bundle,
-    sources_digest,
     wheel_name,
 )
 
@@ -31,18 +29,6 @@ from curry_train.cli.ownership import (
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
     return make_bundle(tmp_path / "bundle")
-
-
-def test_digest_of_the_sources_does_not_depend_on_their_place(
-    bundle: Bundle, tmp_path: Path
-) -> None:
-    digest = sources_digest(bundle)
-    write(bundle.package / "core/__pycache__/blocks.pyc", "")
-    os.utime(bundle.package / "loop.py", (0, 0))
-    assert sources_digest(bundle) == digest
-    assert sources_digest(make_bundle(tmp_path / "elsewhere")) == digest
-    write(bundle.package / "loop.py", "NEWER = 1\n")
-    assert sources_digest(bundle) != digest
 
 
 @pytest.fixture(scope="module")

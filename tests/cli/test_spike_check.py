@@ -8,15 +8,12 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
-from curry_train.cli.spike_check import PlantedSpike, missed_spike, spike_check
-from curry_train.data import Samples
+from curry_train.cli.spike_check import spike_check
 from curry_train.runs import spike as spike_module
-from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.ranks import RunError
 
 TINY = (
@@ -124,25 +121,16 @@ def drawn_titles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "message", "advice"),
+    ("words", "message"),
     [
         (
             ["--windows", "1"],
             ["enough for long enough", "in 3 steps in a row", "there were 1"],
-            "spike.patience=1",
         ),
-        (["--windows", "4", "spike.threshold=100"], ["100 times the noise"], "spike.threshold="),
-        pytest.param(
-            ["--windows", "4", "spike.least_rise=0.99", "spike.threshold=80"],
-            ["0.99 of the level"],
-            "spike.threshold=",
-            marks=pytest.mark.long,
-        ),
+        (["--windows", "4", "spike.threshold=100"], ["100 times the noise"]),
     ],
 )
-def test_a_missed_spike_is_reported_with_figures_and_the_setting_that_finds_it(
-    tmp_path, monkeypatch, words, message, advice
-):
+def test_a_missed_spike_is_reported_with_figures(tmp_path, monkeypatch, words, message):
     pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
     monkeypatch.chdir(tmp_path)
     titles = drawn_titles(monkeypatch)
@@ -162,20 +150,6 @@ def test_a_missed_spike_is_reported_with_figures_and_the_setting_that_finds_it(
     (title,) = titles
     assert title[0].endswith("not found: one run, through them")
     assert title[1] <= 2  # its line, and marks of losses that are not finite
-    advised = [
-        word
-        for word in re.search(r"to find it: (.*?) drawn", text)[1].split()
-        if word.startswith("spike.")
-    ]
-    assert any(word.startswith(advice) for word in advised)
-    assert CliRunner().invoke(runs_command, [*base, *advised]).exit_code == 0
-
-
-def test_a_spike_that_no_setting_finds_gets_no_such_advice():
-    quiet = missed_spike(
-        dict(enumerate([2.0, 2.1, 1.9] * 40, start=1)), SpikeConfig(), first=100, last=104
-    )
-    assert quiet.advice == "no setting: these bad samples raise the loss by no more than its noise"
 
 
 def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):
@@ -214,16 +188,3 @@ def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, word
     done = CliRunner().invoke(runs_command, ["spike-check", *words])
     assert done.exit_code == 2, done.output
     assert message in " ".join(done.output.split())
-
-
-def test_planting_is_repeatable_and_leaves_other_samples_unchanged():
-    pairs = [(torch.arange(4) + 10 * sample, torch.tensor([sample / 10])) for sample in range(20)]
-    sound, bad = Samples(pairs), PlantedSpike(Samples(pairs), frozenset({3, 5}))
-    whole, floats = bad.batch([2, 3, 4, 5])
-    before, before_floats = sound.batch([2, 3, 4, 5])
-    assert torch.equal(whole[[0, 2]], before[[0, 2]])
-    assert not torch.equal(whole[[1, 3]], before[[1, 3]])
-    assert torch.equal(floats[[1, 3]], 100 * before_floats[[1, 3]])
-    assert torch.equal(bad.batch([2, 3, 4, 5])[0], whole)
-    assert int(whole.min()) >= 20
-    assert int(whole.max()) <= 53

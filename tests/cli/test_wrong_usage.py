@@ -110,6 +110,17 @@ gen-tests --model mlp --out folder          | is a directory
 gen-tests --model mlp --out t.py --batch-size 0 | 0 is not in the range
 savings --out out --batch-size 2,x          | 'x' is not a whole number from 1 up
 savings --out out --limit 3                 | '3' has no unit
+savings --out out --limit 999TiB            | a limit of 999 TiB is more than
+savings --out out --strategy ful            | no strategy is called 'ful'; did you mean 'full'?
+savings --out out --depth 3 --model their.net:build | depth applies to built-in workloads only
+savings --out out --model mlp --blocks layers.* | the pattern 'layers.*' matches no module
+savings --out out --repeats 0               | 0 is not in the range
+validate --gate recompute/everything        | no gate matches 'recompute/everything'; there are bench/same
+validate --gate recomput                    | no gate matches 'recomput'; did you mean 'recompute'?
+validate --model mlp --blocks layers.*      | the pattern 'layers.*' matches no module; there are 0, 0.0
+validate --dtype int8                       | 'int8' is not one of
+validate --no-such-option                   | No such option
+validate --model mlp --json absent/x.json   | does not exist: create it first
 """  # noqa: E501
 PLAN = "plan --model made.py:blocks --budget 1GiB --target cpu --global-batch 8 --whole-loss"
 

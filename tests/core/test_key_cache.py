@@ -5,7 +5,6 @@ python -m pytest tests/core/test_key_cache.py
 
 import copy
 import logging
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -27,12 +26,11 @@ from transformers import (
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.core.rerun import seeded
-from curry_train.plan import MemoryProfiler
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import NONE_KIND
 from curry_train.primitives import apply_sac, checkpointed, offload_blocks, recompute_blocks
 from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import call, without_cache
+from curry_train.workloads.workload import call
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -254,28 +252,6 @@ def test_our_calls_fill_no_cache_unless_the_batch_asks_for_one(batch):
     assert call(model, {"input_ids": TOKENS, "use_cache": True}).past_key_values is not None
     assert call(torch.nn.Linear(2, 2), torch.ones(1, 2)).shape == (1, 2)
     assert model.config.use_cache
-
-
-def test_a_config_of_another_kind_is_not_changed():
-    @dataclass(frozen=True)
-    class Config:
-        use_cache: bool = True
-
-    model = torch.nn.Linear(2, 2)
-    model.config = Config()
-    assert without_cache(model).config.use_cache
-    assert call(model, torch.ones(1, 2)).shape == (1, 2)
-
-
-def test_the_profiler_counts_the_same_bytes_with_and_without_a_cache():
-    with_cache, tokens = built("gpt2"), {"input_ids": TOKENS, "labels": TOKENS}
-    found = MemoryProfiler(with_cache).profile(tokens).held_bytes
-    assert (
-        found
-        == MemoryProfiler(copy.deepcopy(with_cache))
-        .profile(tokens | {"use_cache": False})
-        .held_bytes
-    )
 
 
 def pair():

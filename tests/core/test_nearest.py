@@ -10,17 +10,10 @@ import pytest
 
 from curry_train.bench.savings import choose_strategies, load_with_depth
 from curry_train.bench.steps import find_lever
-from curry_train.cli.options import UnusableInput
-from curry_train.cli.ownership import ScaffoldError, find_bundle
-from curry_train.cli.testgen import Recipe, render
-from curry_train.cli.validate import choose_gates
 from curry_train.core.wording import did_you_mean, nearest
-from curry_train.gates import discover
-from curry_train.gates.verdict import no_such_gate
 from curry_train.primitives.sac import make_policy
 from curry_train.primitives.strategies import CheckpointConfig
 from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import WorkloadError
 
 
 @pytest.mark.parametrize(
@@ -44,29 +37,6 @@ def test_the_nearest_name_ignores_case_and_dashes(name, meant):
     assert did_you_mean("bert", known, otherwise="use one of ours") == "use one of ours"
 
 
-GATES = [gate.name for gate in discover()]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "meant"),
-    [
-        ("recomput", "recompute"),
-        ("recompute/memry", "recompute/memory"),
-        ("grad_accum/uneven", "grad-accum/uneven"),
-        ("grad-acum/*", "grad-accum/*"),
-        ("recompute/everything", None),
-        ("recompute/all", None),
-        ("zzz", None),
-    ],
-)
-def test_the_nearest_gate(pattern, meant):
-    message = no_such_gate(pattern, GATES)
-    assert message.startswith(f"no gate matches {pattern!r}; ")
-    assert message.endswith(
-        f"did you mean {meant!r}?" if meant else f"there are {', '.join(GATES)}"
-    )
-
-
 @pytest.mark.parametrize(
     ("refuse", "meant"),
     [
@@ -83,22 +53,6 @@ def test_the_nearest_gate(pattern, meant):
 def test_a_misspelled_name_is_refused_with_a_suggestion(refuse, meant):
     with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
         refuse()
-
-
-def test_gates_and_techniques_are_refused_in_the_same_words(tmp_path):
-    with pytest.raises(
-        UnusableInput, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
-    ):
-        choose_gates(["recomput"])
-    recipe = Recipe("mlp", out=tmp_path / "test_gates.py", gates=("recomput",))
-    with pytest.raises(
-        WorkloadError, match=r"no gate matches 'recomput'; did you mean 'recompute'\?"
-    ):
-        render(recipe, command=["curry-train"])
-    with pytest.raises(
-        ScaffoldError, match=r"no technique is called 'grad-acum'; did you mean 'grad-accum'\?"
-    ):
-        find_bundle().find("grad-acum")
 
 
 def test_suggestions_need_no_torch(pytestconfig):

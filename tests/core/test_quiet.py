@@ -20,11 +20,3 @@ def test_only_the_named_loggers_are_silent_and_only_inside_the_context(caplog):
         fails()
     first.warning("heard again")
     assert [record.message for record in caplog.records] == ["heard", "heard again"]
-
-
-def test_a_logger_that_was_silent_before_stays_silent():
-    logger = logging.getLogger("quiet.third")
-    logger.disabled = True
-    with unheard("quiet.third"):
-        pass
-    assert logger.disabled

@@ -50,19 +50,6 @@ def test_its_arguments_environment_and_output_are_those_of_a_new_interpreter(fol
     assert warm.stdout.splitlines()[1:] == ["in", "beside"]
 
 
-def test_modules_of_pythonpath_come_before_what_is_installed(folder):
-    (folder / "yes").mkdir()
-    (folder / "yes" / "curry_train.py").write_text("print('mine')\n")
-    words, environment = (
-        [warm_python(), "-c", "import curry_train"],
-        os.environ | {"PYTHONPATH": "yes"},
-    )
-    assert (
-        subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True).stdout
-        == "mine\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "status"),
     [
@@ -89,16 +76,6 @@ def test_processes_do_not_see_each_other():
         for text in ("import torch; torch.mine = 1", "import torch; print(hasattr(torch, 'mine'))")
     )
     assert (one.returncode, two.stdout) == (0, "False\n")
-
-
-def test_it_computes_backward():
-    """Run backward, whose engine needs threads of the fork itself."""
-    text = (
-        "import torch; x = torch.ones(3, requires_grad=True); "
-        "x.square().sum().backward(); print(x.grad.tolist())"
-    )
-    done = subprocess.run([warm_python(), "-c", text], capture_output=True, text=True)
-    assert done.stdout == "[2.0, 2.0, 2.0]\n", done.stderr
 
 
 SPAWNS = """

@@ -13,8 +13,8 @@ import torch
 from planted_machine import PlantedMachine
 from symptoms import rows_of, rows_with_a_test, symptom
 
-from curry_train.bench.report import REFUSED_OUTCOME, measure_levers
-from curry_train.bench.steps import Lever, TrainingStep, find_lever
+from curry_train.bench.report import measure_levers
+from curry_train.bench.steps import REFUSED_OUTCOME, Lever, TrainingStep, find_lever
 from curry_train.benchmark import compare_steps
 from curry_train.core.timing import NO_DIFFERENCE_VERDICT, SLOWER_VERDICT, paired_ratio
 from curry_train.gates import grad_accum

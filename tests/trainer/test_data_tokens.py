@@ -9,7 +9,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from curry_train.data import (
-    DatasetSlice,
     Samples,
     Tokens,
     layout_of,
@@ -163,14 +162,6 @@ def test_a_python_without_sources_gets_a_message_with_the_fix(tmp_path):
         RuntimeError, match=r"holds no Python sources to train on .* data\.source=tokens"
     ):
         read_library_text(tmp_path)
-
-
-def test_a_subset_has_its_own_samples_and_no_others():
-    part = DatasetSlice(tokens(range(41)), 3, 5)
-    assert len(part) == 2
-    assert part.batch([0, 1])["tokens"][:, 0].tolist() == [12, 16]
-    with pytest.raises(ValueError, match="samples 3 to 11 are not a range of a dataset of 10"):
-        DatasetSlice(tokens(range(41)), 3, 11)
 
 
 def test_a_dataset_of_torch_is_stacked():

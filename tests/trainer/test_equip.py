@@ -14,9 +14,8 @@ from curry_train import loop
 from curry_train.core import memory_recorder
 from curry_train.loop import equip
 from curry_train.plan.planner import Planner
-from curry_train.primitives import GradientAccumulation, recompute_blocks, train_window
+from curry_train.primitives import recompute_blocks
 from curry_train.runs import RunError, SpikeConfig, newest_whole
-from curry_train.workloads.from_trainer import take_training, workload_of
 from curry_train.workloads.workload import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -219,26 +218,6 @@ def test_one_line_in_an_sft_trainer_of_trl_is_equal_to_the_bit(tmp_path):
     assert len(runs) == 2 * 2 * STEPS
     assert len(losses(tmp_path / "run")) == STEPS
     assert newest_whole(tmp_path / "added") is not None
-
-
-@pytest.mark.long
-def test_a_step_read_off_an_sft_trainer_is_its_own_first_step(tmp_path):
-    workload = workload_of(take_training(sft_trainer(tmp_path / "read", 1, dropout=0.0)), "")
-    trainer = sft_trainer(tmp_path / "trained", 1, dropout=0.0)
-    seen = []
-    step = trainer.training_step
-
-    def training_step(model, inputs, *arguments):
-        seen.append({name: value.clone() for name, value in inputs.items()})
-        return step(model, inputs, *arguments)
-
-    trainer.training_step = training_step
-    trainer.train()
-    module = workload.build()
-    window = next(GradientAccumulation(2).windows(iter(seen), count=workload.count))
-    train_window(module, window, workload.loss, workload.optimizer(module))
-    assert len(seen) == 2
-    assert torch.equal(weights(module), weights(trainer.model))
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -9,7 +9,6 @@ from journals import lines_of
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
 from curry_train.runs.history import read_history
-from curry_train.runs.ranks import LockedRun
 from curry_train.trainer import train_run
 
 WORDS = (
@@ -89,41 +88,9 @@ def test_an_error_is_recorded_as_the_reason_of_the_end(tmp_path):
     )
 
 
-def test_saves_and_deletions_are_in_the_journal(tmp_path):
-    retention = "{rollback_keep: 2, recovery_keep: 1}"
-    policy = f"{{rollback_every: 1, recovery_every: null, best_k: 0, retention: {retention}}}"
-    words = ("steps=6", "evaluate.every=null", f"checkpoint={policy}")
-    folder = trained(tmp_path, *words).folder
-    lines = lines_of(folder)
-    saves = [line for line in lines if line["kind"] == "save"]
-    assert [line["step"] for line in saves] == [1, 2, 3, 4, 5, 6]
-    assert all(line["num_bytes"] > 2**17 for line in saves)
-    prunes = [(line["of_step"], line["checkpoint"]) for line in lines if line["kind"] == "prune"]
-    assert prunes == [(step, f"rollback/step-{step:08d}.dcp") for step in range(1, 5)]
-    left = sorted(path.name for path in (folder / "rollback").iterdir())
-    assert left == ["step-00000005.dcp", "step-00000006.dcp"]
-
-
-def test_a_run_that_is_opened_but_not_trained_is_closed(tmp_path):
-    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
-        pass
-    assert [line["kind"] for line in lines_of(run.folder)] == ["start", "stop"]
-    assert lines_of(run.folder)[-1]["reason"] == "closed"
-
-
 def test_a_step_that_the_scaler_skipped_is_in_the_journal(tmp_path):
     with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
         figures = {"grad_norm": float("inf"), "terms": 8}
         run.attached.step(loss=4.0, stepped=False, figures=figures)
     step, skip = lines_of(run.folder)[1:3]
     assert (step["grad_norm"], skip["kind"], skip["step"]) == ("inf", "skip", 1)
-
-
-def test_a_run_that_is_trained_twice_at_once_is_refused(tmp_path):
-    config = load_config(None, [f"runs={tmp_path}", "steps=1", *WORDS])
-    trained(tmp_path, "steps=1")
-    locked = pytest.raises(
-        LockedRun, match=r"is held by process .*: end it, or give this run another folder"
-    )
-    with open_named_run(config, resume="latest"), locked, open_named_run(config, resume="latest"):
-        pass

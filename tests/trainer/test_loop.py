@@ -109,12 +109,6 @@ def test_dev_loss_saves_and_hooks_run_when_they_are_due():
     )
 
 
-def test_state_is_saved_once_without_a_cadence():
-    saves = []
-    run(*parts(), steps=3, save=saves.append)
-    assert saves == [3]
-
-
 def test_the_end_of_the_data_ends_the_run_and_saves():
     saves = []
     report = run(

@@ -6,8 +6,6 @@ Run with `python -m pytest tests/trainer/test_spike_watch.py`.
 import contextlib
 import json
 import logging
-import os
-import signal
 
 import pytest
 import torch
@@ -17,8 +15,6 @@ from curry_train.cli.resume_check import final_tensors
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.primitives.grad_accum import NonFiniteWindow
-from curry_train.runs.ranks import RunError
 from curry_train.runs.spike import RECOVERIES_FILE_NAME, SpikeNotRecovered
 from curry_train.trainer import train_run
 
@@ -101,108 +97,6 @@ def test_the_run_goes_back_to_before_a_spike_and_skips_its_samples(recovered):
     }  # fmt: skip
 
 
-def test_steps_before_the_skipped_samples_are_repeated_bit_equal(recovered):
-    losses = {}
-    for line in events_of(recovered, "step"):
-        losses.setdefault(line["step"], []).append(line["loss"])
-    assert len(losses[31]) == 2
-    assert losses[31][0] == losses[31][1]
-    assert losses[35][0] > losses[35][1] + 1
-
-
-def test_the_final_state_equals_a_run_that_never_saw_the_samples(recovered, tmp_path):
-    without = trained(tmp_path, "data.skip=[[124, 152]]", "spike.action=none", planted=False).folder
-    assert equal(recovered, without)
-    assert not equal(recovered, trained(tmp_path, "spike.action=none").folder)
-
-
-def test_a_repeated_run_is_bit_equal(recovered, tmp_path):
-    again = trained(tmp_path).folder
-    assert equal(recovered, again)
-    facts = ("step", "kind", "loss", "reason", "start", "stop", "from_step")
-    first, second = (
-        [
-            [line.get(name) for name in facts]
-            for line in lines_of(folder)
-            if line["kind"] != "warning"
-        ]
-        for folder in (recovered, again)
-    )
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    "stop", [(35, 1), (31, 2), (40, 1)], ids=["in the spike", "after going back", "later"]
-)
-def test_a_run_that_was_stopped_and_resumed_is_bit_equal(recovered, tmp_path, stop):
-    """Stop by a signal when a step is done for the first or the second time."""
-    at, times = stop
-    seen = []
-
-    def stop_there(report):
-        seen.append(report.step)
-        if seen.count(at) == times and report.step == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    first = trained(tmp_path, at_step=stop_there)
-    assert first.report.ended_by == "SIGTERM"
-    second = trained(tmp_path, resume="latest")
-    assert second.report.finished
-    assert equal(recovered, second.folder)
-    assert len(events_of(second.folder, "rollback")) == 1
-
-
-def test_a_loss_that_is_not_finite_causes_a_rollback_at_once(tmp_path):
-    with open_named_run(load_config(None, [*WORDS, f"runs={tmp_path}"])) as run:
-        plant(run, (34, 34), float("nan"))
-        folder = train_run(run).folder
-    spike, rollback = events_of(folder, "spike", "rollback")
-    assert (spike["step"], spike["first"], rollback["step"]) == (34, 34, 30)
-    assert "not finite: microbatch 0, 1 of 2" in spike["reason"]
-    assert lines_of(folder)[-1]["reason"] == "steps"
-
-
-def test_without_rollback_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    with open_named_run(
-        load_config(None, [*WORDS, f"runs={tmp_path}", "spike.action=warn"])
-    ) as run:
-        plant(run, (34, 34), float("nan"))
-        with pytest.raises(NonFiniteWindow, match="step 34"):
-            train_run(run)
-
-
-def test_warn_records_the_spike_and_trains_on(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        folder = trained(tmp_path, "spike.action=warn").folder
-    assert len(events_of(folder, "spike")) == 1
-    assert events_of(folder, "rollback") == []
-    assert [line["step"] for line in events_of(folder, "step")] == list(range(1, 49))
-    assert "with spike.action=rollback the run rolls back" in caplog.text
-
-
-def test_none_does_not_watch(tmp_path):
-    folder = trained(tmp_path, "spike.action=none").folder
-    assert events_of(folder, "spike", "rollback") == []
-
-
-def test_a_spike_that_returns_ends_the_run_with_advice(tmp_path):
-    with pytest.raises(SpikeNotRecovered) as raised:
-        trained(
-            tmp_path, "spike.attempts=2", "checkpoint.retention.rollback_keep=9", steps=(34, 400)
-        )
-    folder = tmp_path / "run-001"
-    assert len(events_of(folder, "rollback")) == 2
-    words = str(raised.value)
-    assert "it came back after 2 rollbacks, which skipped the samples at positions 124 to" in words
-    assert "--resume run-001@before-" in words
-    assert lines_of(folder)[-1]["reason"].startswith("SpikeNotRecovered: ")
-    skips = [(line["start"], line["stop"]) for line in events_of(folder, "skip")]
-    assert skips[1][0] < skips[0][0]  # each attempt goes further back
-    where = words.rsplit(" ", 1)[1]
-    again = trained(tmp_path, "steps=33", resume=where, planted=False)
-    assert again.report.step == 33
-
-
 def test_a_spike_before_the_first_save_names_the_setting_to_change(tmp_path):
     with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
         trained(tmp_path, "checkpoint={rollback_every: 100}")
@@ -249,13 +143,6 @@ def test_two_ranks_recover_alike(tmp_path, parallel):
     assert first == {"step": 48, "recoveries": [[36, 30, 124, 152]], "skipped": [[124, 152]]}
     steps = [line["step"] for line in events_of(tmp_path / "run-001", "step")]
     assert steps == [*range(1, 37), *range(31, 49)]
-
-
-def test_a_file_of_skips_that_can_not_be_read_is_an_error(recovered, tmp_path):
-    folder = trained(tmp_path, "steps=12", planted=False).folder
-    (folder / RECOVERIES_FILE_NAME).write_text("[{")
-    with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):
-        trained(tmp_path, "steps=14", resume="latest", planted=False)
 
 
 @pytest.mark.parametrize(

@@ -179,17 +179,6 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(make):
         assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-12)
 
 
-def test_the_loss_is_repeatable_and_draws_nothing():
-    module = Towers(Pair)
-    workload = default_workload("theirs", lambda: module, (module, X))
-    state = torch.get_rng_state()
-    first = workload.loss(module, X)
-    assert torch.equal(first, workload.loss(module, X))
-    assert torch.equal(state, torch.get_rng_state())
-    with torch.no_grad():
-        assert torch.equal(first, workload.loss(module, X))
-
-
 @pytest.mark.parametrize(
     "contain",
     [

@@ -19,8 +19,8 @@ from curry_train.cli.main import main
 from curry_train.plan import plan
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
-from curry_train.workloads.from_trainer import SteppedTogether
 from curry_train.workloads.models import load_workload
+from curry_train.workloads.optimizers import SteppedTogether
 from curry_train.workloads.workload import Case, WorkloadError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -282,11 +282,3 @@ def test_a_process_group_that_was_there_stays(folder, monkeypatch, name):
         assert torch.distributed.is_initialized()
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_arguments_without_a_script_are_refused(folder):
-    ended = CliRunner().invoke(main, ["memory", "--model", "mlp", "--", "--lr", "1"])
-    assert ended.exit_code == 2
-    assert "'--lr' is for no script: give --script FILE" in ended.stderr
-    ended = CliRunner().invoke(main, ["memory", "--model", "mlp", "--factory", "kept.py"])
-    assert "--factory writes what --script has read" in ended.stderr

@@ -19,8 +19,9 @@ from curry_train.cli.main import main
 from curry_train.plan import plan
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
-from curry_train.workloads.from_trainer import Autocast, OptimizerLike
+from curry_train.workloads.from_trainer import Autocast
 from curry_train.workloads.models import load_workload
+from curry_train.workloads.optimizers import OptimizerLike
 from curry_train.workloads.workload import Case, WorkloadError
 
 # Tests of the whole: real trainers of a small training, in a module as a user would write it.

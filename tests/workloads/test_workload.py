@@ -57,12 +57,6 @@ def test_built_in_workloads_are_the_same_each_time(name):
     assert all(parameter.grad is not None for parameter in first.parameters())
 
 
-def test_another_seed_is_another_model():
-    workload = load_workload("mlp")
-    first, second = Case(workload, seed=0).build(), Case(workload, seed=1).build()
-    assert not torch.equal(next(first.parameters()), next(second.parameters()))
-
-
 def test_seeding_leaves_every_generator_as_it_was():
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
     with seeded(5):
@@ -224,6 +218,14 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
     assert torch.equal(first, second)
 
 
+def test_what_a_factory_prints_is_no_result_of_a_command(factory, capsys):
+    source = "print('imported')\ndef build():\n    print('built')\n    return nn.Linear(4, 1)"
+    load_workload(factory(source)).build()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == ["imported", *["built"] * 3]
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -251,6 +253,10 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
             "returned str",
         ),
         ("built = 1", "has no callable 'build'"),
+        (
+            "def build(): return nn.Linear(4, 1, device='meta'), torch.randn(2, 4)",
+            "weight is on the device meta, without values: build the model on the CPU",
+        ),
     ],
 )
 def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, message):
@@ -369,11 +375,6 @@ def test_a_file_is_not_confused_with_a_module_of_the_same_name(tmp_path, monkeyp
         load_workload(f"{tmp_path / 'shlex.py'}:build")
     with pytest.raises(WorkloadError, match=r"there is no file .*absent\.py"):
         load_workload(f"{tmp_path / 'absent.py'}:build")
-
-
-def test_a_batch_size_below_one_is_refused():
-    with pytest.raises(WorkloadError, match="batch size must be at least 1, got 0"):
-        Case(load_workload("mlp"), batch_size=0)
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -1,17 +1,13 @@
 """Compare levers in one benchmark and report ratios with intervals.
 
-`Machine` watches what disturbs a timing: other processes, and a falling clock of the GPU.
+Notes name what disturbs a timing, such as other processes.
 
 Proof: `python -m pytest tests/gates/test_gates.py tests/bench/test_machine.py`.
 """
 
-import importlib
-import importlib.util
 import math
 import os
-import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,12 +17,12 @@ from typing import Any
 import torch
 
 from ..core.measure import is_out_of_memory
-from ..core.rerun import seeded
+from ..core.rerun import seed_generators, seeded
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.device import peak_rate
 from ..primitives.grad_accum import NonFiniteWindow, WindowResult
 from ..workloads.workload import Case, Workload, WorkloadError
-from .steps import PLAIN_LEVER, Lever, TrainingStep
+from .steps import MEASURED_OUTCOME, PLAIN_LEVER, Lever, TrainingStep, failure
 
 
 def drift_of(seconds: Sequence[float]) -> float:
@@ -37,7 +33,7 @@ def drift_of(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[-third:]) / statistics.median(seconds[:third])
 
 
-# Load of the machine during a timing: other processes on its cores, and its GPU's clock.
+# Load of the machine during a timing: other processes on its cores.
 
 CPU_STAT_FILE = Path("/proc/stat")
 
@@ -50,124 +46,44 @@ HOUSEKEEPING_SHARE = 0.1
 # Seconds. The kernel counts in hundredths, and in less time one of them would be many cores.
 SHORTEST_SECONDS = 0.1
 
-# Below this share of its clock at the start, the GPU counts as slowed down.
-SLOWED_CLOCK_SHARE = 0.95
-
 
 @dataclass(frozen=True)
-class Reading:
-    """Wall clock, core time used so far, and the GPU's clock at one moment."""
+class CoreTime:
+    """Seconds of the wall clock, of all processes on all cores, and of this process."""
 
-    # Seconds of the wall clock.
     wall: float
-
-    # Seconds of core time of all processes.
-    all_cores: float | None
-
-    # Seconds of core time of this process.
+    all_cores: float
     own: float
 
-    # Clock of the GPU.
-    megahertz: int | None = None
 
-
-class Machine:
-    """Context around a timing; afterwards `remarks` lists what disturbed it."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        read: Callable[[], Reading] | None = None,
-        cores: int | None = None,
-    ):
-        self._read = read or (lambda: _reading(device))
-        self._cores = cores or os.cpu_count() or 1
-        self._on_cpu = device.type != "cuda"
-
-    def __enter__(self) -> "Machine":
-        self._start = self._end = self._read()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end = self._read()
-
-    @property
-    def others(self) -> float | None:
-        """Cores that other processes kept busy; None if that can't be determined."""
-        start = self._start
-        end = self._end
-        if (
-            start.all_cores is None
-            or end.all_cores is None
-            or end.wall - start.wall < SHORTEST_SECONDS
-        ):
-            return None
-        others_seconds = end.all_cores - start.all_cores - end.own + start.own
-        return max(0.0, others_seconds / (end.wall - start.wall))
-
-    def remarks(self) -> list[str]:
-        """List what disturbed the timing, in sentences for the user."""
-        found = []
-        wall = self._end.wall - self._start.wall
-        if self.others is not None and wall > 0:
-            used = self.others + (self._end.own - self._start.own) / wall
-            if (
-                self.others > HOUSEKEEPING_SHARE * self._cores
-                and used > CROWDED_SHARE * self._cores
-            ):
-                work = "steps" if self._on_cpu else "launches of kernels"
-                found.append(
-                    f"other processes took {self.others:.1f} of {self._cores} cores meanwhile, and "
-                    f"{work} waited for them: trust the ratios more than the seconds, or run again "
-                    "when they have ended"
-                )
-
-        before = self._start.megahertz
-        after = self._end.megahertz
-        if before and after and after < SLOWED_CLOCK_SHARE * before:
-            found.append(
-                f"the GPU's clock fell from {before} to {after} MHz, from heat or its power limit: "
-                "take more warm-up steps to measure the clock that it can sustain"
-            )
-        return found
-
-
-def _reading(device: torch.device) -> Reading:
-    return Reading(time.perf_counter(), _seconds_of_all(), time.process_time(), _megahertz(device))
-
-
-def _seconds_of_all() -> float | None:
-    """Sum the core time of user, nice, system, interrupts and steal; None without /proc/stat."""
+def read_core_time() -> CoreTime | None:
+    """Read the time of user, nice, system, interrupts and steal; None without /proc/stat."""
     if not CPU_STAT_FILE.is_file():
         return None
     first_line = CPU_STAT_FILE.read_text(encoding="ascii").split("\n", 1)[0]
     fields = [int(field) for field in first_line.split()[1:9]]
     user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = fields
-    return (user + nice + system + interrupts + soft_interrupts + stolen) / os.sysconf("SC_CLK_TCK")
+    ticks = user + nice + system + interrupts + soft_interrupts + stolen
+    seconds = ticks / os.sysconf("SC_CLK_TCK")
+    return CoreTime(time.perf_counter(), seconds, time.process_time())
 
 
-def _megahertz(device: torch.device) -> int | None:
-    """Read the GPU's clock; None without pynvml, or where it refuses, as on MIG slices.
-
-    Not yet measured on CUDA.
-    """
-    if device.type != "cuda" or importlib.util.find_spec("pynvml") is None:
-        return None
-    refused: type[Exception] = importlib.import_module("pynvml").NVMLError
-    try:
-        return torch.cuda.clock_rate(device)
-    except refused:
-        return None
+def crowding_notes(start: CoreTime | None, end: CoreTime | None, *, cores: int) -> list[str]:
+    """Warn where other processes left too few cores to a timing."""
+    if start is None or end is None or end.wall - start.wall < SHORTEST_SECONDS:
+        return []
+    wall = end.wall - start.wall
+    own = (end.own - start.own) / wall
+    others = max(0.0, (end.all_cores - start.all_cores) / wall - own)
+    if others <= HOUSEKEEPING_SHARE * cores or others + own <= CROWDED_SHARE * cores:
+        return []
+    return [
+        f"other processes took {others:.1f} of {cores} cores meanwhile, and this one waited for "
+        "them: trust the ratios more than the seconds, or run again when they have ended"
+    ]
 
 
 # Benchmark results: one row per configuration, with notes on how far to trust its figures.
-
-# The outcomes of a configuration.
-MEASURED_OUTCOME = "measured"
-REFUSED_OUTCOME = "refused"
-FAILED_OUTCOME = "failed"
-OUT_OF_MEMORY_OUTCOME = "out of memory"
 
 WIDE_SPREAD = 0.25  # 10th to 90th percentile of the step times, as a fraction of the median
 DRIFT_TOLERANCE = 0.1  # change between the first and the last third of the rounds, as a fraction
@@ -336,12 +252,13 @@ def measure_levers(
         raise ValueError(
             f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
         )
-    with seeded(case.seed), Machine(case.device) as machine:
+    start = read_core_time()
+    with seeded(case.seed):
         run = _LeverRun(case, optimizer, peak, tell)
         rows = [run.prepare(PLAIN_LEVER, case)]
         if rows[0].outcome != MEASURED_OUTCOME:
             raise WorkloadError(
-                f"{case.workload.name}, batch size {case.batch_size}: a plain step {rows[0].why}"
+                f"{case.workload.name}, batch size {case.batch_size}: a plain step: {rows[0].why}"
             )
         rows += [run.prepare(lever, case) for lever in levers]
         rows += [
@@ -350,6 +267,7 @@ def measure_levers(
         ]
         run.time(rows, rounds=rounds, warmup=warmup, clock=clock)
     plain = run.steps[0]
+    crowded = crowding_notes(start, read_core_time(), cores=os.cpu_count() or 1)
     return Bench(
         workload=case.workload.name,
         device=str(case.device),
@@ -360,7 +278,7 @@ def measure_levers(
         warmup=warmup,
         unit=plain.unit,
         rows=rows,
-        notes=[*machine.remarks(), *timing_notes(rows)],
+        notes=[*crowded, *timing_notes(rows)],
     )
 
 
@@ -395,19 +313,15 @@ class _LeverRun:
             self._measure(step, row)
         except WorkloadError:
             raise
-        except (ValueError, NonFiniteWindow) as error:
+        except (ValueError, RuntimeError, NonFiniteWindow) as error:
             step = None
-            row.outcome = REFUSED_OUTCOME
-            row.why = " ".join(str(error).split())
-        except RuntimeError as error:
-            step = None
-            row.outcome, row.why = _failure(error, case)
+            row.outcome, row.why = failure(error, case)
         self.steps.append(step)
         return row
 
     def _measure(self, step: TrainingStep, row: Figures) -> None:
         """Fill in loss, memory and FLOPs."""
-        self._seed()
+        seed_generators(self.case.seed)
         result = self._first(step)
         row.loss = result.loss
         row.grad_norm = result.grad_norm
@@ -458,7 +372,7 @@ class _LeverRun:
 
         plain = rows[0]
         if plain.outcome != MEASURED_OUTCOME:
-            raise WorkloadError(f"{self.case.workload.name}: a plain step {plain.why}")
+            raise WorkloadError(f"{self.case.workload.name}: a plain step: {plain.why}")
         for row, step in zip(rows, self.steps, strict=True):
             same = step is not None and step.case.workload is self.case.workload
             precision = None if step is None or step.lever.changes_precision else step.case.dtype
@@ -495,7 +409,7 @@ class _LeverRun:
             try:
                 step()
             except RuntimeError as error:
-                row.outcome, row.why = _failure(error, step.case)
+                row.outcome, row.why = failure(error, step.case)
 
         return way
 
@@ -504,21 +418,4 @@ class _LeverRun:
         for step in self.steps:
             if step is not None:
                 step.drop_gradients()
-        self._seed()
-
-    def _seed(self) -> None:
-        torch.manual_seed(self.case.seed)
-        random.seed(self.case.seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(self.case.seed % 2**32)
-
-
-def _failure(error: RuntimeError, case: Case) -> tuple[str, str]:
-    """Return the outcome and the reason of a step that failed."""
-    if is_out_of_memory(error):
-        return (
-            OUT_OF_MEMORY_OUTCOME,
-            f"does not fit: {case.batch_size} samples need more memory than {case.device} has left",
-        )
-    lines = str(error).strip().splitlines() or [""]
-    return FAILED_OUTCOME, f"raised {type(error).__name__}: {lines[0]}"
+        seed_generators(self.case.seed)

@@ -1,6 +1,6 @@
 """Measure what each strategy saves and costs, and the largest batch that fits.
 
-rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
+    rows = measure_savings(Case(load_workload("transformer")), ["full", "selective"])
 
 Measured are bytes, recomputed FLOPs, step time, largest batch, and parity with `none`, which is
 always measured as the reference. All models share one set of weights, and steps are timed in turns,
@@ -39,17 +39,13 @@ from ..plan.profiler import MemoryProfiler
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
-from .steps import python_calls
+from .steps import FAILED_OUTCOME, MEASURED_OUTCOME, OUT_OF_MEMORY_OUTCOME, failure, python_calls
 
 # Row of the savings benchmark: the figures of one strategy on one case.
 
 REFERENCE_STRATEGY = "none"
 # Rounds before those that are timed; in the first, caches and kernels warm up.
 WARMUP_ROUNDS = 1
-MEASURED_OUTCOME = "measured"
-REFUSED_OUTCOME = "refused"
-FAILED_OUTCOME = "failed"
-OUT_OF_MEMORY_OUTCOME = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -126,17 +122,9 @@ class SavingsRow:
 LARGEST_BATCH_TRIED = 2**24  # if a batch this large fits, memory does not depend on the batch size
 
 
-def largest_batch(case: Case, model: nn.Module, limit: int, *, hint: int | None = None) -> int:
-    """Return the most samples whose step fits into `limit` bytes; 0 if not even one does.
-
-    `hint` is a size to start from, such as the answer for a similar model.
-    """
-    return search(
-        lambda size: _bytes_or_none(case, model, size),
-        limit,
-        start=hint or case.batch_size,
-        close=bool(hint),
-    )
+def largest_batch(case: Case, model: nn.Module, limit: int) -> int:
+    """Return the most samples whose step fits into `limit` bytes; 0 if not even one does."""
+    return search(lambda size: _bytes_or_none(case, model, size), limit, start=case.batch_size)
 
 
 def step_bytes(case: Case, model: nn.Module, size: int) -> int:
@@ -177,59 +165,46 @@ def _bytes_or_none(case: Case, model: nn.Module, size: int) -> int | None:
         return None
 
 
-def search(
-    bytes_of: Callable[[int], int | None], limit: int, *, start: int, close: bool = False
-) -> int:
+def search(bytes_of: Callable[[int], int | None], limit: int, *, start: int) -> int:
     """Return the largest size within the limit; it and the next larger size were both measured.
 
     A size is at most doubled from one try to the next. `bytes_of` returns None where the step ran
-    out of memory. `close` means that `start` is a good guess.
+    out of memory.
     """
-    known: dict[int, int | None] = {}
     low = 0
     high = None
     size = start
-    tries = 0
-    while True:
-        known[size] = measured = bytes_of(size)
-        if measured is not None and measured <= limit:
-            low = size
-        else:
+    known: list[tuple[int, int]] = []
+    while high is None or high - low > 1:
+        measured = bytes_of(size)
+        if measured is None or measured > limit:
             high = size
-        if high is not None and high - low <= 1:
-            return low
-
-        tries += 1
-        if close and high is None and tries == 1:
-            size = low + 1
         else:
-            size = _next(known, low, high, limit, tries)
+            low = size
+        if measured is not None:
+            known.append((size, measured))
+        size = _next_size(known, low, high, limit)
         if size > LARGEST_BATCH_TRIED:
             raise ValueError(
                 f"{LARGEST_BATCH_TRIED:,} samples fit {format_bytes(limit)}: memory does not grow "
                 "with the batch"
             )
+    return low
 
 
-def _next(known: dict[int, int | None], low: int, high: int | None, limit: int, tries: int) -> int:
-    """Interpolate the size that would reach the limit if bytes grew linearly.
+def _next_size(known: list[tuple[int, int]], low: int, high: int | None, limit: int) -> int:
+    """Return the size that would reach the limit if bytes grew linearly; every other time, half.
 
-    Every third try is the middle instead, in case growth is not linear.
+    Half of what is left ends the search where growth is not linear.
     """
-    points: list[tuple[int, Any]] = sorted(
-        (size, num_bytes) for size, num_bytes in known.items() if num_bytes is not None
-    )
-    below = [point for point in points if point[0] <= low]
-    above = [point for point in points if high is not None and point[0] >= high]
     top = 2 * low if high is None else high - 1
-    if low == 0 or (high is not None and tries % 3 == 0):
-        return max(1, (low + (high or 2)) // 2)
-    pair = [*below[-1:], *above[:1]] if above else below[-2:]
-    if len(pair) < 2 or pair[1][1] <= pair[0][1]:
-        return top if high is None else (low + high) // 2
-    (left, left_bytes), (right, right_bytes) = pair
-    guess = left + (limit - left_bytes) * (right - left) // (right_bytes - left_bytes)
-    return min(max(guess, low + 1), top)
+    size = top if high is None else (low + high) // 2
+    if len(known) > 1 and len(known) % 2 == 0:
+        (first, first_bytes), (second, second_bytes) = known[-2:]
+        if second_bytes != first_bytes:
+            slope = (second_bytes - first_bytes) / (second - first)
+            size = first + int((limit - first_bytes) / slope)
+    return max(low + 1, min(size, top))
 
 
 # Measure what each strategy saves and costs on a model.
@@ -281,14 +256,12 @@ def measure_savings(
     depth: int | None = None,
     repeats: int = 5,
     limit: int | None = None,
-    hints: dict[str, int] | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> list[SavingsRow]:
     """Measure one row for each strategy, `none` first.
 
     With `limit` in bytes, the largest batch that fits it is searched too. `depth` is only recorded
-    in the rows. `hints` holds the largest batches of a case that differs only in its batch size,
-    and is updated.
+    in the rows.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
@@ -308,20 +281,25 @@ def measure_savings(
         if limit is not None:
             tell(f"{row.strategy}: largest batch")
             if model is not None and row.outcome in (MEASURED_OUTCOME, OUT_OF_MEMORY_OUTCOME):
-                _find_largest(row, case, model, limit, {} if hints is None else hints)
+                _find_largest(row, case, model, limit)
     return rows
 
 
 def _measure_plain(case: Case, model: nn.Module) -> _PlainFigures | None:
     """Measure the plain step; None if it does not fit into the device."""
+    name = f"{case.workload.name}, batch size {case.batch_size}"
     try:
-        return _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
+        plain = _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
     except (ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             return None
+        raise WorkloadError(f"{name}: a step raised {error}") from error
+    if not plain.record.loss.isfinite():
         raise WorkloadError(
-            f"{case.workload.name}, batch size {case.batch_size}: a step raised {error}"
-        ) from error
+            f"{name}: the loss of a plain step is {plain.record.loss.item()}, with which nothing "
+            "can be compared: grad-flow names the layer that it begins in"
+        )
+    return plain
 
 
 def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
@@ -373,18 +351,9 @@ def _measure(
             case, lambda module, small: _apply(row.strategy, module, small)
         )
         blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
-    except ValueError as error:
-        row.outcome = REFUSED_OUTCOME
-        row.why = " ".join(str(error).split())
-        return None
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            row.outcome = OUT_OF_MEMORY_OUTCOME
-            row.why = f"{row.batch_size} samples do not fit into the memory of {case.device}"
-            return applied
-        row.outcome = FAILED_OUTCOME
-        row.why = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        return None
+    except (ValueError, RuntimeError) as error:
+        row.outcome, row.why = failure(error, case)
+        return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None
 
     row.held_bytes = memory.held_bytes
     row.peak_bytes = memory.peak_bytes
@@ -463,12 +432,8 @@ def _time_strategies(
         )
 
 
-def _find_largest(
-    row: SavingsRow, case: Case, model: nn.Module, limit: int, hints: dict[str, int]
-) -> None:
+def _find_largest(row: SavingsRow, case: Case, model: nn.Module, limit: int) -> None:
     try:
-        row.largest_batch = largest_batch(case, model, limit, hint=hints.get(row.strategy))
+        row.largest_batch = largest_batch(case, model, limit)
     except ValueError as error:
         row.why = str(error)
-    else:
-        hints[row.strategy] = row.largest_batch

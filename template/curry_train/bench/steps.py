@@ -1,6 +1,6 @@
 """Measure a training step under each lever: time, bytes, FLOPs, utilisation.
 
-lever = find_lever("sac:save_matmuls+accumulate=4")
+    lever = find_lever("sac:save_matmuls+accumulate=4")
 
 A plus joins several levers, which are applied in that order.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from ..core.measure import FlopCount, bytes_on_device, peak_of_step
+from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.rerun import seeded, untouched
 from ..core.wording import did_you_mean
@@ -165,6 +165,25 @@ _OPTION_PARSERS: dict[str, Callable[[Lever, str | None], Lever]] = {
 def _none_wanted(name: str, value: str | None) -> None:
     if value is not None:
         raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+
+
+# The outcomes of a setup.
+
+MEASURED_OUTCOME = "measured"
+REFUSED_OUTCOME = "refused"
+FAILED_OUTCOME = "failed"
+OUT_OF_MEMORY_OUTCOME = "out of memory"
+
+
+def failure(error: Exception, case: Case) -> tuple[str, str]:
+    """Return the outcome and the reason of a setup that could not be measured."""
+    if is_out_of_memory(error):
+        why = f"{case.batch_size} samples do not fit into the memory of {case.device}"
+        return OUT_OF_MEMORY_OUTCOME, why
+    if isinstance(error, RuntimeError):
+        lines = str(error).strip().splitlines() or [""]
+        return FAILED_OUTCOME, f"{type(error).__name__}: {lines[0]}"
+    return REFUSED_OUTCOME, " ".join(str(error).split())
 
 
 # Training step: the optimizer step that a benchmark times, with a lever applied.

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
-from ..bench.steps import find_lever, list_levers
+from ..bench.report import Bench, Figures, measure_levers
+from ..bench.steps import MEASURED_OUTCOME, find_lever, list_levers
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import (

@@ -5,7 +5,7 @@
 
 Colours are from Paul Tol's palettes for colour-blind readers.
 
-Proof: `python -m pytest tests/cli/test_bench_command.py tests/bench/test_savings.py`.
+Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py`.
 """
 
 import itertools
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..bench.report import MEASURED_OUTCOME, Bench, Figures
+from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
+from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.fewest import FewestGpus
@@ -25,6 +26,8 @@ from ..plan.planner import Planner
 from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
 from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE
+from ..runs.history import Course, History
+from ..runs.journal import event_number, printable
 from .options import require_matplotlib
 
 if TYPE_CHECKING:
@@ -529,3 +532,190 @@ def plot_fewest(found: FewestGpus, path: str) -> None:
         axes, "number of GPUs and their mesh", "predicted reserved memory of a GPU, GiB", grid="y"
     )
     _save(figure, path)
+
+
+# runs plot: loss, dev metric, learning rate, memory and events of runs from their journals.
+
+SPIKE_COLOUR = NONFINITE_COLOUR
+OTHER_RUNS_COLOUR = "#C4C4C4"
+# Runs with a colour and a name, those with the lowest last loss; others are grey.
+MOST_NAMED = len(COLOURS)
+FAINT_OPACITY = 0.45  # opacity of steps that were rolled back or resumed over
+LONGEST_RUN_NAME = 30  # longest name, in characters
+# On a linear axis a spike is drawn up to this multiple of the range of the other losses.
+SPIKE_ROOM = 5.0
+LOG_FROM = 10.0  # ratio of greatest to least loss from which the axis is logarithmic
+EVENT_MARKERS = {
+    "save": "|",
+    "resume": ">",
+    "rollback": "<",
+    "spike": "v",
+    "skip": "x",
+    "warning": "d",
+    "stop": "s",
+}
+FAINT: dict[str, Any] = {"color": "#444444", "alpha": FAINT_OPACITY, "linewidth": 1.0}
+
+
+def plot_runs(
+    histories: Sequence[History],
+    path: str | Path,
+    *,
+    scale: str = "auto",
+    smooth: int | None = None,
+    title: str | None = None,
+) -> list[str]:
+    """Write a PNG and return the names of the runs that have a colour.
+
+    `smooth` draws the loss as a mean over that many steps; `title` replaces the number of runs.
+    """
+    drawn = [history for history in histories if len(history.steps)]
+    if not drawn:
+        raise ValueError("there is nothing to draw: no journal has a step that counts")
+    named = sorted(drawn, key=_last_loss)[:MOST_NAMED]
+    # The runs with a name are drawn last, over the others.
+    looks = [(history, OTHER_RUNS_COLOUR) for history in drawn if history not in named]
+    looks += zip(named, COLOURS, strict=False)
+    metrics = [name for history in drawn for name in history.metrics]
+    metric = max(metrics, key=metrics.count) if metrics else None
+    heights = [3.4, *([1.5] if metric else []), 1.0, 1.0, 0.25 + 0.14 * len(named)]
+    figure = _new_figure(11, sum(heights) + 1.5, title or _title(drawn))
+    panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
+    loss, *others, memory, events = panels
+
+    for history, colour in looks:
+        _draw_values(loss, history.course, "loss", colour, smooth=smooth)
+        _draw_values(others[-1], history.course, "learning_rate", colour)
+        _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
+        if metric in history.metrics:
+            _draw_values(others[0], history.metrics[metric], "value", colour)
+    is_lost = _scale_loss(loss, [history.course for history in drawn], scale)
+    _frame(loss, "", "loss" if smooth is None else f"loss, mean over {smooth} steps")
+    if metric:
+        _frame(others[0], "", printable(metric, longest=20).replace("_", " "))
+    _frame(others[-1], "", "learning rate")
+    _frame(memory, "", "peak, GiB")
+    for axes in (others[-1], memory):
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+    signs = _draw_events(events, looks[-len(named) :])
+    _draw_run_legends(figure, looks, signs, is_lost=is_lost)
+    _save(figure, path)
+    return [history.name for history in named]
+
+
+def _last_loss(history: History) -> float:
+    loss = event_number(history.steps.values["loss"][-1])
+    return loss if loss == loss else float("inf")
+
+
+def _title(drawn: Sequence[History]) -> str:
+    if len(drawn) > 1:
+        return f"{len(drawn)} runs"
+    (only,) = drawn
+    count = len(only.attempts)
+    length = f"{only.steps.step[-1]:,} steps in {count} attempt{'s' if count > 1 else ''}"
+    return f"{shorten(only.name)}: {length}"
+
+
+def shorten(name: str) -> str:
+    """Shorten a name in its middle, because its end tells runs apart."""
+    shown = printable(name)
+    if len(shown) <= LONGEST_RUN_NAME:
+        return shown
+    return f"{shown[: LONGEST_RUN_NAME - 17]}...{shown[-14:]}"
+
+
+def _draw_values(
+    axes: Any,
+    course: Course,
+    name: str,
+    colour: str,
+    *,
+    smooth: int | None = None,
+    divide: float = 1.0,
+) -> None:
+    """Draw the steps that count, and faintly those that were rolled back or resumed over."""
+    for steps in (*course.superseded, course.steps):
+        x = numpy.asarray(steps.step)
+        y = numpy.asarray(steps.values[name]) / divide
+        if smooth is not None and len(y) >= smooth:
+            x = x[smooth - 1 :]
+            y = numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
+        y = numpy.where(numpy.isfinite(y), y, numpy.nan)
+        opacity = None if steps is course.steps else FAINT_OPACITY
+        # A value alone has no line.
+        style = "." if len(x) == 1 else "-"
+        axes.plot(x, y, style, color=colour, alpha=opacity, linewidth=1.2)
+
+
+def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> bool:
+    """Set the loss axis, mark losses that are not finite, and return whether there are any.
+
+    The axis is logarithmic where losses span a decade. On a linear axis a spike leaves the picture
+    rather than flatten the rest. Losses that are not finite are marked at the upper edge.
+    """
+    current = numpy.concatenate([numpy.asarray(one.steps.values["loss"]) for one in courses])
+    finite = current[numpy.isfinite(current)]
+    least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    if scale == "log" and least <= 0:
+        raise ValueError(
+            f"a loss of {least:g} can't be drawn on a logarithmic axis: use the linear one"
+        )
+    if scale == "log" or (scale == "auto" and least > 0 and most > LOG_FROM * least):
+        axes.set_yscale("log")
+    elif len(finite):
+        usual = numpy.percentile(finite, 99.5)
+        margin = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
+        top = usual if most > usual + SPIKE_ROOM * (usual - least) else most
+        axes.set_ylim(least - margin, top + 2 * margin)
+    lost = []
+    for course in courses:
+        for steps in (course.steps, *course.superseded):
+            is_finite = numpy.isfinite(numpy.asarray(steps.values["loss"]))
+            lost += numpy.asarray(steps.step)[~is_finite].tolist()
+    edge = {"transform": axes.get_xaxis_transform(), "zorder": 5}
+    axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, **edge)
+    return bool(lost)
+
+
+def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> list[Any]:
+    """Draw a row of events for each run; return what the legend explains."""
+    from matplotlib.lines import Line2D
+
+    handles = {}
+    for row, (history, colour) in enumerate(runs):
+        axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
+        for kind in EVENT_MARKERS.keys() & history.marks.keys():
+            look: dict[str, Any] = {"marker": EVENT_MARKERS[kind], "linestyle": "none"}
+            look["color"] = SPIKE_COLOUR if kind == "spike" else colour
+            steps = history.marks[kind].step
+            axes.plot(steps, [row] * len(steps), clip_on=False, markersize=6, **look)
+            look["color"] = SPIKE_COLOUR if kind == "spike" else "#444444"
+            handles[kind] = Line2D([], [], label=kind, markersize=6, **look)
+    axes.set_ylim(len(runs) - 0.4, -0.6)
+    _frame(axes, "step", "events", grid="x")
+    axes.set_yticks([])
+    return [handles[kind] for kind in EVENT_MARKERS if kind in handles]
+
+
+def _draw_run_legends(
+    figure: Any, looks: Sequence[tuple[History, str]], signs: list[Any], *, is_lost: bool
+) -> None:
+    """Name the runs at the right, and explain the signs of events below."""
+    from matplotlib.lines import Line2D
+
+    if is_lost:
+        cross: dict[str, Any] = {"marker": "x", "linestyle": "none", "color": SPIKE_COLOUR}
+        signs.append(Line2D([], [], label="loss not finite", **cross))
+    if signs:
+        signs.append(Line2D([], [], label="rolled back or resumed over", **FAINT))
+        place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
+        figure.legend(handles=signs, fontsize=8, frameon=False, **place)
+    if len(looks) == 1:
+        return
+    named = looks[-MOST_NAMED:]
+    lines = [Line2D([], [], color=colour, label=shorten(run.name)) for run, colour in named]
+    if more := len(looks) - len(named):
+        label = f"{more} more, which end higher"
+        lines.append(Line2D([], [], color=OTHER_RUNS_COLOUR, label=label))
+    figure.legend(handles=lines, loc="outside right upper", fontsize=8, frameon=False)

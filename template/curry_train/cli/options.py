@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/cli/test_cli.py`.
 import contextlib
 import functools
 import importlib.util
-import itertools
 import shlex
 import tempfile
 import textwrap
@@ -22,7 +21,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import write_output
+from .screen import fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -179,11 +178,11 @@ def echo_notes(workload: Workload | None) -> None:
     if workload is None:
         return
     for note in workload.notes:
-        click.echo(textwrap.fill(note, 80, subsequent_indent="  "))
+        click.echo(fill_screen(note))
     path = click.get_current_context().meta.get(FACTORY_KEY)
     if workload.factory and path is not None:
         write_output(path, workload.factory)
-        click.echo(f"wrote {path}: use it as --model {path}:build")
+        click.echo(f"wrote {path}: use it as --model {shlex.quote(f'{path}:build')}")
     elif workload.factory:
         text = textwrap.indent(workload.factory, "  ")
         click.echo(f"the factory that was used, which --factory FILE writes:\n\n{text}")
@@ -319,8 +318,7 @@ def first_line(error: Exception) -> str:
 
 def blocks_text(choice: BlockChoice) -> str:
     """Return the lines on the blocks, at most 80 columns wide."""
-    lines = [textwrap.wrap(line, 80, subsequent_indent="  ") for line in choice.lines()]
-    return "\n".join(itertools.chain.from_iterable(lines))
+    return "\n".join(map(fill_screen, choice.lines()))
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
+import click
+
 from ..core.wording import did_you_mean
 from .screen import render_template
 
@@ -46,8 +48,10 @@ TEST_IMPORT = re.compile(rb"^from curry_train\.(?:\w+\.)*(\w+) import ", re.MULT
 PROOF_PATTERN = re.compile(rb"^Proof: `[^`]*`[^\n]*", re.MULTILINE)
 
 
-class ScaffoldError(ValueError):
+class ScaffoldError(click.ClickException):
     """The request can't be fulfilled; nothing was written."""
+
+    exit_code = 2
 
 
 class Kind(Enum):

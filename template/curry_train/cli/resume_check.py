@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from ..config import load_config
@@ -30,8 +30,8 @@ from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
 from ..trainer import train_run
 from .options import UnusableInput, choose_device, model_option, new_folder
-from .runs import JSON_OPTION, console_for, end
-from .screen import ScreenCommand, messages_on_screen
+from .runs import JSON_OPTION, end
+from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
 
 # Check that a resumed run equals an uninterrupted one to the bit.
@@ -279,14 +279,14 @@ def resume_check_command(
             raise UnusableInput(str(error)) from error
 
     repeated = result.killed_at - result.resumed_from
-    console = console_for(json_path)
+    console = Console(highlight=False)
     console.print(
         f"{steps} steps, killed in step {kill_step}, resumed from step {result.resumed_from}: "
         f"{repeated} done again"
     )
     verdict = f"equal: {result.figures} figures and {result.tensors} tensors"
     if not result.equal:
-        verdict = "\n".join(textwrap.wrap(f"NOT equal: {result.difference}", 80))
+        verdict = fill_screen(f"NOT equal: {result.difference}")
     console.print(verdict, markup=False)
     end(json_path, facts | result.to_json(), well=result.equal)
 

@@ -3,14 +3,10 @@
 Proof: `python -m pytest tests/cli/test_runs_command.py tests/cli/test_export.py`.
 """
 
-import json
-import math
-import mmap
 import os
 import secrets
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +14,16 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
+from safetensors.torch import save_file
 
 from ..config import set_words
 from ..core.wording import format_bytes, write_json
 from ..runs.format import (
     MODEL_PREFIX,
-    SAFETENSORS_DTYPE_CODES,
     Contents,
     Loading,
     LoadReport,
     Snapshot,
-    TensorFacts,
 )
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
@@ -41,7 +35,7 @@ from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import UnusableInput, dtype_option, json_option, model_option
-from .screen import LazyGroup, messages_on_screen
+from .screen import LazyGroup, fill_screen, messages_on_screen, table
 
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
 
@@ -101,44 +95,37 @@ def _checkpoint(run: SavedRun, saved: SavedCheckpoint) -> dict[str, Any]:
     }
 
 
-def runs_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("run", "latest", *CHECKPOINT_KINDS, "size", "damaged")
+def runs_table(rows: list[dict[str, Any]]) -> str:
+    lines = [["run", "latest", *CHECKPOINT_KINDS, "size", "damaged"]]
     for row in rows:
         latest = "none" if row["latest"] is None else str(row["latest"])
         counts = [str(row[kind]) for kind in CHECKPOINT_KINDS]
-        table.add_row(
-            row["run"],
-            latest,
-            *counts,
-            format_bytes(row["bytes"]),
-            # A list reads names and sizes; `runs verify` reads every byte.
-            str(row["damaged"] or "not hashed"),
-        )
-    return table
+        # A list reads names and sizes; `runs verify` reads every byte.
+        damaged = str(row["damaged"] or "not hashed")
+        lines.append([row["run"], latest, *counts, format_bytes(row["bytes"]), damaged])
+    return table(lines)
 
 
-def checkpoints_table(rows: list[dict[str, Any]]) -> Table:
-    table = _table("kind", "step", "size", "date", "metric")
+def checkpoints_table(rows: list[dict[str, Any]]) -> str:
+    lines = [["kind", "step", "size", "date", "metric"]]
     for row in rows:
         if row["damaged"]:
-            table.add_row(row["kind"], "damaged", "", "", row["damaged"], style="red")
-        else:
-            date = row["date"].replace("T", " ").removesuffix("+00:00")
-            table.add_row(
-                row["kind"], str(row["step"]), format_bytes(row["bytes"]), date, row["metric"] or ""
-            )
-    return table
+            lines.append([row["kind"], "damaged", "", "", row["damaged"]])
+            continue
+        date = row["date"].replace("T", " ").removesuffix("+00:00")
+        size = format_bytes(row["bytes"])
+        lines.append([row["kind"], str(row["step"]), size, date, row["metric"] or ""])
+    return table(lines, texts=("date", "metric"))
 
 
-def estimate_table(found: DiskEstimate) -> Table:
+def estimate_table(found: DiskEstimate) -> str:
     count, letter = next(
         (found.parameters / factor, letter)
         for factor, letter in COUNT_SUFFIXES
         if found.parameters >= factor
     )
     unit, unit_bytes = next((unit, size) for unit, size in DISK_SIZE_UNITS if found.most >= size)
-    table = _table(f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit)
-    lines = {
+    sizes = {
         "one checkpoint: weights, moments, other state": found.checkpoint,
         "one best-K checkpoint: weights only": found.best,
         **{f"retained as {kind}": num_bytes for kind, num_bytes in found.kept.items()},
@@ -146,24 +133,11 @@ def estimate_table(found: DiskEstimate) -> Table:
         "extra while one is written": found.in_flight,
         "space needed on the volume": found.most,
     }
-    for label, num_bytes in lines.items():
+    lines = [[f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit]]
+    for label, num_bytes in sizes.items():
         size = num_bytes / unit_bytes
-        table.add_row(label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}")
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for number, name in enumerate(columns):
-        last = number == len(columns) - 1 and name in ("metric", "damaged")
-        numeric = name in ("latest", "step", "size", *dict(DISK_SIZE_UNITS), *CHECKPOINT_KINDS)
-        table.add_column(
-            name,
-            justify="right" if numeric else "left",
-            overflow="fold",
-            no_wrap=not last and number > 0,
-        )
-    return table
+        lines.append([label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}"])
+    return table(lines)
 
 
 # Summary of a run's attempts: how each began and ended, and its unusual events.
@@ -210,13 +184,13 @@ def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
             f"attempt {row['attempt']}: {row['began']} at step {row['from_step']}, "
             f"up to {row['to_step']}, {ended}"
         )
-        yield from textwrap.wrap(line, 80, subsequent_indent="  ")
+        yield fill_screen(line)
 
         for kind in STORY_EVENT_KINDS:
             events = [event for event in row["events"] if event["kind"] == kind]
             for event in events[:MOST_EVENTS_OF_KIND]:
-                line = f"step {event['step']}, {kind}: {printable(event['reason'])}"
-                yield from textwrap.wrap(line, 80, initial_indent="  ", subsequent_indent="    ")
+                line = f"  step {event['step']}, {kind}: {printable(event['reason'])}"
+                yield fill_screen(line, indent="    ")
             if len(events) > MOST_EVENTS_OF_KIND:
                 yield f"  and {len(events) - MOST_EVENTS_OF_KIND} more of {kind}"
 
@@ -264,8 +238,8 @@ def runs_list_command(folder: str, json_path: str | None) -> None:
     if not root.is_dir():
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
-    console = console_for(json_path)
-    console.print(runs_table(rows) if rows else f"{folder} holds no run")
+    console = Console(highlight=False)
+    console.print(runs_table(rows) if rows else f"{folder} holds no run", markup=False)
     end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
 
 
@@ -279,8 +253,8 @@ def show_command(run: str, json_path: str | None) -> None:
     newest = saved.latest()
     attempts, journal_error = _journal_of(saved)
 
-    console = console_for(json_path)
-    console.print(checkpoints_table(rows))
+    console = Console(highlight=False)
+    console.print(checkpoints_table(rows), markup=False)
     console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
     for line in story_lines(attempts):
         console.print(line, markup=False)
@@ -325,10 +299,10 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
                 errors[folder] = str(error)
 
     damaged = {folder: why for folder, why in errors.items() if why}
-    console = console_for(json_path)
+    console = Console(highlight=False)
     for folder, why in damaged.items():
         console.print(f"damaged: {folder}", style="red", markup=False)
-        console.print(textwrap.indent("\n".join(textwrap.wrap(why, 76)), "  "), markup=False)
+        console.print(fill_screen(f"  {why}"), markup=False)
     console.print(f"{len(errors) - len(damaged)} of {len(errors)} checkpoints intact")
     end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(errors)}, well=not damaged)
 
@@ -344,7 +318,7 @@ def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
     try:
         return story(read_history(path)), ""
     except JournalError as error:
-        return [], "\n".join(textwrap.wrap(printable(str(error)), 80))
+        return [], fill_screen(printable(str(error)), indent="")
 
 
 def _open(run: str) -> SavedRun:
@@ -372,149 +346,42 @@ def is_run(path: Path) -> bool:
     )
 
 
-def console_for(json_path: str | None) -> Console:
-    return Console(stderr=json_path == "-", highlight=False, soft_wrap=False)
-
-
 def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if well else 1)
 
 
-# Command `runs export`: the parameters as Hugging Face safetensors. The files are mapped into
-# memory and filled by the load itself, so that a model of any size needs no memory of its own.
+# Command `runs export`: the parameters as Hugging Face safetensors.
 
 MODEL_FILE_NAME = "model.safetensors"
 # As transformers divides a model by default.
 SHARD_BYTES = 5 * 10**9
 
 
-class ShardedSafetensors:
-    """New safetensors files in a folder, mapped into memory and filled through `tensors`.
-
-    Files have at most `shard_bytes`, as far as one tensor allows it; several get an index.
-    """
-
-    def __init__(
-        self, folder: Path, facts: Mapping[str, TensorFacts], *, shard_bytes: int = SHARD_BYTES
-    ) -> None:
-        # The widest dtypes come first, so that every tensor starts at a multiple of its item size.
-        names = sorted(facts, key=lambda name: (-facts[name].dtype.itemsize, name))
-        shards: list[list[str]] = [[]]
-        num_bytes = 0
-        for name in names:
-            size = _bytes_of(facts[name])
-            if shards[-1] and num_bytes + size > shard_bytes:
-                shards.append([])
-                num_bytes = 0
-            shards[-1].append(name)
-            num_bytes += size
-
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._folder = folder
-        self._maps: list[mmap.mmap] = []
-        self.files: dict[str, list[str]] = {}
-        for number, shard in enumerate(shards, start=1):
-            file_name = MODEL_FILE_NAME
-            if len(shards) > 1:
-                file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self.files[file_name] = shard
-            self._make(folder / file_name, {name: facts[name] for name in shard})
-        if len(shards) > 1:
-            total_bytes = sum(map(_bytes_of, facts.values()))
-            weights = {name: file for file, shard in self.files.items() for name in shard}
-            index = {"metadata": {"total_size": total_bytes}, "weight_map": weights}
-            text = json.dumps(index, indent=1, sort_keys=True)
-            (folder / f"{MODEL_FILE_NAME}.index.json").write_text(text + "\n", encoding="utf-8")
-
-    def _make(self, path: Path, facts: Mapping[str, TensorFacts]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        places: dict[str, int] = {}
-        position = 0
-        for name, fact in facts.items():
-            if fact.dtype not in SAFETENSORS_DTYPE_CODES:
-                raise ValueError(f"safetensors can't hold {name}: its dtype is {fact.dtype}")
-            places[name] = position
-            end = position + _bytes_of(fact)
-            header[name] = {
-                "dtype": SAFETENSORS_DTYPE_CODES[fact.dtype],
-                "shape": list(fact.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-
-        with path.open("x+b") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            start = stream.tell()
-            # Disk space is reserved now: a full disk under a map would kill the process.
-            if position and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(stream.fileno(), 0, start + position)
-            stream.truncate(start + position)
-            stream.flush()
-            mapped = mmap.mmap(stream.fileno(), start + position)
-        self._maps.append(mapped)
-        for name, fact in facts.items():
-            numel = math.prod(fact.shape)
-            tensor = torch.empty(fact.shape, dtype=fact.dtype)
-            if numel:
-                flat = torch.frombuffer(
-                    mapped, dtype=fact.dtype, count=numel, offset=start + places[name]
-                )
-                tensor = flat.reshape(fact.shape)
-            self.tensors[name] = tensor
-
-    def finish(self) -> None:
-        """Put everything on the disk; the tensors must not be used afterwards."""
-        self.tensors.clear()
-        for mapped in self._maps:
-            mapped.flush()
-        self._maps.clear()
-        for name in [*self.files, ""]:
-            descriptor = os.open(self._folder / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-
-
-def _bytes_of(fact: TensorFacts) -> int:
-    return math.prod(fact.shape) * fact.dtype.itemsize
-
-
 class ParametersOnly:
-    """Loads the parameters and buffers of a model from a checkpoint into new safetensors files."""
+    """Loads the parameters and buffers of a model from a checkpoint, without a model."""
 
-    def __init__(self, folder: Path, *, strip: str = "", shard_bytes: int = SHARD_BYTES) -> None:
-        self.written: ShardedSafetensors | None = None
-        self._folder = folder
-        self._strip = strip
-        self._shard_bytes = shard_bytes
+    def __init__(self, *, strip: str = "") -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._prefix = MODEL_PREFIX + strip
 
     def snapshot(self) -> Snapshot:
-        raise NotImplementedError("these files are written by a load, and not saved again")
+        raise NotImplementedError("the parameters are written as safetensors, and not saved again")
 
     def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        prefix = MODEL_PREFIX + self._strip
-        chosen = {
-            name: facts for name, facts in contents.tensors.items() if name.startswith(prefix)
+        targets = {
+            name: torch.empty(facts.shape, dtype=facts.dtype)
+            for name, facts in contents.tensors.items()
+            if name.startswith(self._prefix)
         }
-        if not chosen:
-            first = min(
-                (name for name in contents.tensors if name.startswith(MODEL_PREFIX)), default="none"
-            )
-            raise StateMismatch(
-                f"no parameter's name begins with {self._strip!r}: the first is "
-                f"{first.removeprefix(MODEL_PREFIX)}"
-            )
-        self.written = ShardedSafetensors(
-            self._folder,
-            {name.removeprefix(prefix): facts for name, facts in chosen.items()},
-            shard_bytes=self._shard_bytes,
-        )
-        targets = {name: self.written.tensors[name.removeprefix(prefix)] for name in chosen}
+        if not targets:
+            known = (name for name in contents.tensors if name.startswith(MODEL_PREFIX))
+            first = min(known, default="none").removeprefix(MODEL_PREFIX)
+            wanted = self._prefix.removeprefix(MODEL_PREFIX)
+            raise StateMismatch(f"no parameter's name begins with {wanted!r}: the first is {first}")
+        for name, target in targets.items():
+            self.tensors[name.removeprefix(self._prefix)] = target
         report = LoadReport(matched=len(targets), wanted=len(targets))
         return Loading(targets, lambda: None, report)
 
@@ -535,26 +402,62 @@ def export_parameters(
     """
     if folder.exists():
         raise FileExistsError(f"{folder} exists: give a new folder")
+    state = ParametersOnly(strip=strip)
+    run.load(run.folder_of(checkpoint), state)
     staged = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     staged.mkdir(parents=True)
     try:
-        state = ParametersOnly(staged, strip=strip, shard_bytes=shard_bytes)
-        run.load(run.folder_of(checkpoint), state)
-        assert state.written is not None
+        files = _write_shards(staged, state.tensors, shard_bytes)
         if config is not None:
             shutil.copyfile(config, staged / "config.json")
-        state.written.finish()
+        for path in (*staged.iterdir(), staged):
+            _put_on_disk(path)
         staged.rename(folder)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
-    return state.written.files
+    return files
+
+
+def _put_on_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_shards(
+    folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int
+) -> dict[str, list[str]]:
+    """Write files of at most `shard_bytes`, as far as a tensor allows; several get an index."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    for name, tensor in sorted(tensors.items()):
+        num_bytes = sum(other.nbytes for other in shards[-1].values())
+        if shards[-1] and num_bytes + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    files = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = MODEL_FILE_NAME
+        if len(shards) > 1:
+            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        files[file_name] = list(shard)
+    if len(shards) > 1:
+        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        weights = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weights}
+        write_json(str(folder / f"{MODEL_FILE_NAME}.index.json"), index)
+    return files
 
 
 @runs_command.command("export", example="run-001 latest --out model")
 @RUN_ARGUMENT
 @click.argument("checkpoint", default="latest")
 @click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")
-@click.option("--config", metavar="FILE", help="A config.json to put beside the parameters.")
+@click.option(
+    "--model-config", metavar="FILE", help="A config.json of Hugging Face to put beside them."
+)
 @click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
 @click.option("--shard-bytes", metavar="NUMBER", default="5e9", help="Most bytes of a file.")
 @JSON_OPTION
@@ -562,7 +465,7 @@ def export_command(
     run: str,
     checkpoint: str,
     out: str,
-    config: str | None,
+    model_config: str | None,
     strip: str,
     shard_bytes: str,
     json_path: str | None,
@@ -578,7 +481,7 @@ def export_command(
             saved,
             checkpoint,
             Path(out),
-            config=config,
+            config=model_config,
             strip=strip,
             shard_bytes=int(float(shard_bytes)),
         )
@@ -586,8 +489,9 @@ def export_command(
         raise UnusableInput(printable(str(error), longest=1000)) from error
 
     names = {name: len(shard) for name, shard in files.items()}
-    console = console_for(json_path)
-    console.print(f"{sum(names.values())} tensors in {len(names)} files of {out}", markup=False)
+    console = Console(highlight=False)
+    count = "1 file" if len(names) == 1 else f"{len(names)} files"
+    console.print(f"{sum(names.values())} tensors in {count} of {out}", markup=False)
     end(json_path, {"out": out, "files": names}, well=True)
 
 
@@ -627,10 +531,10 @@ def estimate_command(
         estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
     except (ValueError, OverflowError) as error:
         raise UnusableInput(str(error)) from error
-    console = Console(stderr=json_path == "-", highlight=False)
-    console.print(estimate_table(estimate))
+    console = Console(highlight=False)
+    console.print(estimate_table(estimate), markup=False)
     for line in estimate.advice:
-        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+        console.print(fill_screen(line, indent=""), markup=False)
 
     facts = estimate.to_json()
     enough = True

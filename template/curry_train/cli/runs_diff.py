@@ -12,13 +12,14 @@ from statistics import median
 from typing import Any
 
 import click
+import numpy
 
 from ..core.wording import format_bytes, format_seconds, write_json
 from ..runs.history import Attempt, History, Marks, read_history
 from ..runs.journal import find_journal, finite, printable
 from ..runs.ranks import RunError
 from .options import UnusableInput, json_option
-from .screen import ScreenCommand, fill_screen
+from .screen import ScreenCommand, fill_screen, table
 
 # Compare two runs by their journals: configuration, code, losses, costs and events.
 
@@ -225,48 +226,28 @@ def _equal(a: Any, b: Any) -> bool:
 def compare_values(
     steps_a: "array[int]", a: "array[float]", steps_b: "array[int]", b: "array[float]"
 ) -> Losses:
-    """Compare the values at the steps that both have; nan on both sides counts as equal.
-
-    The steps are in ascending order, so that one pass finds the common ones.
-    """
-    num_common = 0
-    num_different = 0
-    first = None
-    last = None
-    parted = None
-    visibly = None
-    largest = None
-    i = 0
-    j = 0
-    while i < len(steps_a) and j < len(steps_b):
-        step = steps_a[i]
-        if step < steps_b[j]:
-            i += 1
-            continue
-        if step > steps_b[j]:
-            j += 1
-            continue
-
-        value_a = a[i]
-        value_b = b[j]
-        i += 1
-        j += 1
-        num_common += 1
-        first = step if first is None else first
-        last = step
-        if value_a == value_b or (math.isnan(value_a) and math.isnan(value_b)):
-            continue
-
-        num_different += 1
-        difference_here = Parting(step, value_a, value_b)
-        parted = parted or difference_here
-        if visibly is None and difference_here.relative > VISIBLE_LOSS_DIFFERENCE:
-            visibly = difference_here
-        if largest is None or _parting_size(difference_here) > _parting_size(largest):
-            largest = difference_here
-
-    spans = (_first_and_last(steps_a), _first_and_last(steps_b))
-    return Losses(num_common, num_different, first, last, parted, visibly, largest, spans)
+    """Compare the values at the steps that both have; nan on both sides counts as equal."""
+    common, places_a, places_b = numpy.intersect1d(
+        steps_a, steps_b, assume_unique=True, return_indices=True
+    )
+    values_a = numpy.asarray(a)[places_a]
+    values_b = numpy.asarray(b)[places_b]
+    both_nan = numpy.isnan(values_a) & numpy.isnan(values_b)
+    differing = numpy.flatnonzero((values_a != values_b) & ~both_nan)
+    partings = [
+        Parting(int(common[place]), float(values_a[place]), float(values_b[place]))
+        for place in differing
+    ]
+    return Losses(
+        num_common=len(common),
+        num_different=len(partings),
+        first_common=int(common[0]) if len(common) else None,
+        last_common=int(common[-1]) if len(common) else None,
+        parted=next(iter(partings), None),
+        visibly=next((one for one in partings if one.relative > VISIBLE_LOSS_DIFFERENCE), None),
+        largest=max(partings, key=_parting_size, default=None),
+        spans=(_first_and_last(steps_a), _first_and_last(steps_b)),
+    )
 
 
 def _parting_size(parting: Parting) -> float:
@@ -321,9 +302,6 @@ def _metrics(a: History, b: History) -> dict[str, Losses]:
 
 MOST_CHANGES = 40  # changes shown per section; --json has all
 MOST_SHOWN_STEPS = 4
-# Longest name and value that fit into the table; longer ones get lines of their own.
-LONGEST_CHANGE_NAME = 36
-LONGEST_CHANGE_VALUE = 18
 
 
 @click.command("diff", cls=ScreenCommand, example="run-001 run-002")
@@ -351,7 +329,7 @@ def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     except (RunError, ValueError) as error:
         raise UnusableInput(fill_screen(printable(str(error), longest=1000), indent="")) from error
     found = difference(*histories)
-    click.echo(diff_text(found, histories), err=json_path == "-")
+    click.echo(diff_text(found, histories))
     if json_path:
         write_json(json_path, finite(found.to_json()))
 
@@ -421,26 +399,10 @@ def _part(name: str, changes: Sequence[SettingChange], found: RunDifference) -> 
     if not changes:
         yield f"{name}: the same"
         return
-    rows = [
-        (printable(change.name), _value(change.a), _value(change.b))
-        for change in changes[:MOST_CHANGES]
-    ]
-    short = [
-        row
-        for row in rows
-        if len(row[0]) <= LONGEST_CHANGE_NAME
-        and max(len(row[1]), len(row[2])) <= LONGEST_CHANGE_VALUE
-    ]
-    name_width = max((len(row[0]) for row in short), default=0)
-    value_width = max((len(row[1]) for row in short), default=0)
-
-    yield f"{name:<{name_width + 4}}{'A':<{value_width}}  B" if short else name
-    for row in rows:
-        if row in short:
-            yield f"  {row[0]:<{name_width}}  {row[1]:<{value_width}}  {row[2]}".rstrip()
-            continue
-        for text in (f"  {row[0]}", f"    A  {row[1]}", f"    B  {row[2]}"):
-            yield fill_screen(text, indent=" " * 7)
+    rows = [[name, "A", "B"]]
+    for change in changes[:MOST_CHANGES]:
+        rows.append([f"  {printable(change.name)}", _value(change.a), _value(change.b)])
+    yield table(rows, texts=("A", "B"))
     if len(changes) > MOST_CHANGES:
         yield f"  and {len(changes) - MOST_CHANGES} more: --json has all"
 

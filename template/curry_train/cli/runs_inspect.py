@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -22,8 +21,7 @@ from typing import Any
 
 import click
 import torch
-from rich.markup import escape
-from rich.table import Table
+from rich.console import Console
 
 from ..core.unpickle import RefusedPickle, StandIn
 from ..core.wording import format_bytes
@@ -34,18 +32,18 @@ from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest, verify_files
 from ..runs.ranks import RunError
 from ..runs.trainers import read_commit
 from .options import UnusableInput, json_option
-from .runs import console_for, end, is_run
-from .screen import ScreenCommand
+from .runs import end, is_run
+from .screen import ScreenCommand, fill_screen, table
 from .tensor_files import (
-    REBUILD_PREFIXES,
+    MOST_PICKLE_BYTES,
     FileContent,
     FoundTensor,
-    Region,
+    add_names,
+    in_a_line,
     open_regular,
     read_index,
-    read_region,
+    read_piece,
     read_tensor_file,
-    unpickled,
 )
 
 # The result of an inspection.
@@ -78,7 +76,8 @@ HARMLESS_NAMES = {
     ),
 }
 HARMLESS_PREFIXES = (
-    *REBUILD_PREFIXES,
+    # Beginnings of the functions that a pickled tensor would call.
+    *("torch._utils._rebuild_", "torch._tensor._rebuild_"),
     "torch.distributed.checkpoint.metadata.",
     "torch_checkpointing.distributed_metadata.",
     "torch_checkpointing.tensor_slice.",
@@ -153,10 +152,12 @@ class Inspection:
         self.values |= {prefix + key: text for key, text in content.values.items()}
         self.problems += [prefix + one for one in content.problems]
         self.unknown += [prefix + one for one in content.unknown]
-        if content.num_hashed:
-            algorithm = content.algorithm
-            self.hashed[algorithm] = self.hashed.get(algorithm, 0) + content.num_hashed
+        self.count_hashed(content)
         self.judge(content.names)
+
+    def count_hashed(self, content: FileContent) -> None:
+        if content.num_hashed:
+            self.hashed["CRC-32"] = self.hashed.get("CRC-32", 0) + content.num_hashed
 
     def judge(self, names: set[str]) -> None:
         """Sort the names that pickles import into harmless, other and dangerous ones."""
@@ -222,7 +223,7 @@ def _add_commit(path: Path, found: Inspection) -> None:
     except FileNotFoundError:
         return
     except RunError as error:
-        found.problems.append(" ".join(str(error).split())[:300])
+        found.problems.append(in_a_line(error))
         return
     found.hashed[commit.manifest.algorithm] = 1
     found.unknown = [one for one in found.unknown if "a changed bit" not in one]
@@ -258,7 +259,7 @@ def _inspect_folder(path: Path, *, values: bool) -> Inspection:
         else:
             _read_each(path, files, found, values)
     except (RefusedPickle, RunError, OSError, ValueError, zipfile.BadZipFile) as error:
-        found.problems.append(" ".join(str(error).split())[:300])
+        found.problems.append(in_a_line(error))
     except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         found.problems.append(f"its index can't be read ({type(error).__name__}: {error!s:.200})")
     return found
@@ -330,7 +331,7 @@ def _read_rank_files(
     """Read a folder of torch_checkpointing: a file for each item and rank."""
     found.format = "torch_checkpointing checkpoint"
     content = FileContent()
-    unpickled(_bytes_of(files["metadata.pkl"]), content)
+    add_names(_bytes_of(files["metadata.pkl"]), content)
     found.judge(content.names)
     for name in files:
         if name.endswith(TENSOR_SUFFIXES) and name != "metadata.pkl":
@@ -340,7 +341,7 @@ def _read_rank_files(
 
 def _bytes_of(path: Path) -> bytes:
     with open_regular(path) as stream:
-        return Region(stream, 0, os.fstat(stream.fileno()).st_size).read()
+        return stream.read(MOST_PICKLE_BYTES + 1)
 
 
 def _read_manifest(path: Path, files: Mapping[str, Path], found: Inspection, values: bool) -> None:
@@ -384,7 +385,7 @@ def _read_distributed(
     found.format = "torch.distributed.checkpoint"
     content = FileContent()
     try:
-        metadata = unpickled(_bytes_of(files[".metadata"]), content)
+        metadata = add_names(_bytes_of(files[".metadata"]), content)
     finally:
         found.judge(content.names)
     index = _fields(metadata, "Metadata")
@@ -396,19 +397,16 @@ def _read_distributed(
         places[identity["fqn"], where] = _fields(place, "_StorageInfo")
 
     found.complete = True
-    hashed = FileContent(algorithm="CRC-32")
     for name, entry in index["state_dict_metadata"].items():
         if entry.named == f"{_METADATA_MODULE}.BytesStorageMetadata":
             place = places.get((name, None))
             found.values[str(name)] = "a pickled value"
-            _add_piece(files, place, str(name), None, found, hashed, values=False)
+            _add_piece(files, place, str(name), None, found, values=False)
             continue
         fields = _fields(entry, "TensorStorageMetadata")
         tensor = FoundTensor(str(name), _size(fields["size"]), _dtype_name(fields["properties"]))
         found.tensors.append(tensor)
-        _read_pieces(tensor, fields["chunks"], places, files, found, hashed, values)
-    if hashed.num_hashed:
-        found.hashed["CRC-32"] = hashed.num_hashed
+        _read_pieces(tensor, fields["chunks"], places, files, found, values)
     found.unknown.append(".metadata has no hash: a changed bit in the index can't be told")
 
 
@@ -418,7 +416,6 @@ def _read_pieces(
     places: Mapping[Any, Mapping[str, Any]],
     files: Mapping[str, Path],
     found: Inspection,
-    hashed: FileContent,
     values: bool,
 ) -> None:
     """Read all pieces of a tensor and count what is not finite."""
@@ -430,7 +427,7 @@ def _read_pieces(
         sizes = _size(fields["sizes"])
         num_elements += math.prod(sizes)
         place = places.get((tensor.name, _size(fields["offsets"])))
-        piece = _add_piece(files, place, tensor.name, sizes, found, hashed, values=values)
+        piece = _add_piece(files, place, tensor.name, sizes, found, values=values)
         if piece is None or piece.nan is None:
             values = False
         else:
@@ -451,7 +448,6 @@ def _add_piece(
     name: str,
     sizes: tuple[int, ...] | None,
     found: Inspection,
-    hashed: FileContent,
     *,
     values: bool,
 ) -> FoundTensor | None:
@@ -473,10 +469,11 @@ def _add_piece(
         return None
 
     with open_regular(file) as stream:
-        content = read_region(Region(stream, offset, length), values=values)
+        stream.seek(offset)
+        content = read_piece(stream.read(length), values=values)
     found.problems += [f"{name:.80}: {one}" for one in content.problems]
     found.judge(content.names)
-    hashed.num_hashed += content.num_hashed
+    found.count_hashed(content)
     if content.unknown and sizes is not None:
         found.unknown += [f"{name:.80}: {one}" for one in content.unknown]
     if sizes is None or content.problems:
@@ -538,11 +535,11 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
         reason = error.strerror or str(error)
         raise UnusableInput(printable(f"{path} can't be read ({reason})", longest=1000)) from error
 
-    console = console_for(json_path)
+    console = Console(highlight=False)
     if found.tensors:
-        console.print(_tensors_table(found))
+        console.print(_tensors_table(found), markup=False)
     for line in inspection_lines(found):
-        console.print("\n".join(textwrap.wrap(line, 80, subsequent_indent="  ")), markup=False)
+        console.print(fill_screen(line), markup=False)
     end(json_path, found.to_json(), well=found.well)
 
 
@@ -567,17 +564,14 @@ def inspection_lines(found: Inspection) -> Iterator[str]:
     yield f"whole: {whole}"
 
 
-def _tensors_table(found: Inspection) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("tensor", "shape", "dtype", "NaN", "inf"):
-        is_number = column in ("shape", "NaN", "inf")
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+def _tensors_table(found: Inspection) -> str:
+    rows = [["tensor", "shape", "dtype", "NaN", "inf"]]
     # Tensors with values that are not finite come first, and the others in the file's order.
     tensors = sorted(found.tensors, key=lambda one: not (one.nan or one.inf))
     for one in tensors[:MOST_TENSORS_SHOWN]:
         shape = "x".join(map(str, one.shape)) or "scalar"
         counts = ["?" if number is None else str(number or "") for number in (one.nan, one.inf)]
-        table.add_row(escape(printable(one.name)), shape, one.dtype, *counts)
-    if tensors[MOST_TENSORS_SHOWN:]:
-        table.add_row(f"and {len(tensors) - MOST_TENSORS_SHOWN} more, which --json has")
-    return table
+        rows.append([printable(one.name), shape, one.dtype, *counts])
+    if more := len(tensors[MOST_TENSORS_SHOWN:]):
+        rows.append([f"and {more} more, which --json has", "", "", "", ""])
+    return table(rows, texts=("dtype",))

@@ -17,9 +17,7 @@ import click
 import torch
 
 from ..bench.savings import (
-    MEASURED_OUTCOME,
     REFERENCE_STRATEGY,
-    REFUSED_OUTCOME,
     SavingsRow,
     StepSeconds,
     check_limit,
@@ -28,6 +26,7 @@ from ..bench.savings import (
     load_with_depth,
     measure_savings,
 )
+from ..bench.steps import MEASURED_OUTCOME, REFUSED_OUTCOME
 from ..core.blocks import find_blocks
 from ..core.wording import (
     format_bytes,
@@ -321,7 +320,6 @@ def _measure(
 ) -> list[SavingsRow]:
     """Measure the cases one after the other."""
     rows = list[SavingsRow]()
-    hints: dict[Any, dict[str, int]] = {}
     steps = len(cases) * count_steps(len(names), repeats=repeats, limit=limit)
     with progress_on_screen() as progress:
         task = progress.add_task("", total=steps, completed=-1)
@@ -331,14 +329,12 @@ def _measure(
                 description = f"{case.workload.name}, {case.batch_size}: {message}"
                 progress.update(task, advance=1, description=description)
 
-            guesses = hints.setdefault((case.workload.spec, depth), {})
             rows += measure_savings(
                 case,
                 names,
                 depth=depth,
                 repeats=repeats,
                 limit=limit,
-                hints=guesses,
                 tell=show_message,
             )
     return rows

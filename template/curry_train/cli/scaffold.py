@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -60,32 +59,10 @@ PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
 
 
-class Refusal(click.ClickException):
-    """A request that can't be fulfilled: one message, and exit status 2."""
-
-    exit_code = 2
-
-
-class ScaffoldCommand(ScreenCommand):
-    """A command that turns errors of the user and of the file system into a `Refusal`."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
-        try:
-            return super().invoke(ctx)
-        except ScaffoldError as error:
-            raise Refusal(str(error)) from error
-        except BrokenPipeError:
-            raise  # the reader of our output went away; click ends the command
-        except OSError as error:
-            where = f": {error.filename}" if error.filename else ""
-            raise Refusal(f"{error.strerror or error}{where}") from error
-
-
 # new
 
 
-@click.command("new", cls=ScaffoldCommand, example="my-run")
+@click.command("new", cls=ScreenCommand, example="my-run")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--name", metavar="NAME", help="Name of the project.  [default: from DIR]")
 @click.option("--own", is_flag=True, help="Copy the run-time rooms instead of the wheel.")
@@ -185,7 +162,7 @@ def wheel_changes(
 # add
 
 
-@click.command("add", cls=ScaffoldCommand, example="sac --into src/mylib/training")
+@click.command("add", cls=ScreenCommand, example="sac --into src/mylib/training")
 @click.argument("technique", metavar="TECHNIQUE")
 @click.option(
     "--into",
@@ -362,7 +339,7 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 # update
 
 
-@click.command("update", cls=ScaffoldCommand, example="my-run --dry-run")
+@click.command("update", cls=ScreenCommand, example="my-run --dry-run")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
 def update_command(directory: Path, dry_run: bool) -> None:
@@ -432,7 +409,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # diff and list
 
 
-@click.command("diff", cls=ScaffoldCommand, example="my-run --patch")
+@click.command("diff", cls=ScreenCommand, example="my-run --patch")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
 @click.option("--patch", is_flag=True, help="Print what turns your files into the bundle's.")
 def diff_command(directory: Path, patch: bool) -> None:
@@ -468,7 +445,7 @@ def patch_lines(entry: Comparison) -> Iterator[str]:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-@click.command("list", cls=ScaffoldCommand, example="")
+@click.command("list", cls=ScreenCommand, example="")
 def list_command() -> None:
     """List the techniques and what adding each one copies."""
     bundle = find_bundle()

@@ -18,11 +18,11 @@ import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import click
@@ -55,10 +55,11 @@ WIDEST_OPTION = 24
 _RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
 
-# Exit status of a command whose reader has ended, as of a process that SIGPIPE ends.
-PIPE_STATUS = 141
 # Errors of a file system that leave nothing to write to, whatever the file.
-FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
+FULL_OR_READ_ONLY = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO),
+    errno.ENAMETOOLONG,
+}
 
 
 class ResultNotWritten(click.ClickException):
@@ -67,46 +68,25 @@ class ResultNotWritten(click.ClickException):
     exit_code = 2
 
 
-class StandardOutput:
-    """Standard output that ends the command in one line where it can't be written."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._end(error)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._end(error)
-
-    def _end(self, error: OSError) -> NoReturn:
-        # Buffered text is written at the end of the process, and would fail again.
-        with Path(os.devnull).open("w") as nothing:
-            os.dup2(nothing.fileno(), self._stream.fileno())
-        if error.errno == errno.EPIPE:
-            sys.exit(PIPE_STATUS)
-        click.echo(f"Error: standard output can't be written: {error.strerror}", err=True)
-        sys.exit(2)
-
-
 @contextmanager
-def errors_that_fit() -> Iterator[None]:
-    """Break the messages of errors that end a command, those of click itself too."""
+def errors_that_fit(outputs: Iterable[Any] = ()) -> Iterator[None]:
+    """End a command in a few lines, also where one of its outputs can't be written."""
     try:
         yield
     except click.ClickException as error:
         message = wrapped(error.format_message(), begun=len("Error: "))
         error.format_message = lambda: message  # type: ignore[method-assign]
         raise
+    except OSError as error:
+        is_output = error.filename is not None and str(error.filename) in map(str, outputs)
+        if error.errno not in FULL_OR_READ_ONLY and not is_output:
+            raise
+        if error.filename is None:
+            # Buffered text is written at the end of the process, and would fail again.
+            with suppress(OSError), Path(os.devnull).open("w") as nothing:
+                os.dup2(nothing.fileno(), sys.stdout.fileno())
+        place = error.filename or "standard output"
+        raise ResultNotWritten(f"{place}: {error.strerror}") from error
 
 
 @contextmanager
@@ -157,29 +137,14 @@ class ScreenCommand(click.Command):
         self.example = example
 
     def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
-        """Run the command; output that can't be written ends it in one line."""
+        """Run the command; Ctrl-C ends some at once."""
         run: Any = super().main
         if not standalone_mode:
             return run(*args, standalone_mode=False, **settings)
-        if not ENDED_BY_INTERRUPT.isdisjoint({self.name, *sys.argv[1:2]}):
-            with ended_by_interrupt():
-                return self._run_to_standard_output(args, settings)
-        return self._run_to_standard_output(args, settings)
-
-    def _run_to_standard_output(self, args: Any, settings: Any) -> None:
-        run: Any = super().main
-        before = sys.stdout
-        if before is None:
-            click.echo("Error: standard output is closed", err=True)
-            sys.exit(2)
-        sys.stdout = cast(TextIO, StandardOutput(before))
-        try:
-            run(*args, standalone_mode=True, **settings)
-        finally:
-            try:
-                sys.stdout.flush()
-            finally:
-                sys.stdout = before
+        if ENDED_BY_INTERRUPT.isdisjoint({self.name, *sys.argv[1:2]}):
+            return run(*args, **settings)
+        with ended_by_interrupt():
+            return run(*args, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words; a shell leaves the ~ of `--json=~/a.json` and of `runs=~/a`."""
@@ -202,18 +167,8 @@ class ScreenCommand(click.Command):
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; a result file that can't be written ends it in one line."""
-        try:
-            with errors_that_fit(), json_on_standard_output(ctx):
-                return super().invoke(ctx)
-        except OSError as error:
-            is_output = error.filename is not None and str(error.filename) in map(
-                str, ctx.params.values()
-            )
-            if error.errno not in FULL_OR_READ_ONLY and not is_output:
-                raise
-            place = f"{error.filename}: " if error.filename else ""
-            raise ResultNotWritten(f"{place}{error.strerror}") from error
+        with errors_that_fit(ctx.params.values()), json_on_standard_output(ctx):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each section; a group has its commands first."""
@@ -428,8 +383,12 @@ def wrapped(text: str, *, begun: int = 0) -> str:
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a table on a screen: names at the left, figures at the right."""
+def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
+    """Return rows as a table on a screen: names at the left, figures at the right.
+
+    The first row has the heads. `texts` are those of more columns at the left, which are broken
+    into lines where they are too long.
+    """
     # Here, because the list of commands is shown without rich.
     from rich.console import Console
     from rich.table import Table
@@ -438,8 +397,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     gap = 2 if sum(widths) + 2 * len(widths) <= SCREEN_WIDTH else 1
     grid = Table.grid(padding=(0, gap, 0, 0))
-    for number in range(len(widths)):
-        grid.add_column(justify="right" if number else "left", no_wrap=number > 0)
+    for number, head in enumerate(rows[0]):
+        is_text = number == 0 or head in texts
+        grid.add_column(
+            justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+        )
     for row in rows:
         grid.add_row(*map(Text, row))
     console = Console(width=SCREEN_WIDTH, file=io.StringIO())

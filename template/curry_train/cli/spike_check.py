@@ -9,9 +9,7 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
-import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from ..runs.spike import Limit, SpikeWatchdog
 from ..trainer import Hook, TrainingRun, Watch, train_run
 from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
+from .figures import plot_runs
 from .options import (
     UnusableInput,
     choose_device,
@@ -43,13 +42,11 @@ from .options import (
     require_matplotlib,
 )
 from .resume_check import different_tensor, final_tensors
-from .runs_plot import plot_runs
-from .screen import ScreenCommand, progress_on_screen
+from .screen import ScreenCommand, fill_screen, progress_on_screen
 from .train import open_named_run
 
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
 
-LEAST_THRESHOLD = 3.0  # a lower threshold raises alarms on healthy losses
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
 # Silenced loggers; the result has the same information.
 SILENCED_LOGGERS = ("curry_train.runs.spike", "curry_train.runs.policy")
@@ -107,33 +104,6 @@ class Missed:
     threshold: float
     least_rise: float
     patience: int
-
-    @property
-    def advice(self) -> str:
-        """The settings that would have found the spike, or why none would."""
-        stretches = [
-            self.rises[end - self.patience : end]
-            for end in range(self.patience, len(self.rises) + 1)
-        ]
-        # The largest rise that lasted for `patience` steps.
-        sustained = max((min(stretch) for stretch in stretches), default=0.0)
-        reachable = 0.95 * (sustained - self.limit.drift)
-        if reachable <= 0 and self.in_a_row:
-            return (
-                f"plant at least {self.patience} bad steps with --windows, or set "
-                f"spike.patience={self.in_a_row}"
-            )
-        if reachable <= 0 or reachable * self.threshold < LEAST_THRESHOLD * self.limit.by_noise:
-            return "no setting: these bad samples raise the loss by no more than its noise"
-
-        settings = []
-        if self.limit.by_noise > reachable:
-            threshold = self.threshold * reachable / self.limit.by_noise
-            settings.append(f"spike.threshold={_rounded_down(threshold)}")
-        if self.limit.by_level > reachable:
-            least_rise = self.least_rise * reachable / self.limit.by_level
-            settings.append(f"spike.least_rise={_rounded_down(least_rise)}")
-        return "set " + " and ".join(settings)
 
 
 @dataclass(frozen=True)
@@ -269,12 +239,6 @@ def missed_spike(
     )
 
 
-def _rounded_down(value: float) -> float:
-    """Round down to two digits, so that the value is easy to type."""
-    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return float(f"{math.floor(value / unit) * unit:.2g}")
-
-
 class _Plant:
     """Make the samples at the positions of some windows bad, the same ones in each run."""
 
@@ -405,7 +369,7 @@ def spike_check_command(
             raise UnusableInput(str(error)) from error
 
     for line in describe_spike_check(result):
-        console.print("\n".join(textwrap.wrap(line, 80)), markup=False)
+        console.print(fill_screen(line, indent=""), markup=False)
     if plot_path:
         console.print(f"drawn as {plot_path}", markup=False)
     if json_path:
@@ -457,7 +421,6 @@ def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
         f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
         f"(spike.least_rise), {limit.by_level:.2g}{drift}"
     )
-    yield f"to find it: {missed.advice}"
 
 
 def _require_matplotlib() -> None:

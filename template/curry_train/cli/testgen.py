@@ -270,7 +270,8 @@ def testgen_command(
     if check:
         _report_differences(shown, differences(found or "", text))
     else:
-        click.echo(f"wrote {shown}; run it with\n  {_python_path(recipe)}python -m pytest {shown}")
+        command = f"{_python_path(recipe)}python -m pytest {shlex.quote(shown)}"
+        click.echo(f"wrote {shown}; run it with\n  {command}")
 
 
 def _command_words(context: click.Context) -> list[str]:
@@ -303,7 +304,7 @@ def _python_path(recipe: Recipe) -> str:
     others = [path for path in sys.path if path != home] + inherited
     if importlib.machinery.PathFinder.find_spec(DEFAULT_PACKAGE_NAME, others) is not None:
         return ""
-    return f"PYTHONPATH={PurePath(os.path.relpath(home)).as_posix()} "
+    return f"PYTHONPATH={shlex.quote(PurePath(os.path.relpath(home)).as_posix())} "
 
 
 def _is_installed() -> bool:

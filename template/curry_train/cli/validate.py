@@ -6,25 +6,20 @@ Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 import contextlib
 import fnmatch
 import inspect
-import multiprocessing
-import os
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.measure import count_flops, heap_kept
+from ..core.measure import heap_kept
 from ..core.wording import format_seconds, provenance, write_json
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import (
@@ -47,16 +42,12 @@ from ..gates.verdict import (
     technique_of,
     techniques_of,
 )
-from ..plan.device import product_rate
-from ..plan.optimizers import ValuesInSteps
-from ..plan.shapes import PretendedCase, pretended
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, is_taken, load_workload
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
-    DTYPES,
     UnusableInput,
     case_of,
     choose_device,
@@ -67,7 +58,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, progress_on_screen
+from .screen import ScreenCommand, fill_screen, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -296,9 +287,7 @@ def list_contracts(gates: Sequence[Gate]) -> str:
     for contract in CONTRACTS.values():
         if contract.name in names:
             lines.append(f"  {contract.name}{inspect.signature(contract.call)}")
-            lines += textwrap.wrap(
-                contract.promise, 80, initial_indent="      ", subsequent_indent="      "
-            )
+            lines.append(fill_screen(f"      {contract.promise}", indent="      "))
     return "\n".join(lines if names else [])
 
 
@@ -362,22 +351,24 @@ def validate_command(
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = [prefix + spec for spec in models or BUILTIN_WORKLOADS]
 
-    console = Console(stderr=json_path == "-", highlight=False)
+    console = Console(highlight=False)
     facts = provenance(place)
-    is_long = _announce_time(console, specs, gates, place, dtype, batch_size, shrinks=bool(shrink))
-    if is_long:
-        gates = tuple(sorted(gates, key=lambda gate: gate.steps))
+    forward_seconds = 0.0
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
         for workload in _named_once([load_workload(spec) for spec in specs]):
             wanted = (dtype, batch_size, seed, blocks)
             case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
-            case, looks[workload.name] = _look(case)
+            case, looks[workload.name], seconds = _look(case)
             cases.append(case)
+            forward_seconds += seconds
     except ValueError as error:
         raise UnusableInput(str(error)) from error
 
+    is_long = _announce_time(console, forward_seconds, gates, shrinks=bool(shrink))
+    if is_long:
+        gates = tuple(sorted(gates, key=lambda gate: gate.steps))
     settings = _print_settings(console, cases, facts, seed)
     for one in given:
         console.print(f"{one.spec} in place of our {one.name}", style="dim")
@@ -396,76 +387,27 @@ def validate_command(
 
 # A run that takes longer is announced, and a line is printed for each gate as it ends.
 LONG_SECONDS = 120.0
-# The estimate ends after this time: better none than a late one.
-MOST_ESTIMATE_SECONDS = 20.0
+# A step has a forward and a backward, which takes two of them.
+FORWARDS_IN_A_STEP = 3
 
 
 def _announce_time(
-    console: Console,
-    specs: Sequence[str],
-    gates: Sequence[Gate],
-    device: torch.device,
-    dtype: str | None,
-    batch_size: int | None,
-    *,
-    shrinks: bool,
+    console: Console, forward_seconds: float, gates: Sequence[Gate], *, shrinks: bool
 ) -> bool:
     """Print how long the gates take, if that is long; return whether it is.
 
-    The time follows from shapes, before any weight is made. Models that were read off a trainer or
-    script exist already, and those whose steps depend on values are not estimated.
+    `forward_seconds` is what a forward of each model took, added up.
     """
     num_steps = sum(gate.steps for gate in gates)
-    own = [spec for spec in specs if spec not in BUILTIN_WORKLOADS and not is_taken(spec)]
-    precision = DTYPES[dtype or "float32"]
-    flops = [step_flops(spec, precision, batch_size or DEFAULT_BATCH_SIZE) for spec in own]
-    if not any(flops):
-        return False
-    total = num_steps * sum(filter(None, flops)) / product_rate(device, precision)
+    seconds = FORWARDS_IN_A_STEP * forward_seconds
+    total = num_steps * seconds
     if total < LONG_SECONDS:
         return False
     duration = f"{total / 3600:.1f} hours" if total > 7200 else f"{total / 60:.0f} min"
-    steps = f"({num_steps} steps of {format_seconds(total / num_steps)})"
+    steps = f"({num_steps} steps of {format_seconds(seconds)})"
     console.print(f"about {duration} {steps}, a line for each gate, short gates first")
     console.print(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
     return True
-
-
-def step_flops(spec: str, dtype: torch.dtype, batch_size: int) -> int | None:
-    """Count the FLOPs of a step on shapes alone, or return None where that fails.
-
-    In a fork, because what the user's modules keep from it has no values.
-    """
-    if not hasattr(os, "fork"):
-        return None
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_flops, args=(sender, spec, dtype, batch_size))
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(MOST_ESTIMATE_SECONDS):
-            return None
-        flops: int = receiver.recv()
-        return flops
-    except EOFError:  # it failed, which the gates report
-        return None
-    finally:
-        process.kill()
-        process.join()
-
-
-def _send_flops(sender: Any, spec: str, dtype: torch.dtype, batch_size: int) -> None:
-    with (
-        Path(os.devnull).open("w") as nothing,
-        contextlib.redirect_stdout(nothing),
-        contextlib.redirect_stderr(nothing),
-    ):
-        os.dup2(nothing.fileno(), 2)
-        with pretended(kernels="cpu", values=ValuesInSteps()):
-            case = PretendedCase(load_workload(spec), dtype=dtype, batch_size=batch_size)
-            flops = count_flops(case.build(), case.batch(), case.workload.mean_loss)
-        sender.send(flops.forward + flops.backward)
 
 
 def _print_settings(
@@ -547,8 +489,8 @@ def _measure(
     return round(time.perf_counter() - start, 1)
 
 
-def _look(case: Case) -> tuple[Case, FirstLook]:
-    """Choose the blocks, and find what several gates would fail on.
+def _look(case: Case) -> tuple[Case, FirstLook, float]:
+    """Choose the blocks, find what several gates would fail on, and time a forward.
 
     A model that can't run keeps the blocks of its containers. A pattern that matches no module is
     an error (ValueError).
@@ -564,7 +506,12 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
         choice = BlockChoice((), None, None, (note,))
     if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
         choice = BlockChoice((), None, None, (ONE_BLOCK,))
+    seconds = 0.0
     try:
-        return case, FirstLook(choice, look(case))
+        module, batch = case.build(), case.batch()
+        began = time.perf_counter()
+        case.workload.mean_loss(module, batch)
+        seconds = time.perf_counter() - began
+        return case, FirstLook(choice, look(case)), seconds
     except Exception:  # noqa: BLE001
-        return case, FirstLook(choice, ())
+        return case, FirstLook(choice, ()), seconds

@@ -120,14 +120,19 @@ def generators_kept() -> Iterator[None]:
         set_generator_states(before)
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, Python and, if it is loaded, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed every generator inside the context, and restore them on exit."""
     with generators_kept():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        seed_generators(seed)
         yield
 
 

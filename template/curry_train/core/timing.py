@@ -1,6 +1,6 @@
 """Time ways to do the same work in turns, and compare them in pairs.
 
-plain, ours = time_in_turns([step, our_step], rounds=20, warmup=5, wait=torch.cuda.synchronize)
+    plain, ours = time_in_turns([step, our_step], rounds=20, warmup=5)
 
 A round runs each way once. Rounds come in pairs, the second in reverse order, and each pair starts
 with another way. Over a cycle every way has every position, and follows every other way, equally

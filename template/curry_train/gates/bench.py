@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..bench.report import MEASURED_OUTCOME, Bench, Figures, measure_levers
-from ..bench.steps import Lever, TrainingStep
+from ..bench.report import Bench, Figures, measure_levers
+from ..bench.steps import MEASURED_OUTCOME, Lever, TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import FlopCount, count_flops
 from ..core.measure_compiled import holds_compiled_code

@@ -29,8 +29,8 @@ from torch.optim.optimizer import (
 from ..core.rerun import function_modes, function_modes_as
 from ..core.wording import did_you_mean
 from ..primitives.grad_accum import StepInBackward
-from ..workloads.from_trainer import SteppedOnHost, stepped_on_host
 from ..workloads.models import import_callable
+from ..workloads.optimizers import SteppedOnHost, stepped_on_host
 
 # Copies of an optimizer, with what its class keeps beside its state.
 

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_iter
 from ..core.measure import local_tensors
 from ..core.rerun import seeded
 from ..core.wording import format_bytes
-from ..workloads.from_trainer import SteppedOnHost
+from ..workloads.optimizers import SteppedOnHost
 from ..workloads.workload import Case, map_tensors
 from .optimizers import ValuesInSteps, capturable_anywhere, take_eagerly
 

@@ -31,7 +31,7 @@ from ..core.measure import (
 )
 from ..core.rerun import seeded, unwatched
 from ..primitives.grad_accum import StepInBackward
-from ..workloads.from_trainer import SteppedOnHost
+from ..workloads.optimizers import SteppedOnHost
 from .optimizers import ValuesInSteps, copy_optimizer, copy_steps, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,

@@ -37,14 +37,11 @@ from .from_trainer import (
     Autocast,
     TakenTraining,
     is_sum_over_samples,
-    optimizer_like,
-    optimizers_together,
-    parameter_ids,
     precision_around,
-    stepped_on_host,
     take_training,
     workload_of,
 )
+from .optimizers import optimizer_like, optimizers_together, parameter_ids, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size
 
 # Record what happens between a module's call and the optimizer step.
@@ -431,12 +428,13 @@ SPACES: tuple[tuple[str, Any], ...] = (
     ("torch.linalg", torch.linalg),
     ("torch.fft", torch.fft),
 )
-ADD_NAMES = dict.fromkeys(("add", "__add__", "__iadd__"), "+")
-SUB_NAMES = dict.fromkeys(("sub", "__sub__"), "-")
-MUL_NAMES = dict.fromkeys(("mul", "__mul__"), "*")
-DIV_NAMES = dict.fromkeys(("div", "true_divide", "__truediv__"), "/")
-MATMUL_NAMES = dict.fromkeys(("matmul", "__matmul__"), "@")
-SYMBOLS = ADD_NAMES | SUB_NAMES | MUL_NAMES | DIV_NAMES | MATMUL_NAMES
+SYMBOLS = {
+    **dict.fromkeys(("add", "__add__", "__iadd__"), "+"),
+    **dict.fromkeys(("sub", "__sub__"), "-"),
+    **dict.fromkeys(("mul", "__mul__"), "*"),
+    **dict.fromkeys(("div", "true_divide", "__truediv__"), "/"),
+    **dict.fromkeys(("matmul", "__matmul__"), "@"),
+}
 PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, type(...))
 
 
@@ -571,7 +569,8 @@ class LossSource:
         for place, value in enumerate(operation.args):
             name = names[place] if place < len(names) else f"input_{place}"
             written.append(self.expression(value, name))
-        defaults = _defaults(operation.function)
+        # Defaults need not be written.
+        defaults = {one.name: one.default for one in _parameters(operation.function)}
         for name, value in operation.options.items():
             if name not in defaults or defaults[name] is not value:
                 written.append(f"{name}={self.expression(value, name)}")
@@ -583,22 +582,17 @@ def _access(step: tuple[str, Any]) -> str:
     return f".{key}" if kind == "." else f"[{key!r}]"
 
 
-def _parameter_names(function: Any) -> list[str]:
-    """Return the names of a function's positional parameters."""
+def _parameters(function: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function; none of those that Python can't inspect."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-    return [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
-def _defaults(function: Any) -> dict[str, Any]:
-    """Return the defaults of a function's parameters, which need not be written."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {one.name: one.default for one in parameters if one.default is not one.empty}
+def _parameter_names(function: Any) -> list[str]:
+    """Return the names of a function's positional parameters."""
+    return [one.name for one in _parameters(function) if one.kind is one.POSITIONAL_OR_KEYWORD]
 
 
 def _with_free_rows(args: list[Any]) -> list[Any]:

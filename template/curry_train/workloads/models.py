@@ -39,6 +39,7 @@ from .workload import (
     mask_tails,
     token_loss,
     undivided,
+    with_values,
     without_cache,
 )
 
@@ -462,7 +463,8 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
 
-        from .from_trainer import stepped_on_host, take_training, workload_of
+        from .from_trainer import take_training, workload_of
+        from .optimizers import stepped_on_host
 
         made = stepped_on_host()(load_object)(text)
         try:
@@ -515,7 +517,8 @@ def import_callable(spec: str) -> Callable[..., Any]:
         sys.path.insert(0, str(folder))
 
     try:
-        module = importlib.import_module(module_name)
+        with contextlib.redirect_stdout(sys.stderr):
+            module = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module may raise anything, or end Python
@@ -568,7 +571,9 @@ def _located(file: Path, spec: str) -> tuple[Path, str]:
 
 def _call(factory: Callable[[], Any], spec: str) -> Any:
     try:
-        return factory()
+        # What the user's code prints is no result of a command.
+        with contextlib.redirect_stdout(sys.stderr):
+            return factory()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -582,7 +587,7 @@ def _call(factory: Callable[[], Any], spec: str) -> Any:
 def _try_once(workload: Workload) -> None:
     """Run one forward, so that a batch that does not fit the model is reported here."""
     with seeded(0):
-        module = workload.build()
+        module = with_values(workload.build())
         size = 2 if workload.is_divisible else workload.own_batch or 1
         try:
             if isinstance(workload.loss, OutputLoss) and workload.is_divisible:

@@ -271,7 +271,7 @@ class Case:
         Lazy modules get their parameters in one forward, as they would in training.
         """
         with seeded(self.seed):
-            module = self.workload.build()
+            module = with_values(self.workload.build())
             if any(map(is_lazy, (*module.parameters(), *module.buffers()))):
                 with torch.no_grad():
                     self.workload.loss(module, self.workload.batch(self.batch_size))
@@ -350,6 +350,17 @@ class Case:
     def take(self, batch: Batch, rows: slice | list[int]) -> Batch:
         """Select samples from a batch of this workload."""
         return take(batch, rows, shared=shared_tensors(self.workload.batch))
+
+
+def with_values(module: nn.Module) -> nn.Module:
+    """Return a module; raise WorkloadError if a parameter or buffer has a shape alone."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device.type == "meta":
+            raise WorkloadError(
+                f"{name} is on the device meta, without values: build the model on the CPU; "
+                "plan works on shapes alone by itself"
+            )
+    return module
 
 
 @functools.lru_cache(maxsize=64)
