@@ -19,11 +19,10 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
-from ..plan.device import PROFILES, DeviceProfile, find_profile, profile_of
+from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
-from ..plan.pipeline import PipelinePeaks, is_pipeline, pipeline_peaks, samples_of_pipeline
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
@@ -256,18 +255,19 @@ def plan_command(
             "blocks": blocks,
             "seed": seed,
         }
-        device = functools.partial(find_profile, target) if target else lambda: profile_of(place)
-        found = _find_ranks(spec, device, shared, size, settings)
-        if found is not None:
-            if isinstance(found, PipelinePeaks):
-                _print_peaks(console, found, budget_bytes, json_path)
-            else:
-                _print_fewest(console, found, json_path, files.plot_path)
+        meshes = shared.pop("meshes")
+        gpu = shared.pop("fits")
+        if gpu is not None:
+            fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
+            _print_fewest(console, fewest, json_path, files.plot_path)
             return
+        if len(meshes) > 1:
+            raise ValueError("--fits alone takes several meshes: give --mesh once")
+        shared["mesh"] = meshes[0] if meshes else {}
         planner = functools.partial(
             Planner,
             spec,
-            device=device(),
+            device=find_profile(target) if target else profile_of(place),
             chunked_loss=chunked_loss,
             without=without,
             also=also,
@@ -304,25 +304,6 @@ def _own_settings(
     own = load_workload(spec)
     size = (own.own_batch or 1) * own.accumulation
     return own, dtype_to_use(dtype, own), global_batch or size
-
-
-def _find_ranks(
-    spec: str,
-    device: Callable[[], DeviceProfile],
-    shared: dict[str, Any],
-    global_batch: int,
-    settings: dict[str, Any],
-) -> FewestGpus | PipelinePeaks | None:
-    """Find what `--fits` or a pipeline asks for; None where a budget is planned for."""
-    meshes = shared.pop("meshes")
-    if (fits := shared.pop("fits")) is not None:
-        return _find_fewest(spec, fits, meshes, shared, global_batch, settings)
-    if len(meshes) > 1:
-        raise ValueError("--fits alone takes several meshes: give --mesh once")
-    shared["mesh"] = meshes[0] if meshes else {}
-    if is_pipeline(shared["mesh"]):
-        return _find_peaks(spec, device, shared, global_batch, settings)
-    return None
 
 
 # Options that `--fits` takes; the others belong to the plan for a budget.
@@ -368,56 +349,6 @@ def _refuse_others(taken: Sequence[str], why: str) -> None:
     ]
     if others:
         raise ValueError(f"{why}: leave out {', '.join(others)}")
-
-
-# Options that the ranks of a pipeline take.
-OPTIONS_OF_PIPELINES = (
-    *("spec", "budget_bytes", "global_batch", "target", "dtype", "optimizer", "seed", "parallel"),
-    *("meshes", "links", "context_bytes", "json_path"),
-)
-
-
-def _find_peaks(
-    spec: str,
-    device: Callable[[], DeviceProfile],
-    shared: dict[str, Any],
-    global_batch: int,
-    settings: dict[str, Any],
-) -> PipelinePeaks:
-    """Predict the ranks of a pipeline, after a check that no other option was given."""
-    _refuse_others(OPTIONS_OF_PIPELINES, "a pipeline runs as your function builds it")
-    parallel, mesh = shared["parallel"], shared["mesh"]
-    if parallel is None or parallel in SHARDING_KINDS:
-        raise ValueError(
-            "a mesh with pp needs a pipeline of your own: --parallel package.module:function, "
-            "which returns the modules of a rank and a function that runs its schedule"
-        )
-    size = samples_of_pipeline(mesh, global_batch)
-    own = {name: value for name, value in settings.items() if name != "blocks"}
-    with messages_on_screen() as show_message:
-        return pipeline_peaks(
-            spec,
-            parallel,
-            mesh=mesh,
-            batch_size=size,
-            device=device(),
-            links=shared["links"],
-            context_bytes=shared["context_bytes"],
-            tell=show_message,
-            **own,
-        )
-
-
-def _print_peaks(
-    console: Console, peaks: PipelinePeaks, budget_bytes: int | None, json_path: str | None
-) -> None:
-    """Print the peaks of stages, and exit with 1 where one is above the budget."""
-    console.print(peaks.table(budget_bytes), markup=False)
-    if json_path:
-        facts = provenance(torch.device("cpu")) | {"budget_bytes": budget_bytes}
-        write_json(json_path, facts | peaks.to_json())
-    if budget_bytes is not None and peaks.most_bytes > peaks.limit(budget_bytes):
-        sys.exit(1)
 
 
 def _print_fewest(
