@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
-import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from .options import (
     seed_option,
     training_options,
 )
-from .screen import ScreenCommand, messages_on_screen, write_output
+from .screen import ScreenCommand, messages_on_screen
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -56,13 +55,6 @@ FOR_THIS_DEVICE = {
     "cpu": "This plan is for this CPU; --target h100 plans for a GPU without having one.",
     "cuda": "This plan is for this GPU; --target names another device, such as h100.",
 }
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no list of lengths, such as 512,1024") from error
 
 
 def _meshes(texts: tuple[str, ...]) -> list[dict[str, int]]:
@@ -177,13 +169,6 @@ def sharding_options(command: Any) -> Any:
     help="Memory of a GPU that a process takes besides its tensors.  [default: 512MiB]",
 )
 @sharding_options
-@click.option(
-    "--lengths",
-    metavar="LIST",
-    default="",
-    callback=parsed(lambda text: _lengths(text) if text else ()),
-    help="Lengths of shorter batches that come too, such as 512,1024.",
-)
 @blocks_option()
 @click.option(
     "--without",
@@ -210,13 +195,7 @@ def sharding_options(command: Any) -> Any:
 @output_option("Write the plan as JSON, which Plan.load reads.", "--out")
 @plot_option("Draw step time against memory as PNG; needs matplotlib.")
 @output_option(
-    "Write the planned steps as a page for a browser.", "--html", "page_path", metavar="FILE"
-)
-@output_option(
-    "Write the planned steps as a memory snapshot of torch.",
-    "--snapshot",
-    "snapshot_out",
-    metavar="FILE",
+    "Write the planned step as a page for a browser.", "--html", "page_path", metavar="FILE"
 )
 @json_option()
 def plan_command(
@@ -227,7 +206,6 @@ def plan_command(
     target: str | None,
     dtype: str | None,
     optimizer: str | None,
-    lengths: tuple[int, ...],
     blocks: str | None,
     without: tuple[str, ...],
     also: tuple[str, ...],
@@ -271,7 +249,6 @@ def plan_command(
             chunked_loss=chunked_loss,
             without=without,
             also=also,
-            lengths=lengths,
             **_sharing(verify=verify, **shared),
             **settings,
         )
@@ -371,7 +348,6 @@ class PlanFiles:
 
     plot_path: str | None
     page_path: str | None
-    snapshot_out: str | None
 
 
 def _sharing(
@@ -408,8 +384,6 @@ def _find_plan(
         planner.check_settings(global_batch, microbatch)
         if files.plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
-        if files.snapshot_out:
-            planner.check_snapshot()
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
@@ -417,30 +391,14 @@ def _find_plan(
         if files.plot_path:
             show_message("drawing")
             plot_plan(planner, plan, files.plot_path)
-        if files.page_path or files.snapshot_out:
-            show_message("predicting the planned steps")
-            _write_steps(planner, plan, files)
+        if files.page_path:
+            # Imported here because most plans are drawn on no page.
+            from .memory_page import course_of_timeline, write_page
+
+            title = f"{plan.workload} on {plan.settings['device']}, as planned"
+            course = course_of_timeline(planner.planned_timeline())
+            write_page(replace(course, title=title), files.page_path)
     return plan, plain
-
-
-def _write_steps(planner: Planner, plan: Plan, files: PlanFiles) -> None:
-    """Write the planned steps for torch's viewer, and as a page."""
-    # Imported here because most plans are drawn on no page.
-    from ..plan.owners import OwnedBlocks
-    from ..plan.snapshot import BlockHistory, snapshot_of
-    from .memory_page import course_of_blocks, course_of_timeline, write_page
-
-    title = f"{plan.workload} on {plan.settings['device']}, as planned"
-    if not planner.predicts_snapshots:
-        course = course_of_timeline(planner.planned_timeline())
-        write_page(replace(course, title=title), str(files.page_path))
-        return
-    data = pickle.dumps(planner.predicted_snapshot(), protocol=4)
-    if files.snapshot_out:
-        write_output(files.snapshot_out, data)
-    if files.page_path:
-        owned = OwnedBlocks(BlockHistory(snapshot_of(data).devices[0]))
-        write_page(course_of_blocks(owned, title=title), files.page_path)
 
 
 def _print_plan(

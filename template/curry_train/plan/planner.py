@@ -33,9 +33,7 @@ from .cuda_step import (
     StepTrace,
     cuda_memory,
     least_device,
-    predicted_snapshot,
     workspace_of,
-    worst_order,
 )
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
@@ -51,7 +49,6 @@ from .saved import (
 )
 from .whole_step import (
     WholeSteps,
-    length_of,
     order,
 )
 
@@ -241,9 +238,8 @@ class Planner:
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU. `lengths` are those of shorter batches that come too, in any
-    order: on CUDA a plan fits if they do in the worst order. `links` are those between GPUs, for
-    the time of several ranks; by default the usual ones of the device.
+    its tensors are, as on the CPU. `links` are those between GPUs, for the time of several ranks;
+    by default the usual ones of the device.
     """
 
     def __init__(
@@ -261,7 +257,6 @@ class Planner:
         seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
-        lengths: Sequence[int] = (),
         links: "Links | None" = None,
         tell: Tell = lambda message: None,
     ) -> None:
@@ -298,12 +293,11 @@ class Planner:
             chain=lambda c: self._chain(chunked=c.chunked_loss),
             solve=self._again,
             overhead=self._overhead,
-            lengths=lengths,
             links=links,
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
-        self._reserved: dict[tuple[StepTrace, ...], int] = {}
+        self._reserved: dict[StepTrace, int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
@@ -313,8 +307,6 @@ class Planner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sketch)
             blocks = self.sketch.case.blocks
-            if self.whole_steps.lengths:
-                self._check_lengths(self.whole_steps.lengths)
             self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
             if self.sketch.choice is not None:
                 self.settings["block_notes"] = self.sketch.choice.lines()
@@ -331,82 +323,57 @@ class Planner:
     def _workspace_bytes(self) -> int:
         return workspace_of(self.profile.name)
 
-    def _overhead(self, step: StepEstimate, *others: StepEstimate) -> int:
+    def _overhead(self, step: StepEstimate) -> int:
         """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
 
         On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
         """
         if step.trace is None or not self.by_reserved:
             return 0
-        traces = step.trace, *(one.trace for one in others if one.trace is not None)
-        if traces not in self._reserved:
-            ordered = [traces[place] for place in self._worst_order(traces)]
-            memory = cuda_memory(*ordered, workspace_bytes=self._workspace_bytes)
-            self._reserved[traces] = memory.reserved_bytes
-        return self._reserved[traces] + self.context_bytes - step.peak_bytes
-
-    def _worst_order(self, traces: Sequence[StepTrace]) -> Sequence[int]:
-        """Return the order of the steps of several lengths of batches that reserves most."""
-        if len(traces) < 2:
-            return range(len(traces))
-        return worst_order(traces, workspace_bytes=self._workspace_bytes)
+        if step.trace not in self._reserved:
+            memory = cuda_memory(step.trace, workspace_bytes=self._workspace_bytes)
+            self._reserved[step.trace] = memory.reserved_bytes
+        return self._reserved[step.trace] + self.context_bytes - step.peak_bytes
 
     def _limit(self, budget_bytes: int) -> int:
         """Return the memory that a plan must fit: the budget, or the device if it has less."""
         usable = self.profile.usable_bytes
         return budget_bytes if usable is None else min(budget_bytes, usable)
 
-    def _cuda_figures(self, worst: Sequence[StepTrace], limit_bytes: int) -> dict[str, int] | None:
+    def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
         None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
-        if not worst:
+        trace = self.whole_steps.trace(best)
+        if trace is None or not self.by_reserved:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        memory = cuda_memory(*worst, workspace_bytes=self._workspace_bytes)
+        memory = cuda_memory(trace, workspace_bytes=self._workspace_bytes)
         least = least_device(
-            *worst, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
+            trace, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
         )
         return {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
-            "expandable_reserved_bytes": self._expandable(*worst),
+            "expandable_reserved_bytes": self._expandable(trace),
             "least_device_bytes": least,
             "context_bytes": self.context_bytes,
             "limit_bytes": limit_bytes,
         }
 
-    def _expandable(self, *traces: StepTrace) -> int:
-        """Return what the steps reserve with expandable segments."""
+    def _expandable(self, trace: StepTrace) -> int:
+        """Return what the steps of a trace reserve with expandable segments."""
         settings = AllocatorSettings(expandable_segments=True)
         return cuda_memory(
-            *traces, workspace_bytes=self._workspace_bytes, settings=settings
+            trace, workspace_bytes=self._workspace_bytes, settings=settings
         ).reserved_bytes
-
-    @property
-    def predicts_snapshots(self) -> bool:
-        """Check that the plan is of one GPU, whose allocator is modelled."""
-        return self.sketch.kernels == "cuda" and self.sharding.ranks == 1
-
-    def check_snapshot(self) -> None:
-        """Raise an error where steps can't be predicted as a snapshot."""
-        if not self.predicts_snapshots:
-            raise ValueError(
-                "a predicted snapshot is of one GPU: name it, as --target h100, without --ranks"
-            )
 
     def planned_timeline(self) -> Timeline:
         """Return the timeline of the planned step."""
         assert self._best is not None, "a plan is made first"
         return self.whole_steps.recorded(self._best).timeline
-
-    def predicted_snapshot(self) -> dict[str, Any]:
-        """Return what torch would dump of the planned steps, recorded from their beginning."""
-        trace = None if self._best is None else self.whole_steps.trace(self._best)
-        assert trace is not None, "a plan is made first"
-        return predicted_snapshot(trace, workspace_bytes=self._workspace_bytes)
 
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
         """Raise an error for wrong settings before anything is measured."""
@@ -414,16 +381,6 @@ class Planner:
         module = self.sketch.build()
         match_inside(self.sketch.blocks(module), self.also, option="also")
         make_optimizer(self.sketch.optimizer, module)
-
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
-        own = length_of(self.sketch.batch(1))
-        self.settings |= {"length": own, "lengths": [*lengths]}
-        for length in lengths:
-            if not 0 < length < own:
-                raise ValueError(
-                    f"lengths={[*lengths]}: the model's batches are {own} long, and other lengths "
-                    "are shorter; let the factory return its longest batch"
-                )
 
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
@@ -557,10 +514,6 @@ class Planner:
         chain = self._chain(chunked=best.chunked_loss)
         plain = self.whole_steps.seconds(best, chain.plain_seconds(best.microbatch))
         assert best.step_seconds is not None
-        traces = self.whole_steps.traces_of(best) if self.by_reserved else ()
-        order_of_traces = self._worst_order(traces)
-        lengths = [self.settings.get("length"), *self.whole_steps.lengths]
-        shown_order = [lengths[place] for place in order_of_traces]
         return Plan(
             workload=self.sketch.case.workload.name,
             budget_bytes=budget_bytes,
@@ -578,12 +531,11 @@ class Planner:
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
             | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)}
-            | {"routing": self.whole_steps.routing_peaks(best)}
-            | ({"worst_order": shown_order} if len(shown_order) > 1 else {}),
+            | {"routing": self.whole_steps.routing_peaks(best)},
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
-            cuda=self._cuda_figures([traces[place] for place in order_of_traces], budget_bytes),
+            cuda=self._cuda_figures(best, budget_bytes),
             communication=self.whole_steps.communication(best),
             candidates=tuple(found),
         )
@@ -641,12 +593,11 @@ class Planner:
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
-        traces = self.whole_steps.traces_of(least)
-        if not traces or not self.by_reserved:
+        trace = self.whole_steps.trace(least)
+        if trace is None or not self.by_reserved:
             return
-        worst = [traces[place] for place in self._worst_order(traces)]
-        expandable = self._expandable(*worst) + self.context_bytes
-        fused = self._expandable(*(one.without_copies() for one in worst)) + self.context_bytes
+        expandable = self._expandable(trace) + self.context_bytes
+        fused = self._expandable(trace.without_copies()) + self.context_bytes
         if expandable < least.peak_bytes:
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
         if fused < min(expandable, least.peak_bytes):

@@ -10,17 +10,15 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.p
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import primitives
-from ..core.measure import tensors_in
-from ..workloads.workload import map_tensors
 from .chain import Chain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
@@ -102,7 +100,7 @@ class WholeSteps:
 
     `chain` returns the chain for a candidate, with what its blocks cost. `solve` returns the
     chain's choice for another budget. `overhead` returns the bytes that a device needs beside the
-    tensors of a step, where steps with other lengths of batches may come too: those of `lengths`.
+    tensors of a step.
     """
 
     def __init__(
@@ -111,11 +109,9 @@ class WholeSteps:
         *,
         chain: Callable[[Candidate], Chain],
         solve: Callable[[Candidate, int], Candidate],
-        overhead: Callable[..., int] = lambda *steps: 0,
-        lengths: Sequence[int] = (),
+        overhead: Callable[[StepEstimate], int] = lambda step: 0,
         links: "Links | None" = None,
     ) -> None:
-        self.lengths = lengths
         # None for those of the device.
         self._links = links
         self.sketch = sketch
@@ -130,7 +126,7 @@ class WholeSteps:
         self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)
 
         # Traces of the whole steps, for the model of CUDA's allocator.
-        self.traces: dict[PlanKey, tuple[StepTrace, ...]] = {}
+        self.traces: dict[PlanKey, StepTrace] = {}
 
         # The steps of one rank of several, for their times.
         self._rank_steps: dict[PlanKey, StepEstimate] = {}
@@ -148,8 +144,7 @@ class WholeSteps:
         if self.sketch.sharding.is_shared:
             step = self._plain_step(chain, accumulated=False, alone=False)
         peak = step.peak_bytes + self.overhead(step)
-        if not self.lengths:
-            self._remember(self._key(plain), step, peak)
+        self._remember(self._key(plain), step, peak)
         self._learn(replace(plain, peak_bytes=peak))
 
     def peak(self, candidate: Candidate) -> tuple[int, float]:
@@ -157,24 +152,8 @@ class WholeSteps:
         key = self._key(candidate)
         if key not in self.known:
             step = self.recorded(candidate)
-            others = [self._at_length(candidate, length) for length in self.lengths]
-            self._remember(key, step, step.peak_bytes + self.overhead(step, *others))
-            self.traces[key] += tuple(one.trace for one in others if one.trace is not None)
+            self._remember(key, step, step.peak_bytes + self.overhead(step))
         return self.known[key]
-
-    def _at_length(self, candidate: Candidate, length: int) -> StepEstimate:
-        """Estimate the whole step of a candidate with a shorter batch."""
-        case = self.sketch.case
-        workload = case.workload
-
-        def shorter(size: int) -> Any:
-            return of_length(workload.batch(size), length)
-
-        self.sketch.case = replace(case, workload=replace(workload, batch=shorter))
-        try:
-            return self.recorded(candidate)
-        finally:
-            self.sketch.case = case
 
     def recorded(self, candidate: Candidate, *, sketch: Sketch | None = None) -> StepEstimate:
         """Estimate the whole step of a candidate, in this sketch if no other one is given."""
@@ -200,13 +179,13 @@ class WholeSteps:
     def _is_known_plain(self, candidate: Candidate) -> bool:
         """Check whether the sketch caches the step of a candidate on a rank, which has no change.
 
-        Routers and lengths change the step of a model that is otherwise the same.
+        Routers change the step of a model that is otherwise the same.
         """
         sketch = self.sketch
         is_plain = not candidate.chunked_loss and all(
             option.kind == NONE_KIND for option in candidate.options.values()
         )
-        is_cached = sketch.sharding.is_shared and sketch.routing is None and not self.lengths
+        is_cached = sketch.sharding.is_shared and sketch.routing is None
         return is_plain and is_cached
 
     def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
@@ -226,17 +205,14 @@ class WholeSteps:
 
     def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
         self.known[key] = peak, float(step.flops.sum())
-        self.traces[key] = () if step.trace is None else (step.trace,)
+        if step.trace is not None:
+            self.traces[key] = step.trace
         if step.course is not None:
             self._rank_steps[key] = step
 
     def trace(self, candidate: Candidate) -> StepTrace | None:
         """Return the trace of a candidate that was estimated, if it is one of CUDA."""
-        return next(iter(self.traces_of(candidate)), None)
-
-    def traces_of(self, candidate: Candidate) -> tuple[StepTrace, ...]:
-        """Return the traces of a candidate: of the longest batch, then of each other length."""
-        return self.traces.get(self._key(candidate), ())
+        return self.traces.get(self._key(candidate))
 
     def extra_bytes(self, candidate: Candidate) -> int:
         """Return the bytes of a device beside the tensors that the chain predicts.
@@ -545,28 +521,6 @@ class WholeSteps:
             candidate.chunked_loss,
             tuple(candidate.options.items()),
         )
-
-
-def length_of(batch: Any) -> int:
-    """Return the length of a batch: the second dimension of its first tensor that has two."""
-    tensors = (one for one in tensors_in(batch) if one.dim() > 1)
-    first = next(tensors, None)
-    if first is None:
-        raise ValueError("the batch has no tensor of two dimensions, so it has no length to vary")
-    return int(first.shape[1])
-
-
-def of_length(batch: Any, length: int) -> Any:
-    """Shorten every dimension, but that of the samples, which is as long as the batch."""
-    own = length_of(batch)
-
-    def shorter(tensor: Tensor) -> Tensor:
-        for dimension in range(1, tensor.dim()):
-            if tensor.shape[dimension] == own:
-                tensor = tensor.narrow(dimension, 0, length)
-        return tensor.clone()
-
-    return map_tensors(batch, shorter)
 
 
 def _plain(chain: Chain, *, chunked: bool) -> Candidate:
