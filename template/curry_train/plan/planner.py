@@ -291,7 +291,6 @@ class Planner:
         self.whole_steps = WholeSteps(
             self.sketch,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
-            solve=self._again,
             overhead=self._overhead,
             links=links,
         )
@@ -390,9 +389,19 @@ class Planner:
         require_whole("global_batch", global_batch, least=1)
 
         budget_bytes = self._limit(budget_bytes)
-        tried = self._tried(global_batch, microbatch)
-        found = sorted((self._solve(*setting, budget_bytes) for setting in tried), key=order)
-        if not self._check_candidates(found, budget_bytes):
+        tried = [
+            self.whole_steps.predict(Candidate(size, steps, chunked, 0, None), budget_bytes)
+            for size, steps, chunked in self._tried(global_batch, microbatch)
+        ]
+        found: list[Candidate] = []
+        best: Candidate | None = None
+        for predicted in sorted(tried, key=order):
+            self.tell(f"checking whole steps of microbatch {predicted.microbatch}")
+            candidate = self.whole_steps.fastest(predicted, budget_bytes, best) or predicted
+            found.append(candidate)
+            if candidate.checked and candidate.peak_bytes <= budget_bytes:
+                best = candidate if best is None else min(best, candidate, key=order)
+        if best is None:
             raise self._infeasible(found, budget_bytes)
 
         for place, candidate in enumerate(found):
@@ -402,25 +411,6 @@ class Planner:
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
         return self._plan(best, shown, budget_bytes)
-
-    def _check_candidates(self, found: list[Candidate], budget_bytes: int) -> bool:
-        """Check whole steps in order of predicted time, as long as a candidate may still win.
-
-        Checked candidates replace the predicted ones in `found`. Return whether one of them fits.
-        """
-        best: Candidate | None = None
-        for place, candidate in enumerate(found):
-            beaten = best is not None and order(best) <= order(candidate)
-            if beaten or not self.whole_steps.may_fit(candidate, budget_bytes):
-                continue
-            self.tell(f"checking the whole step of microbatch {candidate.microbatch}")
-            checked = self.whole_steps.check(candidate, budget_bytes)
-            found[place] = checked
-            if checked.peak_bytes <= budget_bytes and (
-                best is None or order(checked) < order(best)
-            ):
-                best = checked
-        return best is not None
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
@@ -487,25 +477,7 @@ class Planner:
                 tell=self.tell,
             )
             self.chains[chunked] = chain
-            self.whole_steps.start(chain, chunked=chunked)
         return self.chains[chunked]
-
-    def _solve(self, microbatch: int, steps: int, chunked: bool, budget_bytes: int) -> Candidate:
-        """Return the chain's choice, or the one with the least peak if nothing fits."""
-        chain = self._chain(chunked=chunked)
-        empty = Candidate(microbatch, steps, chunked, 0, None)
-        extra = self.whole_steps.extra_bytes(empty)
-        less = self.whole_steps.less[chunked, steps > 1]
-        best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
-        seconds = self.whole_steps.seconds(empty, best.seconds)
-        return replace(
-            empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options
-        )
-
-    def _again(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        return self._solve(
-            candidate.microbatch, candidate.steps, candidate.chunked_loss, budget_bytes
-        )
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
         self._best = best
@@ -557,13 +529,14 @@ class Planner:
         yield from self._cuda_levers(least)
         only = {candidate.microbatch for candidate in found} == {least.microbatch}
         if only and least.microbatch > 1 and self._runs_on_one_sample:
-            smaller = self._solve(1, least.microbatch * least.steps, least.chunked_loss, 1)
-            yield "microbatch 1", self.whole_steps.peak(smaller)[0]
+            whole = least.microbatch * least.steps
+            smaller = Candidate(1, whole, least.chunked_loss, 0, None)
+            yield "microbatch 1", self.whole_steps.least(smaller).peak_bytes
         if self.asked is False and not least.chunked_loss:
             self.chunked_loss = None
             if True in self._heads():
-                chunked = self._solve(least.microbatch, least.steps, True, 1)
-                yield "chunked loss", self.whole_steps.peak(chunked)[0]
+                chunked = replace(least, chunked_loss=True)
+                yield "chunked loss", self.whole_steps.least(chunked).peak_bytes
             self.chunked_loss = False
         if not self.sharding.is_shared and self.sketch.why_real is None:
             # FSDP2 refuses some models; then it is not among the ways that are named.

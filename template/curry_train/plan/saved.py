@@ -59,6 +59,11 @@ class Option:
                 "recompute"
             )
 
+    @property
+    def group(self) -> str:
+        """The name of the options that one setting of the planner allows or leaves out."""
+        return f"{self.kind}+also" if self.also else self.kind
+
     def __str__(self) -> str:
         if self.kind != SAC_KIND:
             return f"{self.kind}+{','.join(self.also)}" if self.also else self.kind
