@@ -47,6 +47,7 @@ from ..gates.verdict import (
     technique_of,
     techniques_of,
 )
+from ..plan.available import require_available
 from ..plan.device import product_rate
 from ..plan.optimizers import ValuesInSteps
 from ..plan.shapes import PretendedCase, pretended
@@ -366,6 +367,7 @@ def validate_command(
         for workload in _named_once([load_workload(spec) for spec in specs]):
             wanted = (dtype, batch_size, seed, blocks)
             case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
+            require_available(case)
             case, looks[workload.name] = _look(case)
             cases.append(case)
     except ValueError as error:
