@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.measure import Life
 from .cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull, MemoryBlock
 from .profiler import OPTIMIZER_STATE_GROUP
-from .timeline import StepLives
+from .record import StepLives
 
 # Bytes that cuBLAS allocates for each thread that multiplies; forward and autograd are two.
 WORKSPACE_BYTES = 8_519_680
