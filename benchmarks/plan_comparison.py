@@ -3,15 +3,17 @@
     python benchmarks/plan_comparison.py --json evidence/plan_8b.json
 
 One is a policy on every block, the other the best of no and full recompute for each block.
-Proof: `python -m pytest tests/plan/test_solve.py`.
+Proof: `python -m pytest tests/plan/test_chain.py`.
 """
 
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
+import numpy
 import torch
 
 from curry_train.cli.options import (
@@ -22,10 +24,10 @@ from curry_train.cli.options import (
     model_option,
 )
 from curry_train.core.wording import format_bytes, provenance, write_json
+from curry_train.plan.chain import PricedBlock, PricedChain
 from curry_train.plan.costs import BlockKind, candidates, find_kinds
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.saved import FULL_KIND, NONE_KIND, SAC_KIND, Option
-from curry_train.plan.solve import Choice, Solution, Stage, peak_of, solve
 
 LLAMA = "curry_train.workloads.models:llama_8b"
 THEIRS = "attention and every second product"
@@ -66,33 +68,46 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         (kind,) = find_kinds(sketch, step, batch_size)
         plain = kind.run(Option(NONE_KIND))[0]
 
-        def choice(option: Option) -> Choice:
-            measured = kind.run(option)[0]
-            again = float(measured.flops.sum() - plain.flops.sum()) / (plain.flops.sum() / 3)
-            return Choice(str(option), measured.held, measured.transient, again)
+        def price(options: Sequence[Option]) -> PricedChain:
+            """Return the chain of the model's blocks, whose seconds are parts of their forward."""
+            measured = [kind.run(option)[0] for option in options]
+            flops = [float(one.flops.sum()) for one in measured]
+            again = (numpy.array(flops) - plain.flops.sum()) / (plain.flops.sum() / 3)
+            block = PricedBlock(
+                "",
+                tuple(options),
+                numpy.array([one.held for one in measured]),
+                numpy.array([one.transient for one in measured]),
+                again,
+            )
+            return PricedChain(tuple(replace(block, name=name) for name in kind.names))
 
-        policy = choice(every_second(kind))
-        menu = [choice(option) for option in candidates(kind, offload=False)]
+        policy = every_second(kind)
+        theirs = price([policy])
+        menu = price(candidates(kind, offload=False))
     number = len(kind.names)
-    budget = peak_of([Stage((policy,))] * number, [0] * number)
+    every = dict.fromkeys(kind.names, policy)
+    budget = theirs.peak(every)
 
-    def best(choices: Sequence[Choice]) -> Solution:
-        found = solve([Stage(tuple(choices))] * number, budget)
-        assert found is not None
-        return found
+    def row(name: str, chain: PricedChain) -> dict[str, Any]:
+        options = chain.fastest(budget)
+        assert options is not None
+        again = chain.seconds(options) / number
+        return {
+            "choice": name,
+            "peak_bytes": chain.peak(options),
+            "of_forward": again,
+            "chosen": dict(Counter(map(str, options.values()))),
+        }
 
-    plan = best(menu)
-    halves = best([one for one in menu if one.name in (NONE_KIND, FULL_KIND)])
-    rows: list[dict[str, Any]] = [
-        {"choice": name, "peak_bytes": peak, "of_forward": again}
-        for name, peak, again in (
-            (THEIRS, budget, policy.cost),
-            (f"the best of {NONE_KIND} and {FULL_KIND}", halves.peak_bytes, halves.cost / number),
-            ("the plan", plan.peak_bytes, plan.cost / number),
-        )
+    rows = [
+        row(THEIRS, theirs),
+        row(f"the best of {NONE_KIND} and {FULL_KIND}", menu.only({FULL_KIND})),
+        row("the plan", menu),
     ]
-    of_policy = plan.cost / number / policy.cost
-    of_halves = plan.cost / halves.cost
+    again = [one["of_forward"] for one in rows]
+    of_policy = again[2] / again[0]
+    of_halves = again[2] / again[1]
     click.echo(
         f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, "
         f"{format_bytes(step.peak_bytes)}\n{number} blocks alone, {format_bytes(plain.held)} each; "
@@ -105,13 +120,13 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
     )
     if json_path:
         figures = {
-            "rows": rows,
+            "rows": [{name: one[name] for name in one if name != "chosen"} for one in rows],
             "of_policy": of_policy,
             "of_none_and_full": of_halves,
             "block_bytes": plain.held,
             "estimate_seconds": seconds,
             "step_peak_bytes": step.peak_bytes,
-            "chosen": dict(Counter(menu[index].name for index in plan.chosen)),
+            "chosen": rows[2]["chosen"],
         }
         write_json(json_path, provenance(torch.device("cpu")) | figures)
 

@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/plan/test_ranks.py`.
 
 import contextlib
 import functools
+import gc
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +35,7 @@ from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding, tensor_parallel
-from curry_train.plan.rank_step import peak_of_running_rank
+from curry_train.plan.record import RankStorages
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
 from curry_train.workloads.models import mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
@@ -251,6 +252,33 @@ def measure(name: str, world: int, rank: int, *, repeats: int = REPEATS) -> int:
 
 
 @functools.cache
+def peak_of_running_rank(
+    make: Callable[[], Callable[[], object]],
+    *,
+    repeats: int = 1,
+    storages: RankStorages | None = None,
+) -> int:
+    """Measure the peak of a step of this process, which is a rank among others.
+
+    `make` builds the program and returns its step; all that it makes counts. Two steps come first.
+    Gloo may hold the buffers of a collective a little longer on a busy machine, so the least of
+    `repeats` steps is taken. `storages` follows the program in place of a new record.
+    """
+    with storages or RankStorages() as storages:
+        step = make()
+        for _ in range(2):
+            step()
+        peaks = []
+        for _ in range(repeats):
+            gc.collect()
+            storages.settle()
+            storages.bytes_peak = storages.bytes_alive
+            step()
+            storages.settle()
+            peaks.append(storages.bytes_peak)
+        return min(peaks)
+
+
 def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
     """Make each mesh once, because DTensor caches the process groups of equal meshes."""
     names, numbers = zip(*sizes, strict=True)

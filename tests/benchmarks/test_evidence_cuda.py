@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from snapshot_files import Recorder
 
 import cuda_peaks
 import cuda_pieces
@@ -14,7 +15,7 @@ import cuda_setting
 import cuda_traces
 import evidence_cuda
 from cuda_setting import Row
-from curry_train.plan.cuda_step import PredictedTraining, cuda_memory
+from curry_train.plan.cuda_step import TrainingReplay, cuda_memory
 from curry_train.plan.estimate import Sketch
 
 
@@ -71,17 +72,18 @@ def test_a_row_that_fails_is_recorded_and_measured_again_on_request(dry, piece):
 def test_the_numbers_of_a_history_are_replayed_exactly():
     with Sketch(cuda_setting.TOYS["toy"].workload(16), kernels="cuda") as sketch:
         trace = sketch.step(1).trace
-    training = PredictedTraining(trace)
+    recorder = Recorder()
+    training = TrainingReplay(trace, recorder)
     for _ in range(2):
         training.step()
     found = cuda_memory(trace, num_steps=2)
     numbers = cuda_peaks.trace_numbers(
-        training.snapshot(),
+        recorder.snapshot(),
         source="toy",
         reserved=found.reserved_bytes,
         allocated=found.allocated_bytes,
     )
-    numbers["reserved_end"] = training.allocator.reserved
+    numbers["reserved_end"] = recorder.allocator.reserved
     replayed = cuda_traces.replay(numbers)
     assert replayed.exact, replayed
     assert replayed.allocations > 100

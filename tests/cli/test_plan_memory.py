@@ -228,49 +228,6 @@ def test_a_factory_that_names_cuda_is_planned_without_one():
     assert narrow(found.output), found.output
 
 
-def test_a_pipeline_prints_its_stages_and_does_not_fit_where_its_heaviest_stage_does_not(
-    monkeypatch, tmp_path
-):
-    from curry_train.cli import plan as command
-    from curry_train.plan.pipeline import PipelinePeaks, StagePeak
-
-    ranks = (StagePeak(0, (0,), 4, 2**20), StagePeak(1, (1,), 4, 2**22))
-    asked = {}
-
-    def peaks(spec, pipeline, **options):
-        asked.update(options, spec=spec, pipeline=pipeline)
-        return PipelinePeaks("planned", options["batch_size"], options["mesh"], ranks)
-
-    monkeypatch.setattr(command, "pipeline_peaks", peaks)
-
-    def pipeline_of(*arguments, budget="1GiB"):
-        options = ("--model", "planned_models:blocks", "--budget", budget)
-        return CliRunner().invoke(plan_command, [*options, *arguments])
-
-    stages = ("--parallel", "stages:pipeline", "--mesh", "pp=2,dp=4", "--global-batch", "8")
-    path = tmp_path / "peaks.json"
-    fits = pipeline_of(*stages, "--target", "h100", "--json", str(path))
-    assert fits.exit_code == 0, fits.output
-    assert (asked["batch_size"], asked["device"].name, asked["pipeline"]) == (
-        2,
-        "h100",
-        "stages:pipeline",
-    )
-    assert "the heaviest is rank 1" in " ".join(fits.output.split())
-    assert json.loads(path.read_text())["heaviest"] == 1
-    assert pipeline_of(*stages, "--target", "h100", budget="2MiB").exit_code == 1
-    given = ("--context", "64MiB", "--link", "9GB,3GB")
-    assert pipeline_of(*stages, "--target", "h100", *given).exit_code == 0
-    assert (asked["context_bytes"], asked["links"].between) == (64 * 2**20, 3e9)
-    for arguments, message in (
-        (("--mesh", "pp=2"), "needs a pipeline of your own"),
-        ((*stages, "--explain", "--microbatch", "1"), "leave out --microbatch, --explain"),
-    ):
-        refused = pipeline_of(*arguments)
-        assert refused.exit_code == 2
-        assert message in " ".join(refused.output.split())
-
-
 def test_the_fewest_gpus_take_several_meshes():
     meshes = ("--mesh", "replicate=1,shard=1", "--mesh", "replicate=1,shard=2")
     options = ("--model", "mlp", "--fits", "h100", "--parallel", "hsdp", "--global-batch", "2")

@@ -88,7 +88,7 @@ PLAN --out missing/plan.json                | does not exist: create it first
 PLAN --json missing/plan.json               | does not exist: create it first
 PLAN --chunked-loss                         | has no output layer
 PLAN --without half                         | is not one of
-PLAN --lengths a                            | 'a' is no list of lengths, such as 512,1024
+PLAN --parallel a:b --mesh pp=2             | stages of a pipeline are not planned
 PLAN --link fast                            | fast
 PLAN --reshard-after-forward 1              | '1' is neither yes, no, nor a number of ranks
 PLAN --model nothing                        | no workload is called 'nothing'

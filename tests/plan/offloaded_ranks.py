@@ -9,9 +9,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 from curry_train.core.blocks import find_blocks
 from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.rank_step import RankStorages, host_apart, on_host, peak_of_running_rank
+from curry_train.plan.rank_step import host_apart
+from curry_train.plan.record import RankStorages, on_host
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import Case
+from ranks import peak_of_running_rank
 
 BATCH_SIZE = 8
 

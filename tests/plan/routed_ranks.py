@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from curry_train.core.blocks import find_blocks
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding
-from curry_train.plan.rank_step import ForcedRouting, peak_of_running_rank
+from curry_train.plan.rank_step import ForcedRouting
 from curry_train.workloads.workload import Case, Workload
+from ranks import peak_of_running_rank
 
 WIDTH = 16
 NUM_EXPERTS = 4

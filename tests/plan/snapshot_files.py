@@ -21,8 +21,8 @@ class Recorder:
     expected: list = field(default_factory=list)
 
     def __post_init__(self):
-        settings = AllocatorSettings(expandable_segments=self.expandable)
-        self.allocator = CudaAllocator(settings, new_address=self._address)
+        self.settings = AllocatorSettings(expandable_segments=self.expandable)
+        self.allocator = CudaAllocator(self.settings, new_address=self._address)
         self.time = 1_700_000_000_000_000
         self.top = 0x7F0000000000
 

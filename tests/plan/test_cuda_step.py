@@ -3,7 +3,6 @@
 python -m pytest tests/plan/test_cuda_step.py
 """
 
-import itertools
 import json
 from dataclasses import replace
 
@@ -23,7 +22,6 @@ from curry_train.plan.cuda_step import (
     cuda_memory,
     least_device,
     workspace_of,
-    worst_order,
 )
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.planner import Infeasible, Planner
@@ -314,87 +312,6 @@ def test_a_gate_plans_by_tensors_alone():
     assert plan.cuda is None
 
 
-# Batches of several shapes.
-
-
-@pytest.fixture(scope="module")
-def lengths():
-    """Return the steps of short, middle and long batches of one model."""
-    with Sketch(squares(rows=4096), kernels="cuda") as sketch:
-        return [sketch.step(size).trace for size in (1, 3, 8)]
-
-
-def test_steps_of_other_shapes_share_weights_and_state(lengths):
-    short, _, long = lengths
-    alone = cuda_memory(long)
-    mixed = cuda_memory(short, long)
-    assert mixed.allocated_bytes >= alone.allocated_bytes
-    # Weights, gradients and state exist once: the rest is what the short batch leaves behind.
-    assert (
-        mixed.allocated_bytes - alone.allocated_bytes
-        < 2 * sum(short.sizes[number] for number in short.left_behind()) + 4 * MIB
-    )
-    assert cuda_memory(long, long, long) == cuda_memory(long, num_steps=6)
-
-
-def test_the_bytes_of_a_mixed_training_return_after_each_round(lengths):
-    replay = TrainingReplay(lengths[0], CudaAllocator())
-    after = []
-    for number in range(9):
-        replay.switch(lengths[number % 3])
-        replay.step()
-        after.append((replay.rounded, replay.allocator.allocated))
-    assert after[3:6] == after[6:]
-    assert after[1:3] == after[4:6]
-    assert len({*after[3:]}) == 3
-
-
-def test_the_worst_order_reserves_most_and_growing_beats_shrinking(lengths):
-    order = worst_order(lengths)
-    found = {
-        tried: cuda_memory(*(lengths[index] for index in tried)).reserved_bytes
-        for tried in itertools.permutations(range(3))
-    }
-    assert found[order] == max(found.values())
-    assert found[0, 1, 2] > found[2, 1, 0]
-    mixed = least_device(*(lengths[index] for index in order))
-    assert cuda_memory(lengths[2]).rounded_bytes < mixed <= found[order] + CONTEXT_BYTES
-    many = [lengths[0], lengths[2], lengths[1], lengths[2]]
-    assert sorted(worst_order(many)) == [0, 1, 2, 3]
-
-
-def tokens_of(lengths=(), *, device="rtx4090"):
-    """Plan a small transformer whose batches have several lengths."""
-    workload = transformer(depth=2, dim=128, heads=2, vocabulary=2048, length=128)
-    with Planner(workload, device=device, lengths=lengths, chunked_loss=False) as planner:
-        return planner.plan(4 * 2**30, global_batch=2, microbatch=2)
-
-
-def test_a_plan_of_several_lengths_is_judged_by_their_worst_order():
-    alone = tokens_of()
-    several = tokens_of((32, 80))
-    assert several.cuda["reserved_bytes"] >= alone.cuda["reserved_bytes"]
-    assert several.peak_bytes == several.cuda["reserved_bytes"] + CONTEXT_BYTES
-    assert sorted(several.settings["worst_order"]) == [32, 80, 128]
-    words = " ".join(several.explain().split())
-    shown = ", ".join(map(str, several.settings["worst_order"]))
-    assert f"of the lengths {shown} in turn, the order that reserves most" in words
-    assert "worst_order" not in alone.settings
-
-
-def test_a_plan_names_the_order_of_its_own_step_and_not_of_one_that_was_tried(monkeypatch):
-    orders = []
-
-    def next_order(traces, **_):
-        orders.append([0, 1, 2][len(orders) % 3 :] + [0, 1, 2][: len(orders) % 3])
-        return orders[-1]
-
-    monkeypatch.setattr("curry_train.plan.planner.worst_order", next_order)
-    found = tokens_of((32, 80))
-    assert len(orders) > 1
-    assert found.settings["worst_order"] == [(128, 32, 80)[place] for place in orders[-1]]
-
-
 def test_a_step_gets_its_own_overhead_after_another_one_is_freed():
     workload = transformer(depth=1, dim=64, heads=2, vocabulary=64, length=16)
     with Planner(workload, device="rtx4090") as planner:
@@ -406,14 +323,3 @@ def test_a_step_gets_its_own_overhead_after_another_one_is_freed():
             expected = memory.reserved_bytes + CONTEXT_BYTES - step.peak_bytes
             assert planner._overhead(scaled) == expected
             del scaled, sizes
-
-
-def test_lengths_that_no_batch_has_are_refused():
-    with pytest.raises(ValueError, match="the model's batches are 128 long"):
-        tokens_of((256,))
-    # No mode is left behind, under which tensors have no values.
-    assert torch.ones(1).item() == 1
-    assert torch.overrides._get_current_function_mode_stack() == []
-    options = ["plan", "--model", "transformer", "--budget", "1GiB", "--lengths"]
-    ended = CliRunner().invoke(main, [*options, "short"])
-    assert (ended.exit_code, "'short' is no list of lengths" in ended.stderr) == (2, True)

@@ -13,7 +13,6 @@ from offloaded_ranks import WAYS, offloaded, small
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
-from curry_train.plan.pipeline import pipeline_peaks
 from curry_train.plan.planner import plan
 
 # Program, whether the routing is even, and the place of the rank whose experts are chosen else.
@@ -86,13 +85,3 @@ def test_a_plan_states_what_the_host_holds():
     assert found.communication["optimizer_seconds"] == 0
     text = " ".join(found.explain().split())
     assert "FSDP2 offloads to the host, which holds" in text
-
-
-def test_offloaded_stages_of_a_pipeline_are_refused_on_a_gpu():
-    def stages(model, mesh):
-        offloaded(model, mesh["pp"])
-        return model, lambda batch: None
-
-    refused = pytest.raises(ValueError, match="not planned for in the stages of a pipeline")
-    with refused:
-        pipeline_peaks(small(), stages, mesh={"pp": 1}, batch_size=2, device="h100")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.timeline import operation_cost
+from curry_train.plan.record import operation_cost
 from curry_train.workloads.models import mlp
 
 aten = torch.ops.aten

@@ -224,7 +224,7 @@ def test_rows_that_do_not_fit_are_chosen_by_bytes_whatever_the_device(depth):
             large = [one for one in found.candidates if one.step_seconds is None]
             rows.append({(one.microbatch, one.peak_bytes, one.summary()) for one in large})
             for one in large:
-                assert one.checked or one.peak_bytes > whole_step.CHAIN_OVERESTIMATE_RATIO * budget
+                assert one.checked or one.peak_bytes > whole_step.OVERESTIMATE_RATIO * budget
                 full = replace(one, options=dict.fromkeys(one.options, Option(FULL_KIND)))
                 assert not one.checked or one.peak_bytes <= planner.whole_steps.peak(full)[0]
     assert rows[0] == rows[1]
@@ -255,16 +255,12 @@ def all_choices(workload, *, without, steps=1, size=MICRO):
     """Yield a planner, and the exact peak and seconds of every combination of options."""
     with Planner(workload, without=without, chunked_loss=False) as planner:
         planner.plan(2**40, global_batch=size * steps, microbatch=size)
-        chain, found = planner.chains[False], []
-        menus = [[option for option, _ in chain._menu(name)] for name in chain.names]
-        for options in itertools.product(*menus):
-            candidate = Candidate(
-                size, steps, False, 0, None, dict(zip(chain.names, options, strict=True))
-            )
-            peak, _ = planner.whole_steps.peak(candidate)
-            found.append(
-                (peak, steps * chain.seconds(size, candidate.options) + chain.optimizer_seconds)
-            )
+        blocks = planner.whole_steps.priced(Candidate(size, steps, False, 0, None)).blocks
+        found = []
+        for options in itertools.product(*(block.options for block in blocks)):
+            chosen = {block.name: option for block, option in zip(blocks, options, strict=True)}
+            whole = planner.whole_steps.whole(Candidate(size, steps, False, 0, None, chosen))
+            found.append((whole.peak_bytes, whole.step_seconds))
         planner.whole_steps.known.clear()  # cached results would skip the search
         yield planner, found
 
@@ -297,8 +293,7 @@ def test_no_combination_of_options_that_fits_is_faster(workload, without, steps)
 def test_a_chain_that_is_not_corrected_by_the_whole_step_is_slower(monkeypatch):
     """Plant a chain that is not corrected: it overestimates, so budgets stay unused."""
     monkeypatch.setattr(whole_step, "MOST_STEPS", 1)
-    monkeypatch.setattr(WholeSteps, "_poorest", lambda self, candidate: [self._whole(candidate)])
-    monkeypatch.setattr(WholeSteps, "_last_as_it_is", lambda self, best, budget: best)
+    monkeypatch.setattr(WholeSteps, "_variants", lambda *_: [])
     with all_choices(net(64, 64, 64), without=(SAC_KIND,)) as (planner, found):
         assert slower_plans(planner, found)
 
@@ -308,16 +303,15 @@ def test_no_policy_for_all_blocks_is_faster_than_the_plan_for_its_bytes(depth):
     workload = transformer(depth=depth, dim=64)
     with Planner(workload, chunked_loss=False) as planner:
         planner.plan(2**40, global_batch=MICRO, microbatch=MICRO)
-        chain = planner.chains[False]
-        policies = {option for option, _ in chain._menu("layers.0") if option.kind != NONE_KIND}
+        chain = planner.whole_steps.priced(Candidate(MICRO, 1, False, 0, None))
+        policies = {one for one in chain.blocks[0].options if one.kind != NONE_KIND}
         assert {option.kind for option in policies} == {FULL_KIND, REGIONS_KIND, SAC_KIND}
         for option in [*sorted(policies, key=str)[::3], Option(FULL_KIND), Option(REGIONS_KIND)]:
-            whole = dict.fromkeys(chain.names, option)
-            peak, _ = planner.whole_steps.peak(Candidate(MICRO, 1, False, 0, None, whole))
-            best = chain.seconds(MICRO, whole) + chain.optimizer_seconds
-            found = planner.plan(peak, global_batch=MICRO, microbatch=MICRO)
-            assert found.peak_bytes <= peak, option
-            assert found.step_seconds <= best * (1 + 1e-9), option
+            options = {block.name: option for block in chain.blocks}
+            whole = planner.whole_steps.whole(Candidate(MICRO, 1, False, 0, None, options))
+            found = planner.plan(whole.peak_bytes, global_batch=MICRO, microbatch=MICRO)
+            assert found.peak_bytes <= whole.peak_bytes, option
+            assert found.step_seconds <= whole.step_seconds * (1 + 1e-9), option
 
 
 # The planned model is the same one.

@@ -3,16 +3,12 @@
 python -m pytest tests/skills/test_symptoms_memory_plan_ranks.py
 """
 
-import functools
-
 import torch
 from symptoms import symptom
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
-from curry_train.plan.pipeline import pipeline_peaks
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 
@@ -68,47 +64,3 @@ def test_adamw_makes_its_state_in_the_first_step_and_copies_in_each_one():
     assert fused.bytes_alive < 0.9 * foreach.bytes_alive
     # The wrong fix: a smaller batch.
     assert peak("adamw", 1).bytes_alive > 0.99 * foreach.bytes_alive
-
-
-class Stage(nn.Module):
-    """Layers of a pipeline, and the head in the last stage."""
-
-    def __init__(self, depth, classes):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))
-        self.head = nn.Linear(64, classes) if classes else None
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x if self.head is None else self.head(x)
-
-
-def pipeline(model, mesh, *, depths, microbatches):
-    place, count = mesh.get_local_rank(), mesh.size()
-    is_last = place == count - 1
-    part = Stage(depths[place], 512 if is_last else 0)
-    stage = PipelineStage(part, place, count, torch.device("cpu"), group=mesh.get_group())
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=lambda out, rows: out.square().mean())
-
-    def step(rows):
-        schedule.step(
-            *([rows] if place == 0 else []), **({"target": rows, "losses": []} if is_last else {})
-        )
-
-    return part, step
-
-
-@symptom("out of memory only at the last stage of a pipeline")
-def test_the_last_stage_has_the_head_and_its_outputs_so_it_gets_fewer_layers():
-    def peaks(*depths, microbatches=4):
-        split = functools.partial(pipeline, depths=depths, microbatches=microbatches)
-        workload = default_workload("rows", nn.Identity, (nn.Identity(), torch.randn(64, 64)))
-        return pipeline_peaks(workload, split, mesh={"pp": 2}, batch_size=64)
-
-    equal = peaks(4, 4)
-    assert equal.heaviest is equal.last
-    moved = peaks(6, 2)
-    assert moved.heaviest.peak_bytes < equal.heaviest.peak_bytes
-    # The wrong fix: fewer microbatches make the outputs of one larger.
-    assert peaks(4, 4, microbatches=2).last.peak_bytes > equal.last.peak_bytes

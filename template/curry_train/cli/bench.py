@@ -21,6 +21,7 @@ from ..core.wording import (
     three_digits,
     write_json,
 )
+from ..plan.available import require_available
 from ..plan.device import MEASURED_PEAK
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..workloads.models import load_workload
@@ -224,6 +225,7 @@ def bench_command(
         chosen = [find_lever(name) for name in dict.fromkeys(levers)]
         workload = load_workload(spec)
         case = case_of(workload, place, dtype, batch_size, seed, blocks)
+        require_available(case)
         _check_blocks(case)
         case, choice = settle_blocks(case)
         others = [load_workload(other) for other in dict.fromkeys(against)]

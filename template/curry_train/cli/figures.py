@@ -502,7 +502,7 @@ def trade_off(
     by_options = {(*candidate.options.items(),): candidate for candidate in estimated}
     found = [candidate for candidate in by_options.values() if candidate.peak_bytes <= most_bytes]
     budget = most_bytes
-    while (solved := planner.whole_steps.solve(row, budget)).peak_bytes <= budget:
+    while (solved := planner.whole_steps.predict(row, budget)).peak_bytes <= budget:
         found.append(by_options.get((*solved.options.items(),), solved))
         budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
 

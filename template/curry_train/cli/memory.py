@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 import contextlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.wording import format_bytes, provenance, write_json
+from ..plan.available import missing_room
+from ..plan.estimate import Sketch
 from ..plan.optimizers import make_optimizer
 from ..plan.owners import ALL_OWNERS, FREE_OWNER, OwnedBlocks, SnapshotLever, levers
 from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
@@ -29,20 +32,24 @@ from ..plan.snapshot import (
 )
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
-from ..workloads.models import load_workload
+from ..workloads.models import is_taken, load_workload
+from ..workloads.workload import Case, Workload
 from .figures import plot_course
 from .memory_page import OWNER_COLOURS, course_of_blocks, course_of_timeline, write_page
 from .options import (
+    DTYPES,
     UnusableInput,
     blocks_text,
     case_of,
     choose_device,
     dtype_name,
+    dtype_to_use,
     echo_notes,
     output_option,
     plot_option,
     require_matplotlib,
     run_options,
+    samples_of,
     settle_blocks,
     training_options,
 )
@@ -56,7 +63,7 @@ NAME_WIDTH = 56
 LONG_TO_READ_BYTES = 100 * 2**20
 READ_BYTES_PER_SECOND = 1e7
 # Options of a measured model, which a snapshot has no use for.
-MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed")
+MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 
 
 # The report of a snapshot.
@@ -361,6 +368,7 @@ def report_snapshot(
     metavar="FILE",
     help="Compare with another snapshot, or with plan.json.",
 )
+@click.option("--on-shapes", is_flag=True, help="Run the model without values, in little memory.")
 @run_options
 @plot_option("Draw the timeline as PNG; needs matplotlib.")
 @output_option("Write the timeline as a page for a browser.", "--html", "html_path")
@@ -410,23 +418,55 @@ def _check_usage(
             raise click.UsageError(f"--{option} is of a model: leave it out with --snapshot")
 
 
-def measure_model(
+@contextlib.contextmanager
+def _case_to_measure(
     spec: str,
     *,
-    blocks: str | None,
+    on_shapes: bool,
     device: str,
     dtype: str | None,
     batch_size: int | None,
     seed: int,
+    blocks: str | None,
+) -> Iterator[tuple[Case, str | None]]:
+    """Provide the case, and why it has no values if it runs on shapes.
+
+    With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
+    """
+    place = choose_device(device)
+    source: str | Workload = spec
+    why = "as asked"
+    if not on_shapes or is_taken(spec):
+        source = load_workload(spec)
+        case = case_of(source, place, dtype, batch_size, seed, blocks)
+        missing = missing_room(case)
+        if missing is None and not on_shapes:
+            yield case, None
+            return
+        why = missing or why
+    own = None if isinstance(source, str) else source
+    precision = DTYPES[dtype or "float32"] if own is None else dtype_to_use(dtype, own)
+    with Sketch(source, dtype=precision, seed=seed, blocks=blocks) as sketch:
+        if sketch.why_real is not None:
+            raise ValueError(f"{spec} does not run on shapes: {sketch.why_real}")
+        size = samples_of(sketch.case.workload, batch_size)
+        yield replace(sketch.case, batch_size=size), why
+
+
+def measure_model(
+    spec: str,
+    *,
+    blocks: str | None,
     json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
+    **settings: Any,
 ) -> None:
     """Measure one training step of a model, and print what holds its memory."""
-    place = choose_device(device)
+    stack = contextlib.ExitStack()
     try:
-        workload = load_workload(spec)
-        case = case_of(workload, place, dtype, batch_size, seed, blocks)
+        case, why = stack.enter_context(_case_to_measure(spec, blocks=blocks, **settings))
+        workload = case.workload
         module = case.build()
         batch = case.batch()
         if plot_path:
@@ -450,12 +490,17 @@ def measure_model(
         timeline = timeline_of(lives, type(module).__name__)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
+    finally:
+        stack.close()
 
-    facts = provenance(place)
+    facts = provenance(case.device)
+    seed = case.seed
     dtype, size = dtype_name(case.dtype), case.batch_size
     echo_notes(workload)
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     tables = [header, blocks_text(choice), profile.table(), timeline.table()]
+    if why is not None:
+        tables.insert(1, fill_screen(f"run on shapes alone, {why}"))
     if optimizer is not None and (note := host_note(optimizer)) is not None:
         tables.append(fill_screen(note))
     click.echo("\n\n".join(tables))
@@ -466,5 +511,5 @@ def measure_model(
         write_page(course, html_path)
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
-        results = {"profile": profile.to_json(), "timeline": timeline.to_json()}
+        results = {"profile": profile.to_json(), "timeline": timeline.to_json(), "on_shapes": why}
         write_json(json_path, facts | {"seed": seed, "blocks": choice.to_json()} | results)

@@ -15,18 +15,16 @@ from pathlib import Path
 
 from ..core.measure import Life
 from ..core.wording import format_mebibytes
-from ..plan.cuda_step import (
-    BACKWARD_TEMPORARIES,
-    FORWARD_TEMPORARIES,
-    STEP_TEMPORARIES,
-    WORKSPACES_OWNER,
-)
 from ..plan.owners import (
     ALL_OWNERS,
+    BACKWARD_TEMPORARIES,
     EARLIER_OWNER,
+    FORWARD_TEMPORARIES,
     LOGITS_OWNER,
     NO_STACK_OWNER,
     RESTS_OWNER,
+    STEP_TEMPORARIES,
+    WORKSPACES_OWNER,
     OwnedBlocks,
 )
 from ..plan.profiler import STEP_PHASES, Timeline
@@ -131,7 +129,7 @@ def _largest(blocks: Iterable[CourseBlock]) -> tuple[CourseBlock, ...]:
 
 
 def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
-    """Return the course of a recorded or predicted snapshot."""
+    """Return the course of a recorded snapshot."""
     history = owned.history
     moments = _moments(history.allocated, history.peak_index)
     changes: dict[int, list[tuple[str, int]]] = {}

@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
-import pickle
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -19,11 +18,10 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
-from ..plan.device import PROFILES, DeviceProfile, find_profile, profile_of
+from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
-from ..plan.pipeline import PipelinePeaks, is_pipeline, pipeline_peaks, samples_of_pipeline
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
@@ -48,7 +46,7 @@ from .options import (
     seed_option,
     training_options,
 )
-from .screen import ScreenCommand, messages_on_screen, write_output
+from .screen import ScreenCommand, messages_on_screen
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -57,13 +55,6 @@ FOR_THIS_DEVICE = {
     "cpu": "This plan is for this CPU; --target h100 plans for a GPU without having one.",
     "cuda": "This plan is for this GPU; --target names another device, such as h100.",
 }
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{text!r} is no list of lengths, such as 512,1024") from error
 
 
 def _meshes(texts: tuple[str, ...]) -> list[dict[str, int]]:
@@ -178,13 +169,6 @@ def sharding_options(command: Any) -> Any:
     help="Memory of a GPU that a process takes besides its tensors.  [default: 512MiB]",
 )
 @sharding_options
-@click.option(
-    "--lengths",
-    metavar="LIST",
-    default="",
-    callback=parsed(lambda text: _lengths(text) if text else ()),
-    help="Lengths of shorter batches that come too, such as 512,1024.",
-)
 @blocks_option()
 @click.option(
     "--without",
@@ -211,13 +195,7 @@ def sharding_options(command: Any) -> Any:
 @output_option("Write the plan as JSON, which Plan.load reads.", "--out")
 @plot_option("Draw step time against memory as PNG; needs matplotlib.")
 @output_option(
-    "Write the planned steps as a page for a browser.", "--html", "page_path", metavar="FILE"
-)
-@output_option(
-    "Write the planned steps as a memory snapshot of torch.",
-    "--snapshot",
-    "snapshot_out",
-    metavar="FILE",
+    "Write the planned step as a page for a browser.", "--html", "page_path", metavar="FILE"
 )
 @json_option()
 def plan_command(
@@ -228,7 +206,6 @@ def plan_command(
     target: str | None,
     dtype: str | None,
     optimizer: str | None,
-    lengths: tuple[int, ...],
     blocks: str | None,
     without: tuple[str, ...],
     also: tuple[str, ...],
@@ -256,22 +233,22 @@ def plan_command(
             "blocks": blocks,
             "seed": seed,
         }
-        device = functools.partial(find_profile, target) if target else lambda: profile_of(place)
-        found = _find_ranks(spec, device, shared, size, settings)
-        if found is not None:
-            if isinstance(found, PipelinePeaks):
-                _print_peaks(console, found, budget_bytes, json_path)
-            else:
-                _print_fewest(console, found, json_path, files.plot_path)
+        meshes = shared.pop("meshes")
+        gpu = shared.pop("fits")
+        if gpu is not None:
+            fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
+            _print_fewest(console, fewest, json_path, files.plot_path)
             return
+        if len(meshes) > 1:
+            raise ValueError("--fits alone takes several meshes: give --mesh once")
+        shared["mesh"] = meshes[0] if meshes else {}
         planner = functools.partial(
             Planner,
             spec,
-            device=device(),
+            device=find_profile(target) if target else profile_of(place),
             chunked_loss=chunked_loss,
             without=without,
             also=also,
-            lengths=lengths,
             **_sharing(verify=verify, **shared),
             **settings,
         )
@@ -304,25 +281,6 @@ def _own_settings(
     own = load_workload(spec)
     size = (own.own_batch or 1) * own.accumulation
     return own, dtype_to_use(dtype, own), global_batch or size
-
-
-def _find_ranks(
-    spec: str,
-    device: Callable[[], DeviceProfile],
-    shared: dict[str, Any],
-    global_batch: int,
-    settings: dict[str, Any],
-) -> FewestGpus | PipelinePeaks | None:
-    """Find what `--fits` or a pipeline asks for; None where a budget is planned for."""
-    meshes = shared.pop("meshes")
-    if (fits := shared.pop("fits")) is not None:
-        return _find_fewest(spec, fits, meshes, shared, global_batch, settings)
-    if len(meshes) > 1:
-        raise ValueError("--fits alone takes several meshes: give --mesh once")
-    shared["mesh"] = meshes[0] if meshes else {}
-    if is_pipeline(shared["mesh"]):
-        return _find_peaks(spec, device, shared, global_batch, settings)
-    return None
 
 
 # Options that `--fits` takes; the others belong to the plan for a budget.
@@ -370,56 +328,6 @@ def _refuse_others(taken: Sequence[str], why: str) -> None:
         raise ValueError(f"{why}: leave out {', '.join(others)}")
 
 
-# Options that the ranks of a pipeline take.
-OPTIONS_OF_PIPELINES = (
-    *("spec", "budget_bytes", "global_batch", "target", "dtype", "optimizer", "seed", "parallel"),
-    *("meshes", "links", "context_bytes", "json_path"),
-)
-
-
-def _find_peaks(
-    spec: str,
-    device: Callable[[], DeviceProfile],
-    shared: dict[str, Any],
-    global_batch: int,
-    settings: dict[str, Any],
-) -> PipelinePeaks:
-    """Predict the ranks of a pipeline, after a check that no other option was given."""
-    _refuse_others(OPTIONS_OF_PIPELINES, "a pipeline runs as your function builds it")
-    parallel, mesh = shared["parallel"], shared["mesh"]
-    if parallel is None or parallel in SHARDING_KINDS:
-        raise ValueError(
-            "a mesh with pp needs a pipeline of your own: --parallel package.module:function, "
-            "which returns the modules of a rank and a function that runs its schedule"
-        )
-    size = samples_of_pipeline(mesh, global_batch)
-    own = {name: value for name, value in settings.items() if name != "blocks"}
-    with messages_on_screen() as show_message:
-        return pipeline_peaks(
-            spec,
-            parallel,
-            mesh=mesh,
-            batch_size=size,
-            device=device(),
-            links=shared["links"],
-            context_bytes=shared["context_bytes"],
-            tell=show_message,
-            **own,
-        )
-
-
-def _print_peaks(
-    console: Console, peaks: PipelinePeaks, budget_bytes: int | None, json_path: str | None
-) -> None:
-    """Print the peaks of stages, and exit with 1 where one is above the budget."""
-    console.print(peaks.table(budget_bytes), markup=False)
-    if json_path:
-        facts = provenance(torch.device("cpu")) | {"budget_bytes": budget_bytes}
-        write_json(json_path, facts | peaks.to_json())
-    if budget_bytes is not None and peaks.most_bytes > peaks.limit(budget_bytes):
-        sys.exit(1)
-
-
 def _print_fewest(
     console: Console, found: FewestGpus, json_path: str | None, plot_path: str | None
 ) -> None:
@@ -440,7 +348,6 @@ class PlanFiles:
 
     plot_path: str | None
     page_path: str | None
-    snapshot_out: str | None
 
 
 def _sharing(
@@ -477,8 +384,6 @@ def _find_plan(
         planner.check_settings(global_batch, microbatch)
         if files.plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
-        if files.snapshot_out:
-            planner.check_snapshot()
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
@@ -486,30 +391,14 @@ def _find_plan(
         if files.plot_path:
             show_message("drawing")
             plot_plan(planner, plan, files.plot_path)
-        if files.page_path or files.snapshot_out:
-            show_message("predicting the planned steps")
-            _write_steps(planner, plan, files)
+        if files.page_path:
+            # Imported here because most plans are drawn on no page.
+            from .memory_page import course_of_timeline, write_page
+
+            title = f"{plan.workload} on {plan.settings['device']}, as planned"
+            course = course_of_timeline(planner.planned_timeline())
+            write_page(replace(course, title=title), files.page_path)
     return plan, plain
-
-
-def _write_steps(planner: Planner, plan: Plan, files: PlanFiles) -> None:
-    """Write the planned steps for torch's viewer, and as a page."""
-    # Imported here because most plans are drawn on no page.
-    from ..plan.owners import OwnedBlocks
-    from ..plan.snapshot import BlockHistory, snapshot_of
-    from .memory_page import course_of_blocks, course_of_timeline, write_page
-
-    title = f"{plan.workload} on {plan.settings['device']}, as planned"
-    if not planner.predicts_snapshots:
-        course = course_of_timeline(planner.planned_timeline())
-        write_page(replace(course, title=title), str(files.page_path))
-        return
-    data = pickle.dumps(planner.predicted_snapshot(), protocol=4)
-    if files.snapshot_out:
-        write_output(files.snapshot_out, data)
-    if files.page_path:
-        owned = OwnedBlocks(BlockHistory(snapshot_of(data).devices[0]))
-        write_page(course_of_blocks(owned, title=title), files.page_path)
 
 
 def _print_plan(

@@ -5,7 +5,6 @@ Proof: `python -m pytest tests/cli/test_preflight.py`.
 
 import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import LoopFailed, preflight_program
 from ..gates.verdict import Verdict
 from .options import UnusableInput, json_option
-from .screen import ScreenCommand
+from .screen import ScreenCommand, fill_screen
 
 
 @click.command("preflight", cls=ScreenCommand, example="--script train.py -- --rate 0.1")
@@ -96,8 +95,7 @@ def _print(console: Console, name: str, num_steps: int, verdicts: Sequence[Verdi
     if not_applicable:
         lines.append(f"not applicable: {'; '.join(not_applicable)}")
     for line in lines:
-        wrapped = textwrap.fill(line, console.width, subsequent_indent="    ")
-        console.print(wrapped, markup=False, soft_wrap=True)
+        console.print(fill_screen(line, indent="    "), markup=False, soft_wrap=True)
 
 
 def _short(verdict: Verdict) -> str:

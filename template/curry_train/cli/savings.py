@@ -38,6 +38,7 @@ from ..core.wording import (
     three_digits,
     write_json,
 )
+from ..plan.available import require_available
 from ..primitives.running_blocks import BlockChoice
 from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
@@ -304,6 +305,7 @@ def _cases(
                 size = samples_of(workload, asked)
                 dtype = DTYPES[options["dtype"]]
                 case = Case(workload, device, dtype, size, options["seed"], blocks)
+                require_available(case)
                 if blocks is not None:
                     # A pattern that matches no module is reported before anything is measured.
                     find_blocks(case.build(), blocks)

@@ -42,6 +42,7 @@ from ..gates.verdict import (
     technique_of,
     techniques_of,
 )
+from ..plan.available import require_available
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, is_taken, load_workload
 from ..workloads.shrink import SHRINK_PREFIX
@@ -223,14 +224,8 @@ def _print_detail(console: Console, rows: Sequence[GateRow]) -> None:
     console.print(f"\n{rows[0].workload}, {gates}: {VERDICT_MARKS[verdict.passed]}")
     facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
     for label, text in facts.items():
-        wrapped = textwrap.fill(
-            f"  {label}: {text}",
-            console.width,
-            subsequent_indent="    ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        console.print(wrapped, markup=False, soft_wrap=True)
+        filled = fill_screen(f"  {label}: {text}", indent="    ")
+        console.print(filled, markup=False, soft_wrap=True)
 
 
 # Command line of a project.
@@ -360,6 +355,7 @@ def validate_command(
         for workload in _named_once([load_workload(spec) for spec in specs]):
             wanted = (dtype, batch_size, seed, blocks)
             case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
+            require_available(case)
             case, looks[workload.name], seconds = _look(case)
             cases.append(case)
             forward_seconds += seconds

@@ -1,18 +1,22 @@
-"""A model as a chain of blocks, with the bytes and seconds of any microbatch size.
+"""A model as a chain of blocks: bytes and seconds at any microbatch size, and the fastest options.
+
+Backward runs from the last block to the first. In the backward of a block, the blocks up to it
+still hold their bytes, and it needs its transient and standing bytes on top. Before the first
+backward, all blocks hold their bytes, and the head needs its own on top.
 
 Blocks and whole steps are measured at two sizes; figures of other sizes lie on the line through
 them, because bytes and FLOPs are linear in the microbatch.
 
-Proof: `python -m pytest tests/plan/test_plan.py`.
+Proof: `python -m pytest tests/plan/test_chain.py tests/plan/test_plan.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from .. import primitives
@@ -22,21 +26,176 @@ from .estimate import Sketch, StepEstimate
 from .optimizers import make_optimizer
 from .profiler import BATCH_GROUP, PARAMETERS_GROUP
 from .saved import NONE_KIND, OFFLOAD_KIND, Option
-from .solve import Choice, Stage, least_peak, solve
 
-HEAD_KEY = ""  # the key of the head, where figures are stored by block name
+# States that the search keeps after each block; its time is proportional to them.
+MOST_STATES = 2048
+
+Floats = NDArray[numpy.float64]
+Integers = NDArray[numpy.int64]
+
+
+# The chain at one microbatch size, and the search of its options.
 
 
 @dataclass(frozen=True)
-class Solved:
-    """The options for one microbatch size.
+class PricedBlock:
+    """A block of the chain, with bytes and seconds of each of its options."""
 
-    Where nothing fits, they are those of the least peak, and `peak_bytes` is above the budget.
-    """
+    name: str
+    options: tuple[Option, ...]
+    held: Integers  # bytes after forward
+    transient: Integers  # the most bytes on top of them during its own backward
+    seconds: Floats  # above the block as it is
+    standing: int = 0  # bytes in memory whenever the block is in backward, such as gradients
 
-    options: Mapping[str, Option]
-    peak_bytes: int
-    seconds: float
+    def only(self, groups: Collection[str]) -> "PricedBlock":
+        """Return the block with the options of these groups, and with itself as it is."""
+        places = [
+            place
+            for place, option in enumerate(self.options)
+            if option.kind == NONE_KIND or option.group in groups
+        ]
+        return replace(
+            self,
+            options=tuple(self.options[place] for place in places),
+            held=self.held[places],
+            transient=self.transient[places],
+            seconds=self.seconds[places],
+        )
+
+
+@dataclass(frozen=True)
+class PricedChain:
+    """The blocks of a model in their order, at one microbatch size."""
+
+    blocks: tuple[PricedBlock, ...]
+    head: int = 0  # bytes beside the held ones before the first backward
+    floor: int = 0  # bytes that the step takes whatever the blocks do
+    plain_seconds: float = 0.0  # of forward and backward without recompute
+
+    def fastest(self, room: int) -> dict[str, Option] | None:
+        """Return the fastest options whose peak is within `room`; None if and only if none are.
+
+        This is a dynamic program from the first block to the last. A state is a number of held
+        bytes with the least seconds that lead to it. A state is dropped if another one holds no
+        more and takes no longer. Where more than `MOST_STATES` are left, the fastest one of each
+        range of bytes stays, and the one that holds least.
+        """
+        if room < self.floor:
+            return None
+        held: Integers = numpy.zeros(1, dtype=numpy.int64)
+        seconds: Floats = numpy.zeros(1)
+        ways = []
+        for block in self.blocks:
+            after = held[:, None] + block.held
+            before, chosen = numpy.nonzero(after + block.transient + block.standing <= room)
+            if not len(before):
+                return None
+            after = after[before, chosen]
+            total = seconds[before] + block.seconds[chosen]
+            states = _states_to_keep(after, total)
+            held = after[states]
+            seconds = total[states]
+            ways.append((before[states], chosen[states]))
+
+        # The states are in order of their bytes, and the more they hold the faster they are.
+        state = int(numpy.searchsorted(held, room - self.head, side="right")) - 1
+        if state < 0:
+            return None
+        options = {}
+        for block, (before, chosen) in zip(reversed(self.blocks), reversed(ways), strict=True):
+            options[block.name] = block.options[chosen[state]]
+            state = before[state]
+        return dict(reversed(options.items()))
+
+    def least(self) -> dict[str, Option]:
+        """Return the options with the least peak, and of those the ones that hold least.
+
+        Time plays no part, so the choice is the same for every device.
+        """
+        too_small = -1
+        enough = self.peak({block.name: block.options[0] for block in self.blocks})
+        while enough - too_small > 1:
+            middle = (too_small + enough) // 2
+            if self._fits(middle):
+                enough = middle
+            else:
+                too_small = middle
+        by_bytes = [replace(block, seconds=block.held.astype(float)) for block in self.blocks]
+        found = replace(self, blocks=tuple(by_bytes)).fastest(enough)
+        assert found is not None, "the least peak fits itself"
+        return found
+
+    def _fits(self, room: int) -> bool:
+        """Check whether any options fit: to hold less so far never rules out a later choice."""
+        held = 0
+        for block in self.blocks:
+            fits = held + block.held + block.transient + block.standing <= room
+            if not fits.any():
+                return False
+            held += int(block.held[fits].min())
+        return max(held + self.head, self.floor) <= room
+
+    def moments(self, options: Mapping[str, Option]) -> Integers:
+        """Predict the bytes in the backward of each block, and at last those before all."""
+        places = [block.options.index(options[block.name]) for block in self.blocks]
+        held = numpy.cumsum(
+            [block.held[place] for block, place in zip(self.blocks, places, strict=True)],
+            dtype=numpy.int64,
+        )
+        on_top = [
+            block.transient[place] + block.standing
+            for block, place in zip(self.blocks, places, strict=True)
+        ]
+        last = held[-1:].sum() + self.head
+        return numpy.append(held + numpy.array(on_top, dtype=numpy.int64), last)
+
+    def peak(self, options: Mapping[str, Option]) -> int:
+        return max(int(self.moments(options).max()), self.floor)
+
+    def seconds(self, options: Mapping[str, Option]) -> float:
+        """Predict the time of forward and backward under these options."""
+        extra = 0.0
+        for block in self.blocks:
+            extra += float(block.seconds[block.options.index(options[block.name])])
+        return self.plain_seconds + extra
+
+    def only(self, groups: Collection[str]) -> "PricedChain":
+        """Return the chain with the options of these groups alone."""
+        return replace(self, blocks=tuple(block.only(groups) for block in self.blocks))
+
+    def shifted(self, shifts: Integers) -> "PricedChain":
+        """Return the chain with so many bytes more at each of its moments."""
+        blocks = [
+            replace(block, standing=block.standing + int(shift))
+            for block, shift in zip(self.blocks, shifts[:-1], strict=True)
+        ]
+        return replace(self, blocks=tuple(blocks), head=self.head + int(shifts[-1]))
+
+    def shifts_to(self, options: Mapping[str, Option], peak: int) -> Integers:
+        """Return the shifts with which the peak of these options is the given one.
+
+        Moments above it are lowered to it. If all are below it, all rise by the same number.
+        """
+        above = self.moments(options) - peak
+        return numpy.where(above > 0, -above, max(0, -int(above.max())))
+
+
+def _states_to_keep(held: Integers, seconds: Floats) -> Integers:
+    """Return the states that no other one beats, in order of their bytes, at most so many."""
+    order = numpy.lexsort((seconds, held))
+    quickest = numpy.minimum.accumulate(seconds[order])
+    is_quicker = numpy.append(True, seconds[order][1:] < quickest[:-1])
+    states: Integers = order[is_quicker]
+    if len(states) <= MOST_STATES:
+        return states
+    ranges = held[states] * MOST_STATES // (held[states][-1] + 1)
+    is_last = numpy.append(ranges[1:] != ranges[:-1], True)
+    is_last[0] = True
+    return states[is_last]
+
+
+# What blocks and whole steps cost, as it was measured.
 
 
 @dataclass(frozen=True)
@@ -45,143 +204,71 @@ class Chain:
 
     sketch: Sketch
     profile: DeviceProfile
-    steps: tuple[StepEstimate, ...]  # plain whole steps, one for each of `SIZES`
+    steps: tuple[StepEstimate, ...]  # plain whole steps, one for each of the measured sizes
     kinds: tuple[tuple[tuple[str, ...], Menu], ...]  # names of blocks, and what each option costs
     left_out: tuple[str, ...] = ()  # options that could not run, with the reason
     chunk_tokens: int | None = None
 
-    def solve(
-        self,
-        microbatch: int,
-        budget_bytes: int,
-        *,
-        accumulated: bool,
-        less: Mapping[str, float] = MappingProxyType({}),
-    ) -> Solved:
-        """Choose the fastest options that fit the budget.
+    def at(self, microbatch: int, *, accumulated: bool) -> PricedChain:
+        """Return the chain at a microbatch size.
 
-        `accumulated`: all gradients of earlier microbatches are in memory. `less`: bytes per
-        sample by which the chain is known to overestimate, by block name and `HEAD_KEY`.
+        `accumulated`: all gradients of earlier microbatches are in memory.
         """
-        menus = {name: self._menu(name) for name in self.names}
-        plain = self.plain_seconds(microbatch)
-        least = self._line(microbatch, lambda step: step.step)
-        if not menus:
-            peak = self._line(microbatch, lambda step: step.peak_bytes)
-            return Solved({}, peak, plain)
-
-        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
-        solved = None
-        if budget_bytes >= max(1, least):
-            solved = solve(stages, budget_bytes, head_bytes=head)
-        found = solved or least_peak(stages, head_bytes=head)
-        options = _chosen_options(menus, found.chosen)
-        return Solved(options, max(found.peak_bytes, least), plain + found.cost)
-
-    def least(self, microbatch: int, *, accumulated: bool) -> tuple[dict[str, Option], int]:
-        """Choose the options with the least peak, and return them with that peak.
-
-        Of options with equal peaks, those that hold least win. Time plays no part, so the choice
-        is the same for every device.
-        """
-        menus = {name: self._menu(name) for name in self.names}
-        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less={})
-        if not stages:
-            return {}, self._line(microbatch, lambda step: step.peak_bytes)
-
-        priced_by_bytes = []
-        for stage in stages:
-            choices = tuple(replace(choice, cost=choice.held_bytes) for choice in stage.choices)
-            priced_by_bytes.append(replace(stage, choices=choices))
-        found = least_peak(priced_by_bytes, head_bytes=head)
-        options = _chosen_options(menus, found.chosen)
-        return options, max(found.peak_bytes, self._line(microbatch, lambda step: step.step))
-
-    def moments(
-        self,
-        microbatch: int,
-        options: Mapping[str, Option],
-        *,
-        accumulated: bool,
-        less: Mapping[str, float],
-    ) -> dict[str, int]:
-        """Predict the bytes in the backward of each block, and before it (`HEAD_KEY`)."""
-        menus = {name: self._menu(name) for name in self.names}
-        stages, head = self._stages(menus, microbatch, accumulated=accumulated, less=less)
-        held = 0
-        predicted = {}
-        for (name, menu), stage in zip(menus.items(), stages, strict=True):
-            choice = _choice_of(options[name], menu, stage.choices)
-            held += choice.held_bytes
-            predicted[name] = held + choice.transient_bytes + stage.standing_bytes
-        return predicted | {HEAD_KEY: held + head}
-
-    @property
-    def names(self) -> list[str]:
-        """The blocks that have a menu, in the model's order."""
-        known = {name for names, _ in self.kinds for name in names}
-        return [name for name in self.steps[0].blocks if name in known]
-
-    def seconds(self, microbatch: int, options: Mapping[str, Option]) -> float:
-        """Predict the time of forward and backward under these options, as `solve` does."""
-        total = self.plain_seconds(microbatch)
-        for name in self.names:
-            menu = self._menu(name)
-            choices = self._choices(menu, microbatch, self.steps[0].blocks[name].calls)
-            total += _choice_of(options[name], menu, choices).cost
-        return total
-
-    def offers(self, option: Option) -> bool:
-        """Check whether the option is on the menu of every block."""
-        return all(_is_on_menu(option, menu) for _, menu in self.kinds)
-
-    def _menu(self, name: str) -> Menu:
-        return next(menu for names, menu in self.kinds if name in names)
-
-    def _stages(
-        self,
-        menus: Mapping[str, Menu],
-        microbatch: int,
-        *,
-        accumulated: bool,
-        less: Mapping[str, float],
-    ) -> tuple[list[Stage], int]:
-        """Build the solver's stages, one per block, and the bytes of the head."""
         first = self.steps[0]
-        standing = self._line(microbatch, lambda step: step.fixed + step.rest)
+        menus = {name: menu for names, menu in self.kinds for name in names}
 
         # Backward runs from the last block to the first: gradients of later blocks exist already.
         gradients = {}
         later = first.head_gradients
-        for name in reversed(list(first.blocks)):
+        for name in reversed([*first.blocks]):
             gradients[name] = later
             later += first.blocks[name].gradients
 
-        stages = []
-        known: dict[tuple[int, int], tuple[Choice, ...]] = {}
-        for name, menu in menus.items():
-            block = first.blocks[name]
-            others = first.gradients - block.gradients if accumulated else gradients[name]
-            key = (id(menu[0]), block.calls)
-            if key not in known:
-                known[key] = self._choices(menu, microbatch, block.calls)
-            correction = round(microbatch * less.get(name, 0))
-            stages.append(Stage(known[key], max(0, standing + others - correction)))
+        standing = self._bytes(microbatch, lambda step: step.fixed + step.rest)
+        blocks = []
+        for name, block in first.blocks.items():
+            if name in menus:
+                others = first.gradients - block.gradients if accumulated else gradients[name]
+                priced = self._price(name, menus[name], microbatch, block.calls)
+                blocks.append(replace(priced, standing=standing + others))
 
-        head = self._line(microbatch, lambda step: step.fixed + step.head)
-        if accumulated:
-            head += first.gradients
-        return stages, max(0, head - round(microbatch * less.get(HEAD_KEY, 0)))
+        if blocks:
+            head = self._bytes(microbatch, lambda step: step.fixed + step.head)
+            head += first.gradients if accumulated else 0
+        else:
+            head = self._bytes(microbatch, lambda step: step.peak_bytes)
+        floor = self._bytes(microbatch, lambda step: step.step)
+        return PricedChain(tuple(blocks), head, floor, self.plain_seconds(microbatch))
+
+    def _price(self, name: str, menu: Menu, microbatch: int, calls: int) -> PricedBlock:
+        """Price a menu for a microbatch size."""
+        seconds = {option: self._seconds(option, measured, microbatch) for option, measured in menu}
+        plain = seconds[Option(NONE_KIND)]
+        extra = [
+            0.0 if option.kind == NONE_KIND else max(0.0, calls * (took - plain))
+            for option, took in seconds.items()
+        ]
+        held = [at_size(microbatch, [size.held for size in measured]) for _, measured in menu]
+        transient = [
+            at_size(microbatch, [size.transient for size in measured]) for _, measured in menu
+        ]
+        return PricedBlock(
+            name,
+            tuple(seconds),
+            calls * numpy.rint(held).astype(numpy.int64),
+            numpy.rint(transient).astype(numpy.int64),
+            numpy.array(extra),
+        )
 
     def plain_seconds(self, microbatch: int) -> float:
         """Predict the time of forward and backward without recompute."""
-        flops = self._lines(microbatch, [step.flops for step in self.steps])
-        moved = self._lines(microbatch, [step.moved for step in self.steps])
+        flops = at_size(microbatch, [step.flops for step in self.steps])
+        moved = at_size(microbatch, [step.moved for step in self.steps])
         times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
         return float(times[moved > 0].sum())
 
     def plain_flops(self, microbatch: int) -> float:
-        return float(self._lines(microbatch, [step.flops for step in self.steps]).sum())
+        return float(at_size(microbatch, [step.flops for step in self.steps]).sum())
 
     @property
     def optimizer_seconds(self) -> float:
@@ -205,34 +292,17 @@ class Chain:
         owners = self.steps[0].timeline.owners
         return state + owners[PARAMETERS_GROUP][0] + owners[BATCH_GROUP][0]
 
-    def _choices(self, menu: Menu, microbatch: int, calls: int) -> tuple[Choice, ...]:
-        """Price a menu for a microbatch size; costs are seconds above the plain block."""
-        plain = next(
-            self._seconds(option, measured, microbatch)
-            for option, measured in menu
-            if option.kind == NONE_KIND
-        )
-        choices = []
-        for option, measured in menu:
-            cost = 0.0
-            if option.kind != NONE_KIND:
-                cost = max(0.0, calls * (self._seconds(option, measured, microbatch) - plain))
-            held = self._line_of(microbatch, [size.held for size in measured])
-            transient = self._line_of(microbatch, [size.transient for size in measured])
-            choices.append(Choice(str(option), calls * held, transient, cost))
-        return tuple(choices)
-
     def _seconds(self, option: Option, measured: tuple[Measured, ...], microbatch: int) -> float:
         """Predict the time of forward and backward of one block under an option."""
-        flops = self._lines(microbatch, [size.flops for size in measured])
-        moved = self._lines(microbatch, [size.moved for size in measured])
-        again = self._lines(microbatch, [size.again for size in measured])
+        flops = at_size(microbatch, [size.flops for size in measured])
+        moved = at_size(microbatch, [size.moved for size in measured])
+        again = at_size(microbatch, [size.again for size in measured])
         seconds = Measured(0, 0, flops, moved, again).seconds(option, self.profile, self._dtype)
 
         # Offload copies to the host and back; the copies overlap with the computation.
         link = self.profile.host_bytes_per_second
         if option.kind == OFFLOAD_KIND and link is not None:
-            away = self._line_of(microbatch, [size.moved_away for size in measured])
+            away = float(at_size(microbatch, [size.moved_away for size in measured]))
             return max(seconds, 2 * away / link)
         return seconds
 
@@ -240,49 +310,22 @@ class Chain:
     def _dtype(self) -> str:
         return str(self.sketch.case.dtype).removeprefix("torch.")
 
-    def _line(self, microbatch: int, figure: Callable[[StepEstimate], int]) -> int:
+    def _bytes(self, microbatch: int, figure: Callable[[StepEstimate], int]) -> int:
         """Extrapolate a figure of the whole step to a microbatch size."""
-        return self._line_of(microbatch, [figure(step) for step in self.steps])
-
-    def _line_of(self, microbatch: int, figures: list[int]) -> int:
-        """Extrapolate a figure from its values at `SIZES`."""
-        first, second = figures
-        slope = (second - first) / (MEASURED_MICROBATCH_SIZES[1] - MEASURED_MICROBATCH_SIZES[0])
-        return max(0, round(first + slope * (microbatch - MEASURED_MICROBATCH_SIZES[0])))
-
-    def _lines(self, microbatch: int, figures: list[Any]) -> Any:
-        """Extrapolate a figure of each operation from its values at `SIZES`.
-
-        If the two sizes run different numbers of operations, scale the larger one in proportion.
-        """
-        first, second = figures
-        if len(first) != len(second):
-            return second * (microbatch / MEASURED_MICROBATCH_SIZES[1])
-        return numpy.maximum(
-            0.0,
-            first
-            + (second - first)
-            * (
-                (microbatch - MEASURED_MICROBATCH_SIZES[0])
-                / (MEASURED_MICROBATCH_SIZES[1] - MEASURED_MICROBATCH_SIZES[0])
-            ),
-        )
+        return round(float(at_size(microbatch, [figure(step) for step in self.steps])))
 
 
-def _chosen_options(menus: Mapping[str, Menu], chosen: Sequence[int]) -> dict[str, Option]:
-    """Return the option of each block from the indices that the solver chose."""
-    return {name: menu[index][0] for (name, menu), index in zip(menus.items(), chosen, strict=True)}
+def at_size(microbatch: int, figures: Sequence[Any]) -> Any:
+    """Extrapolate figures from their values at the measured sizes.
 
-
-def _choice_of(option: Option, menu: Menu, choices: Sequence[Choice]) -> Choice:
-    """Return the choice that belongs to an option of the menu."""
-    return next(
-        choice for choice, (offered, _) in zip(choices, menu, strict=True) if offered == option
-    )
-
-
-def _is_on_menu(option: Option, menu: Menu) -> bool:
-    return any(option == offered for offered, _ in menu)
+    If the two sizes run different numbers of operations, scale the larger one in proportion.
+    """
+    first, second = figures
+    small, large = MEASURED_MICROBATCH_SIZES
+    if numpy.shape(first) != numpy.shape(second):
+        return second * (microbatch / large)
+    slope = (second - first) / (large - small)
+    return numpy.maximum(0.0, first + slope * (microbatch - small))
 
 
 def measure_chain(

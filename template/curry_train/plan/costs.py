@@ -26,6 +26,7 @@ from ..primitives import sac
 from ..primitives.checkpointed import TORCH_ATTRIBUTES
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
+from .record import operation_cost
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -37,7 +38,6 @@ from .saved import (
     remove_options,
 )
 from .shapes import NEEDS_VALUES_ERRORS
-from .timeline import operation_cost
 
 # Costs of one block under each option: held bytes, transient bytes and operations.
 

@@ -10,8 +10,6 @@ the gradients, and the caller's logits and loss live until the next ones are the
 Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
-import bisect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -19,15 +17,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.measure import REST_LAYER, Life
+from ..core.measure import Life
 from .cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull, MemoryBlock
-from .profiler import (
-    ACTIVATIONS_GROUP,
-    OPTIMIZER_STATE_GROUP,
-    STEP_PHASES,
-    TEMPORARIES_GROUP,
-)
-from .timeline import StepLives
+from .profiler import OPTIMIZER_STATE_GROUP
+from .record import StepLives
 
 # Bytes that cuBLAS allocates for each thread that multiplies; forward and autograd are two.
 WORKSPACE_BYTES = 8_519_680
@@ -40,19 +33,8 @@ CONTEXT_BYTES = 512 * 2**20
 NUM_STEPS = 4
 # Numbers of an optimizer, such as its step counts, live in host memory unless it is fused.
 LARGEST_NUMBER_BYTES = 8
-# Up to this many batch shapes, all orders of them are tried.
-MOST_PERMUTED = 3
 # The least device is found to this fraction of its memory.
 LEAST_DEVICE_FRACTION = 0.005
-
-# Owners beside those of a timeline, which a snapshot of CUDA's allocator shows.
-WORKSPACES_OWNER = "workspaces"
-FORWARD_TEMPORARIES = "temporaries of forward"
-BACKWARD_TEMPORARIES = "temporaries of backward"
-STEP_TEMPORARIES = "temporaries of the optimizer"
-# A predicted snapshot has owner, phase and module of a block in torch's user_metadata.
-NOTE_START = "curry-train"
-NOTE_SEPARATOR = "; "
 
 
 def workspace_of(card: str) -> int:
@@ -73,21 +55,8 @@ class StepTrace:
     gradients: tuple[int, ...]  # freed when the next step begins
     products: tuple[int, ...]  # indices of events before which a thread multiplies first
     first_sizes: tuple[int, ...] = ()  # bytes of the storages of the optimizer's first step
-    owners: tuple[tuple[str, str], ...] = ()  # group and layer of each storage
-    backward_start: int = 0  # index of the first event of backward
     first_events: tuple[int, ...] = ()  # of that step, by their own numbers
     streams: tuple[int, ...] = ()  # stream of each storage; empty where all are of the default one
-
-    def left_behind(self) -> list[int]:
-        """List what a step leaves for the next one to free, such as logits and loss, in order."""
-        alive: dict[int, None] = {}
-        for event in self.events:
-            if event >= 0:
-                alive[event] = None
-            else:
-                alive.pop(~event, None)
-        others = {*self.given, *self.state, *self.gradients}
-        return [number for number in alive if number not in others]
 
     def without_copies(self) -> "StepTrace":
         """Return the trace with an optimizer that makes no temporary copies, as fused ones."""
@@ -162,8 +131,6 @@ def trace_of(
         first_events=tuple(
             first_numbers[id(life)] if made else ~first_numbers[id(life)] for life, made in first
         ),
-        owners=tuple(life.owner for life in numbered),
-        backward_start=ends.get("forward", 0),
         streams=tuple(streams.get(id(life), 0) for life in numbered) if streams else (),
     )
 
@@ -209,33 +176,6 @@ class TrainingReplay:
                 self._run(event)
             self._rename_state()
         self._steps += 1
-
-    def switch(self, trace: StepTrace) -> None:
-        """Go on with steps of batches of another shape, of the same model and optimizer."""
-        before = self.trace
-        blocks = self._blocks
-        self.trace = trace
-        self._blocks = {}
-        same = [
-            *zip(before.given, trace.given, strict=True),
-            *zip(before.state, trace.state, strict=True),
-            *zip(before.gradients, trace.gradients, strict=True),
-            *zip(before.left_behind(), trace.left_behind(), strict=False),
-        ]
-        for old, new in same:
-            block = blocks.pop(old, None)
-            if block is None:
-                continue
-            if old in before.given and before.sizes[old] != trace.sizes[new]:
-                # The next batch is there before the last one is freed.
-                self._make(new, trace.sizes[new])
-                self._free(block, before.sizes[old])
-                continue
-            rounded = self.allocator.settings.rounded
-            self.rounded += rounded(trace.sizes[new]) - rounded(before.sizes[old])
-            self._blocks[new] = block
-        for old, block in blocks.items():
-            self._free(block, before.sizes[old])
 
     def _run(self, event: int) -> None:
         if event < 0:
@@ -316,60 +256,24 @@ class CudaMemory:
 
 def cuda_memory(
     trace: StepTrace,
-    *others: StepTrace,
+    *,
     workspace_bytes: int = WORKSPACE_BYTES,
     settings: AllocatorSettings | None = None,
     num_steps: int = NUM_STEPS,
 ) -> CudaMemory:
-    """Run steps of a trace in the allocator; raises `DeviceFull` if the settings limit it.
-
-    `others` are steps of other batch shapes, which follow in turn, all of them at least twice.
-    """
-    traces = [trace, *others]
+    """Run steps of a trace in the allocator; raises `DeviceFull` if the settings limit it."""
     allocator = CudaAllocator(settings)
     replay = TrainingReplay(trace, allocator, workspace_bytes=workspace_bytes)
     replay.step()
     first = allocator.peak_reserved
-    for number in range(1, max(num_steps, len(others) and 2 * len(traces))):
-        if others:
-            replay.switch(traces[number % len(traces)])
+    for _ in range(1, num_steps):
         replay.step()
     return CudaMemory(allocator.peak_allocated, allocator.peak_reserved, first, replay.rounded_peak)
 
 
-def worst_order(
-    traces: Sequence[StepTrace], *, workspace_bytes: int = WORKSPACE_BYTES
-) -> tuple[int, ...]:
-    """Return the order of batch shapes, as indices, in which training reserves most.
-
-    Up to three shapes are tried in every order; more of them up, down, and from both ends in turn.
-    Of equal orders the first one wins, in which bytes grow.
-    """
-    growing = sorted(range(len(traces)), key=lambda index: _bytes_made(traces[index]))
-    orders = [tuple(growing), tuple(reversed(growing))]
-    if len(traces) <= MOST_PERMUTED:
-        orders = [*itertools.permutations(growing)]
-    else:
-        both_ends = [
-            growing[index // 2 if index % 2 == 0 else -1 - index // 2]
-            for index in range(len(growing))
-        ]
-        orders += [tuple(both_ends), tuple(reversed(both_ends))]
-
-    def reserved(order: tuple[int, ...]) -> int:
-        in_turn = [traces[index] for index in order]
-        return cuda_memory(*in_turn, workspace_bytes=workspace_bytes).reserved_bytes
-
-    return max(orders, key=reserved)
-
-
-def _bytes_made(trace: StepTrace) -> int:
-    return sum(trace.sizes[event] for event in trace.events if event >= 0)
-
-
 def least_device(
     trace: StepTrace,
-    *others: StepTrace,
+    *,
     workspace_bytes: int = WORKSPACE_BYTES,
     context_bytes: int = CONTEXT_BYTES,
 ) -> int:
@@ -377,197 +281,16 @@ def least_device(
 
     Where the device is full, the allocator gives its cache back and tries again, which takes time.
     """
-    found = cuda_memory(trace, *others, workspace_bytes=workspace_bytes)
+    found = cuda_memory(trace, workspace_bytes=workspace_bytes)
     low = found.rounded_bytes
     high = found.reserved_bytes
     while high - low > LEAST_DEVICE_FRACTION * high:
         middle = (low + high) // 2
         settings = AllocatorSettings(capacity=middle)
         try:
-            cuda_memory(trace, *others, workspace_bytes=workspace_bytes, settings=settings)
+            cuda_memory(trace, workspace_bytes=workspace_bytes, settings=settings)
         except DeviceFull:
             low = middle
         else:
             high = middle
     return high + context_bytes
-
-
-# The predicted steps as a snapshot in torch's own format.
-
-
-class PredictedTraining(TrainingReplay):
-    """Steps of a training whose allocations are recorded as torch records them.
-
-    `snapshot()` is what torch.cuda.memory._dump_snapshot would pickle.
-    """
-
-    def __init__(
-        self,
-        trace: StepTrace,
-        *,
-        workspace_bytes: int = WORKSPACE_BYTES,
-        settings: AllocatorSettings | None = None,
-    ) -> None:
-        self.events: list[dict[str, Any]] = []
-        # The live blocks by address, each with the event that made it.
-        self._live: dict[int, tuple[MemoryBlock, dict[str, Any]]] = {}
-        # Bytes of each segment by address, and whether it is of small blocks.
-        self._segment_sizes: dict[int, tuple[int, bool]] = {}
-        self._reserved = 0
-        self._number: int | None = None
-        self._place = 0
-        early = {~event for event in trace.events[: trace.backward_start] if event < 0}
-        self._passing = early.difference(trace.given, trace.state)
-        super().__init__(trace, CudaAllocator(settings), workspace_bytes=workspace_bytes)
-
-    def step(self) -> None:
-        self._place = 0
-        super().step()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return segments, events and settings as torch's snapshot has them."""
-        settings = self.allocator.settings
-        divisions = settings.power_of_2_divisions or 0
-        return {
-            "segments": [*self._segments()],
-            "device_traces": [self.events],
-            "allocator_settings": {
-                "PYTORCH_CUDA_ALLOC_CONF": "",
-                "max_split_size": settings.max_split_bytes or -1,
-                "garbage_collection_threshold": 0.0,
-                "expandable_segments": settings.expandable_segments,
-                "roundup_power2_divisions": {str(2**power): divisions for power in range(16)},
-            },
-            "external_annotations": [],
-        }
-
-    def _run(self, event: int) -> None:
-        self._place += 1
-        super()._run(event)
-
-    def _make(self, number: int, num_bytes: int) -> None:
-        self._number = number
-        super()._make(number, num_bytes)
-        self._number = None
-
-    def _first_optimizer_step(self) -> None:
-        self._place = self.trace.step_start + 1
-        first = len(self.events)
-        super()._first_optimizer_step()
-        state = {self._blocks[number].address for number in self.trace.state}
-        for event in self.events[first:]:
-            owner = OPTIMIZER_STATE_GROUP if event["addr"] in state else STEP_TEMPORARIES
-            _annotate(event, owner, STEP_PHASES[2], "")
-
-    def _allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
-        block = super()._allocate(num_bytes, stream=stream)
-        if self.allocator.reserved > self._reserved:
-            self._record_growth(block)
-        event = self._record("alloc", block.address, num_bytes)
-        self._live[block.address] = block, event
-        return block
-
-    def _record_growth(self, block: MemoryBlock) -> None:
-        self._reserved = self.allocator.reserved
-        for address, size in self.allocator.segments.items():
-            there, _ = self._segment_sizes.get(address, (0, False))
-            if size > there:
-                is_grown = self.allocator.settings.expandable_segments
-                action = "segment_map" if is_grown else "segment_alloc"
-                self._record(action, address + there, size - there)
-                self._segment_sizes[address] = size, block.pool.small
-
-    def _free(self, block: MemoryBlock, num_bytes: int) -> None:
-        del self._live[block.address]
-        self._record("free_requested", block.address, num_bytes)
-        self._record("free_completed", block.address, num_bytes)
-        super()._free(block, num_bytes)
-
-    def _record(self, action: str, address: int, num_bytes: int) -> dict[str, Any]:
-        event = {"action": action, "addr": address, "size": num_bytes, "stream": 0}
-        event |= {"time_us": len(self.events), "compile_context": "N/A"}
-        self.events.append(event)
-        _annotate(event, *self._owner())
-        return event
-
-    def _owner(self) -> tuple[str, str, str]:
-        """Return owner, phase and module of what is allocated now."""
-        trace = self.trace
-        phase = STEP_PHASES[(self._place > trace.backward_start) + (self._place > trace.step_start)]
-        if self._number is None:
-            return WORKSPACES_OWNER, phase, ""
-        group, layer = trace.owners[self._number] if trace.owners else (ACTIVATIONS_GROUP, "")
-        if group == TEMPORARIES_GROUP:
-            group = STEP_TEMPORARIES if phase == STEP_PHASES[2] else BACKWARD_TEMPORARIES
-        elif group == ACTIVATIONS_GROUP and self._number in self._passing:
-            group = FORWARD_TEMPORARIES
-        return group, phase, "" if layer == REST_LAYER else layer
-
-    def _segments(self) -> Iterator[dict[str, Any]]:
-        is_expandable = self.allocator.settings.expandable_segments
-        addresses = sorted(self._live)
-        for start, (size, is_small) in sorted(self._segment_sizes.items()):
-            end = start + size
-            first = bisect.bisect_left(addresses, start)
-            inside = addresses[first : bisect.bisect_left(addresses, end)]
-            blocks = [*self._blocks_between(inside, start, end)]
-            used = sum(block["size"] for block in blocks if block["state"] != "inactive")
-            yield {
-                "device": 0,
-                "address": start,
-                "total_size": size,
-                "allocated_size": used,
-                "active_size": used,
-                "requested_size": sum(block["requested_size"] for block in blocks),
-                "stream": 0,
-                "segment_type": "small" if is_small else "large",
-                "segment_pool_id": (0, 0),
-                "is_expandable": is_expandable,
-                "frames": [],
-                "blocks": blocks,
-            }
-
-    def _blocks_between(
-        self, addresses: Sequence[int], start: int, end: int
-    ) -> Iterator[dict[str, Any]]:
-        """Yield live blocks, and the free ranges between them."""
-        position = start
-        for address in [*addresses, end]:
-            if address > position:
-                yield _recorded_block(position, address - position)
-            if address < end:
-                block, event = self._live[address]
-                yield _recorded_block(address, block.num_bytes, event)
-                position = address + block.num_bytes
-
-
-def predicted_snapshot(
-    trace: StepTrace,
-    *,
-    workspace_bytes: int = WORKSPACE_BYTES,
-    settings: AllocatorSettings | None = None,
-    num_steps: int = NUM_STEPS,
-) -> dict[str, Any]:
-    """Return what torch would dump of a training's first steps."""
-    training = PredictedTraining(trace, workspace_bytes=workspace_bytes, settings=settings)
-    for _ in range(num_steps):
-        training.step()
-    return training.snapshot()
-
-
-def _annotate(event: dict[str, Any], owner: str, phase: str, layer: str) -> None:
-    """Set owner, phase and module of an event; torch's viewer shows the frame."""
-    event["user_metadata"] = NOTE_SEPARATOR.join((NOTE_START, owner, phase, layer))
-    event["frames"] = [{"name": layer or phase, "filename": owner, "line": 0}]
-
-
-def _recorded_block(
-    address: int, num_bytes: int, event: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {
-        "address": address,
-        "size": num_bytes,
-        "requested_size": event["size"] if event else 0,
-        "state": "active_allocated" if event else "inactive",
-        "frames": event["frames"] if event else [],
-    }

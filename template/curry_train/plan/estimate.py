@@ -55,12 +55,12 @@ from .rank_step import (
     ForcedRouting,
     RankKernels,
     RankProgram,
-    RankStorages,
     host_apart,
     local_bytes,
     one_rank,
     record_rank_step,
 )
+from .record import OptimizerSteps, RankStorages, StepLives
 from .shapes import (
     LARGEST_DRAW,
     NEEDS_VALUES_ERRORS,
@@ -73,7 +73,7 @@ from .shapes import (
     pretended,
     who_needs_values,
 )
-from .timeline import OptimizerSteps, StepLives, record_step_storages, timeline_of
+from .timeline import record_step_storages, timeline_of
 
 if TYPE_CHECKING:
     from .rank_time import StepCourse
@@ -240,8 +240,6 @@ class Sketch:
         self._mesh: Any = None
         # The routing of a rank's tokens to experts; None for one rank, or without experts.
         self.routing: ForcedRouting | None = None
-        # Optimizer steps of one rank.
-        self._rank_steps: OptimizerSteps | None = None
         self.case: Case
         # None for a model without blocks.
         self.choice: BlockChoice | None = None
@@ -264,7 +262,6 @@ class Sketch:
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
                     self._optimizer_steps = OptimizerSteps(self._values)
-                    self._rank_steps = OptimizerSteps(self._values, storages=RankStorages)
                 self._try_optimizer(module)
                 if self.draws.drawn:
                     _let_layers_run(self.case, self.draws)
@@ -423,7 +420,7 @@ class Sketch:
         self, batch_size: int, *, accumulated: bool, change: ModelChange | None
     ) -> StepEstimate:
         """Estimate a step of one rank of the sharding."""
-        steps = self._rank_steps
+        steps = self._optimizer_steps
         blocks: dict[str, nn.Module] = {}
 
         def make_program(record: RankStorages) -> RankProgram:

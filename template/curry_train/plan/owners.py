@@ -21,16 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from ..core.memory_recorder import memory_record as memory_record
 from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
-from .cuda_step import (
-    BACKWARD_TEMPORARIES,
-    FORWARD_TEMPORARIES,
-    HOPPER_WORKSPACE_BYTES,
-    NOTE_SEPARATOR,
-    NOTE_START,
-    STEP_TEMPORARIES,
-    WORKSPACE_BYTES,
-    WORKSPACES_OWNER,
-)
+from .cuda_step import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -54,6 +45,10 @@ from .snapshot import (
     origin_of,
 )
 
+WORKSPACES_OWNER = "workspaces"
+FORWARD_TEMPORARIES = "temporaries of forward"
+BACKWARD_TEMPORARIES = "temporaries of backward"
+STEP_TEMPORARIES = "temporaries of the optimizer"
 LOGITS_OWNER = "logits and loss"
 RESTS_OWNER = "unsplit rests"
 FREE_OWNER = "free blocks"
@@ -75,7 +70,6 @@ ALL_OWNERS = (
     WORKSPACES_OWNER,
     RESTS_OWNER,
 )
-NO_STACK_OWNER = "without a stack"
 
 # A run of so many allocations in forward begins the next microbatch or step.
 FORWARD_RUN = 8
@@ -200,9 +194,6 @@ class OwnedBlocks:
         return [LineBytes(*key, size, blocks[key]) for key, size in sizes.most_common()]
 
     def line(self, life: BlockLife) -> str:
-        note = _note(life)
-        if note is not None:
-            return note[2]
         return origin_of(life.stack).line if life.stack else ""
 
     @property
@@ -276,9 +267,6 @@ class OwnedBlocks:
         return min(self.history.record.settings.rounded(life.requested_bytes), life.num_bytes)
 
     def _phase(self, life: BlockLife) -> str:
-        note = _note(life)
-        if note is not None:
-            return note[1]
         if not life.stack:
             return BACKWARD_PHASE if self.has_stacks else UNKNOWN_PHASE
         return origin_of(life.stack).phase
@@ -314,10 +302,7 @@ class OwnedBlocks:
             STEP_PHASE: self._of_step,
         }
         for life in made:
-            note = _note(life)
-            if note is not None:
-                owner = note[0]
-            elif id(life) in self._workspaces:
+            if id(life) in self._workspaces:
                 owner = WORKSPACES_OWNER
             else:
                 rule = rules.get(self.phases[id(life)])
@@ -423,10 +408,7 @@ class OwnedBlocks:
                 self._owner[id(life)] = owner
 
     def _of_earlier(self, life: BlockLife) -> str | None:
-        """Return the owner that a block's own stack or note shows."""
-        note = _note(life)
-        if note is not None:
-            return note[0]
+        """Return the owner that a block's own stack shows."""
         if id(life) in self._workspaces:
             return WORKSPACES_OWNER
         if not life.stack:
@@ -463,14 +445,6 @@ class OwnedBlocks:
 
 def _unrecognized(life: BlockLife) -> str:
     return EARLIER_OWNER if life.born == AT_START else BATCH_GROUP
-
-
-def _note(life: BlockLife) -> tuple[str, str, str] | None:
-    """Return owner, phase and module that a predicted snapshot has for a block."""
-    start, *rest = life.note.split(NOTE_SEPARATOR, 3)
-    if start != NOTE_START or len(rest) != 3 or rest[0] not in ALL_OWNERS:
-        return None
-    return rest[0], rest[1], rest[2]
 
 
 def _copies(

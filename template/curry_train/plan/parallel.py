@@ -30,7 +30,8 @@ SHARDING_KINDS = ("ddp", "fsdp2", "hsdp", TENSOR_PARALLEL_KIND)
 # Dimensions of the built-in ways by their names; a way of the user's own has any.
 MESH_EXAMPLES = {"hsdp": "replicate=2,shard=4", TENSOR_PARALLEL_KIND: "dp=4,tp=2"}
 # Ranks along these dimensions have the same samples, and parts of the model or of the sequence.
-MODEL_DIMENSIONS = ("tp", "cp", "pp", "ep")
+MODEL_DIMENSIONS = ("tp", "cp", "ep")
+PIPELINE_DIMENSION = "pp"
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,6 +66,11 @@ class Sharding:
         require_whole("ranks", self.ranks, least=1)
         for name, size in self.mesh.items():
             require_whole(f"the size of {name} in the mesh", size, least=1)
+        if PIPELINE_DIMENSION in self.mesh:
+            raise ValueError(
+                "stages of a pipeline are not planned: plan the modules of one stage as a model, "
+                "with the mesh of the ranks that share it"
+            )
         in_mesh = math.prod(self.mesh.values())
         if self.mesh and self.ranks not in (1, in_mesh):
             raise ValueError(f"the mesh has {in_mesh} ranks, and ranks is {self.ranks}")

@@ -33,9 +33,7 @@ from .cuda_step import (
     StepTrace,
     cuda_memory,
     least_device,
-    predicted_snapshot,
     workspace_of,
-    worst_order,
 )
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
@@ -51,7 +49,6 @@ from .saved import (
 )
 from .whole_step import (
     WholeSteps,
-    length_of,
     order,
 )
 
@@ -241,9 +238,8 @@ class Planner:
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU. `lengths` are those of shorter batches that come too, in any
-    order: on CUDA a plan fits if they do in the worst order. `links` are those between GPUs, for
-    the time of several ranks; by default the usual ones of the device.
+    its tensors are, as on the CPU. `links` are those between GPUs, for the time of several ranks;
+    by default the usual ones of the device.
     """
 
     def __init__(
@@ -261,7 +257,6 @@ class Planner:
         seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
-        lengths: Sequence[int] = (),
         links: "Links | None" = None,
         tell: Tell = lambda message: None,
     ) -> None:
@@ -296,14 +291,12 @@ class Planner:
         self.whole_steps = WholeSteps(
             self.sketch,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
-            solve=self._again,
             overhead=self._overhead,
-            lengths=lengths,
             links=links,
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
-        self._reserved: dict[tuple[StepTrace, ...], int] = {}
+        self._reserved: dict[StepTrace, int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
@@ -313,8 +306,6 @@ class Planner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sketch)
             blocks = self.sketch.case.blocks
-            if self.whole_steps.lengths:
-                self._check_lengths(self.whole_steps.lengths)
             self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
             if self.sketch.choice is not None:
                 self.settings["block_notes"] = self.sketch.choice.lines()
@@ -331,82 +322,57 @@ class Planner:
     def _workspace_bytes(self) -> int:
         return workspace_of(self.profile.name)
 
-    def _overhead(self, step: StepEstimate, *others: StepEstimate) -> int:
+    def _overhead(self, step: StepEstimate) -> int:
         """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
 
         On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
         """
         if step.trace is None or not self.by_reserved:
             return 0
-        traces = step.trace, *(one.trace for one in others if one.trace is not None)
-        if traces not in self._reserved:
-            ordered = [traces[place] for place in self._worst_order(traces)]
-            memory = cuda_memory(*ordered, workspace_bytes=self._workspace_bytes)
-            self._reserved[traces] = memory.reserved_bytes
-        return self._reserved[traces] + self.context_bytes - step.peak_bytes
-
-    def _worst_order(self, traces: Sequence[StepTrace]) -> Sequence[int]:
-        """Return the order of the steps of several lengths of batches that reserves most."""
-        if len(traces) < 2:
-            return range(len(traces))
-        return worst_order(traces, workspace_bytes=self._workspace_bytes)
+        if step.trace not in self._reserved:
+            memory = cuda_memory(step.trace, workspace_bytes=self._workspace_bytes)
+            self._reserved[step.trace] = memory.reserved_bytes
+        return self._reserved[step.trace] + self.context_bytes - step.peak_bytes
 
     def _limit(self, budget_bytes: int) -> int:
         """Return the memory that a plan must fit: the budget, or the device if it has less."""
         usable = self.profile.usable_bytes
         return budget_bytes if usable is None else min(budget_bytes, usable)
 
-    def _cuda_figures(self, worst: Sequence[StepTrace], limit_bytes: int) -> dict[str, int] | None:
+    def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
         None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
-        if not worst:
+        trace = self.whole_steps.trace(best)
+        if trace is None or not self.by_reserved:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        memory = cuda_memory(*worst, workspace_bytes=self._workspace_bytes)
+        memory = cuda_memory(trace, workspace_bytes=self._workspace_bytes)
         least = least_device(
-            *worst, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
+            trace, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
         )
         return {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
-            "expandable_reserved_bytes": self._expandable(*worst),
+            "expandable_reserved_bytes": self._expandable(trace),
             "least_device_bytes": least,
             "context_bytes": self.context_bytes,
             "limit_bytes": limit_bytes,
         }
 
-    def _expandable(self, *traces: StepTrace) -> int:
-        """Return what the steps reserve with expandable segments."""
+    def _expandable(self, trace: StepTrace) -> int:
+        """Return what the steps of a trace reserve with expandable segments."""
         settings = AllocatorSettings(expandable_segments=True)
         return cuda_memory(
-            *traces, workspace_bytes=self._workspace_bytes, settings=settings
+            trace, workspace_bytes=self._workspace_bytes, settings=settings
         ).reserved_bytes
-
-    @property
-    def predicts_snapshots(self) -> bool:
-        """Check that the plan is of one GPU, whose allocator is modelled."""
-        return self.sketch.kernels == "cuda" and self.sharding.ranks == 1
-
-    def check_snapshot(self) -> None:
-        """Raise an error where steps can't be predicted as a snapshot."""
-        if not self.predicts_snapshots:
-            raise ValueError(
-                "a predicted snapshot is of one GPU: name it, as --target h100, without --ranks"
-            )
 
     def planned_timeline(self) -> Timeline:
         """Return the timeline of the planned step."""
         assert self._best is not None, "a plan is made first"
         return self.whole_steps.recorded(self._best).timeline
-
-    def predicted_snapshot(self) -> dict[str, Any]:
-        """Return what torch would dump of the planned steps, recorded from their beginning."""
-        trace = None if self._best is None else self.whole_steps.trace(self._best)
-        assert trace is not None, "a plan is made first"
-        return predicted_snapshot(trace, workspace_bytes=self._workspace_bytes)
 
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
         """Raise an error for wrong settings before anything is measured."""
@@ -414,16 +380,6 @@ class Planner:
         module = self.sketch.build()
         match_inside(self.sketch.blocks(module), self.also, option="also")
         make_optimizer(self.sketch.optimizer, module)
-
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
-        own = length_of(self.sketch.batch(1))
-        self.settings |= {"length": own, "lengths": [*lengths]}
-        for length in lengths:
-            if not 0 < length < own:
-                raise ValueError(
-                    f"lengths={[*lengths]}: the model's batches are {own} long, and other lengths "
-                    "are shorter; let the factory return its longest batch"
-                )
 
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
@@ -433,9 +389,19 @@ class Planner:
         require_whole("global_batch", global_batch, least=1)
 
         budget_bytes = self._limit(budget_bytes)
-        tried = self._tried(global_batch, microbatch)
-        found = sorted((self._solve(*setting, budget_bytes) for setting in tried), key=order)
-        if not self._check_candidates(found, budget_bytes):
+        tried = [
+            self.whole_steps.predict(Candidate(size, steps, chunked, 0, None), budget_bytes)
+            for size, steps, chunked in self._tried(global_batch, microbatch)
+        ]
+        found: list[Candidate] = []
+        best: Candidate | None = None
+        for predicted in sorted(tried, key=order):
+            self.tell(f"checking whole steps of microbatch {predicted.microbatch}")
+            candidate = self.whole_steps.fastest(predicted, budget_bytes, best) or predicted
+            found.append(candidate)
+            if candidate.checked and candidate.peak_bytes <= budget_bytes:
+                best = candidate if best is None else min(best, candidate, key=order)
+        if best is None:
             raise self._infeasible(found, budget_bytes)
 
         for place, candidate in enumerate(found):
@@ -445,25 +411,6 @@ class Planner:
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
         return self._plan(best, shown, budget_bytes)
-
-    def _check_candidates(self, found: list[Candidate], budget_bytes: int) -> bool:
-        """Check whole steps in order of predicted time, as long as a candidate may still win.
-
-        Checked candidates replace the predicted ones in `found`. Return whether one of them fits.
-        """
-        best: Candidate | None = None
-        for place, candidate in enumerate(found):
-            beaten = best is not None and order(best) <= order(candidate)
-            if beaten or not self.whole_steps.may_fit(candidate, budget_bytes):
-                continue
-            self.tell(f"checking the whole step of microbatch {candidate.microbatch}")
-            checked = self.whole_steps.check(candidate, budget_bytes)
-            found[place] = checked
-            if checked.peak_bytes <= budget_bytes and (
-                best is None or order(checked) < order(best)
-            ):
-                best = checked
-        return best is not None
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
@@ -530,25 +477,7 @@ class Planner:
                 tell=self.tell,
             )
             self.chains[chunked] = chain
-            self.whole_steps.start(chain, chunked=chunked)
         return self.chains[chunked]
-
-    def _solve(self, microbatch: int, steps: int, chunked: bool, budget_bytes: int) -> Candidate:
-        """Return the chain's choice, or the one with the least peak if nothing fits."""
-        chain = self._chain(chunked=chunked)
-        empty = Candidate(microbatch, steps, chunked, 0, None)
-        extra = self.whole_steps.extra_bytes(empty)
-        less = self.whole_steps.less[chunked, steps > 1]
-        best = chain.solve(microbatch, budget_bytes - extra, accumulated=steps > 1, less=less)
-        seconds = self.whole_steps.seconds(empty, best.seconds)
-        return replace(
-            empty, peak_bytes=best.peak_bytes + extra, step_seconds=seconds, options=best.options
-        )
-
-    def _again(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        return self._solve(
-            candidate.microbatch, candidate.steps, candidate.chunked_loss, budget_bytes
-        )
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
         self._best = best
@@ -557,10 +486,6 @@ class Planner:
         chain = self._chain(chunked=best.chunked_loss)
         plain = self.whole_steps.seconds(best, chain.plain_seconds(best.microbatch))
         assert best.step_seconds is not None
-        traces = self.whole_steps.traces_of(best) if self.by_reserved else ()
-        order_of_traces = self._worst_order(traces)
-        lengths = [self.settings.get("length"), *self.whole_steps.lengths]
-        shown_order = [lengths[place] for place in order_of_traces]
         return Plan(
             workload=self.sketch.case.workload.name,
             budget_bytes=budget_bytes,
@@ -578,12 +503,11 @@ class Planner:
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
             | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)}
-            | {"routing": self.whole_steps.routing_peaks(best)}
-            | ({"worst_order": shown_order} if len(shown_order) > 1 else {}),
+            | {"routing": self.whole_steps.routing_peaks(best)},
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
-            cuda=self._cuda_figures([traces[place] for place in order_of_traces], budget_bytes),
+            cuda=self._cuda_figures(best, budget_bytes),
             communication=self.whole_steps.communication(best),
             candidates=tuple(found),
         )
@@ -605,13 +529,14 @@ class Planner:
         yield from self._cuda_levers(least)
         only = {candidate.microbatch for candidate in found} == {least.microbatch}
         if only and least.microbatch > 1 and self._runs_on_one_sample:
-            smaller = self._solve(1, least.microbatch * least.steps, least.chunked_loss, 1)
-            yield "microbatch 1", self.whole_steps.peak(smaller)[0]
+            whole = least.microbatch * least.steps
+            smaller = Candidate(1, whole, least.chunked_loss, 0, None)
+            yield "microbatch 1", self.whole_steps.least(smaller).peak_bytes
         if self.asked is False and not least.chunked_loss:
             self.chunked_loss = None
             if True in self._heads():
-                chunked = self._solve(least.microbatch, least.steps, True, 1)
-                yield "chunked loss", self.whole_steps.peak(chunked)[0]
+                chunked = replace(least, chunked_loss=True)
+                yield "chunked loss", self.whole_steps.least(chunked).peak_bytes
             self.chunked_loss = False
         if not self.sharding.is_shared and self.sketch.why_real is None:
             # FSDP2 refuses some models; then it is not among the ways that are named.
@@ -641,12 +566,11 @@ class Planner:
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
-        traces = self.whole_steps.traces_of(least)
-        if not traces or not self.by_reserved:
+        trace = self.whole_steps.trace(least)
+        if trace is None or not self.by_reserved:
             return
-        worst = [traces[place] for place in self._worst_order(traces)]
-        expandable = self._expandable(*worst) + self.context_bytes
-        fused = self._expandable(*(one.without_copies() for one in worst)) + self.context_bytes
+        expandable = self._expandable(trace) + self.context_bytes
+        fused = self._expandable(trace.without_copies()) + self.context_bytes
         if expandable < least.peak_bytes:
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
         if fused < min(expandable, least.peak_bytes):

@@ -11,16 +11,15 @@ Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.
 """
 
 import contextlib
-import contextvars
 import functools
 import gc
 import math
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,26 +29,19 @@ from torch.utils._pytree import tree_iter
 
 from ..core.measure import (
     REST_LAYER,
-    Life,
-    LiveStorages,
     Loss,
     as_trained,
     divide,
     local_tensors,
-    tensors_in,
 )
 from ..core.rerun import seeded
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
 from .profiler import (
-    ACTIVATIONS_GROUP,
     COLLECTIVES_GROUP,
-    GATHERED_GROUP,
     GRADIENTS_GROUP,
-    PARAMETERS_GROUP,
-    TEMPORARIES_GROUP,
 )
-from .rank_time import CourseRecorder, StepCourse
+from .record import OptimizerSteps, RankStorages, StepLives, on_host
 from .shapes import (
     NEEDS_VALUES_ERRORS,
     KernelsAsTheyRun,
@@ -58,213 +50,7 @@ from .shapes import (
     run_with_values,
     who_needs_values,
 )
-from .timeline import OptimizerSteps, StepLives, holding_output, run_recorded_step
-
-# Storages of one rank, fake or real.
-
-COLLECTIVES_NAMESPACE = "c10d"
-OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
-
-
-_ON_HOST = contextvars.ContextVar("on_host", default=False)
-
-
-@contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Count the storages that are made or followed in here as memory of the host."""
-    token = _ON_HOST.set(True)
-    try:
-        yield
-    finally:
-        _ON_HOST.reset(token)
-
-
-class RankStorages(LiveStorages):
-    """Follow the storages below DTensors, and those whose size changes, as FSDP2's do.
-
-    It is entered before a model is wrapped, because DDP makes its buckets then. `streams` has the
-    number of the stream of each storage that is not of the default stream. Storages of the host are
-    counted apart.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.streams: dict[int, int] = {}
-        self.host_bytes = 0
-        self.host_peak = 0
-        # Whether parameters, gradients and optimizer state are on the host.
-        self.is_offloaded = False
-        self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
-        self._is_paused = False
-        self._patches = contextlib.ExitStack()
-
-    def __enter__(self) -> "RankStorages":
-        # Imported here because a plan of one rank needs no sharding.
-        from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-        resize = torch.UntypedStorage.resize_
-        name = "_propagate_tensor_meta_non_cached"
-        propagate = getattr(ShardingPropagator, name)
-
-        def resized(storage: Any, size: int) -> Any:
-            before = storage.nbytes()
-            result = resize(storage, size)
-            self._resized(storage, before)
-            return result
-
-        def paused(propagator: Any, schema: Any) -> Any:
-            # DTensor runs each operation once on fake tensors of the global shape.
-            before = self._is_paused
-            self._is_paused = True
-            try:
-                return propagate(propagator, schema)
-            finally:
-                self._is_paused = before
-
-        self._patches.enter_context(replaced(torch.UntypedStorage, "resize_", resized))
-        self._patches.enter_context(replaced(ShardingPropagator, name, paused))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._patches.close()
-        super().__exit__(*raised)
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self._is_paused:
-            return func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:
-            # `torch.tensor` has made its storage without an operation.
-            self._meet(args[0], was_there=False)
-        if func.namespace == COLLECTIVES_NAMESPACE:
-            self._own_collective((args, kwargs))
-        return super().run(func, args, kwargs)
-
-    def follow_rest(self, before: "RankStorages") -> None:
-        """Follow what another record has seen and still lives, such as the buckets of DDP."""
-        for key, (reference, life) in [*before._known.items()]:
-            storage = reference()
-            if storage is None or life is None or life.died is not None or key in self._known:
-                continue
-            again = Life(life.nbytes, life.owner, self.num_operations)
-            self._watch(storage, again, True)
-
-    def follow_offloaded(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Follow parameters, gradients and optimizer state as memory of the host."""
-        self.is_offloaded = True
-        parameters = list(module.parameters())
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        with on_host():
-            for tensor in (*parameters, *gradients, *tensors_in([*optimizer.state.values()])):
-                self.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))
-
-    def _leave_host(self, num_bytes: int) -> None:
-        self.host_bytes -= num_bytes
-
-    def _watch(self, storage: Any, life: Life, counts: bool) -> None:
-        if counts and _ON_HOST.get():
-            counts = False
-            self.host_bytes += life.nbytes
-            self.host_peak = max(self.host_peak, self.host_bytes)
-            weakref.finalize(storage, self._leave_host, life.nbytes)
-        super()._watch(storage, life, counts)
-        number = self.stream_number
-        if number and counts:
-            self.streams[id(life)] = number
-
-    @property
-    def stream_number(self) -> int:
-        """The number of the current stream; the default one has 0."""
-        stream = id(torch.cpu.current_stream())
-        return self._stream_numbers.setdefault(stream, len(self._stream_numbers))
-
-    def _resized(self, storage: Any, before: int) -> None:
-        """Count a storage without bytes as freed, and one that has them again as a new one.
-
-        FSDP2 does this to the parameters that it gathers.
-        """
-        size = storage.nbytes()
-        reference, life = self._known.get(storage._cdata, (lambda: None, None))
-        if reference() is None:
-            life = None
-        if size == before or (life is None and size < before):
-            return
-        self.settle()
-        if life is not None:
-            self.bytes_alive -= life.nbytes
-            life.died = self.num_operations
-            life.owner = GATHERED_GROUP, REST_LAYER
-            self.events.append((life, False))
-            self._known[storage._cdata] = weakref.ref(storage), None
-        if size:
-            owner = GATHERED_GROUP, REST_LAYER
-            self._watch(storage, Life(size, owner, self.num_operations), True)
-        self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
-
-    def _own_collective(self, arguments: Any) -> None:
-        for tensor in tree_iter(arguments):
-            if isinstance(tensor, Tensor):
-                for life in self.lives_of(tensor):
-                    if isinstance(life.owner, tuple) and life.owner[0] in OWNERS_OF_PASSING:
-                        life.owner = COLLECTIVES_GROUP, REST_LAYER
-
-
-class RankLives(RankStorages, StepLives):
-    """Record storages, costs and collectives of one rank among others."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._recorder = CourseRecorder()
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        before = len(self.flops)
-        out = super().run(func, args, kwargs)
-        if len(self.flops) > before:
-            self._recorder.add(func, args, kwargs, out, stream=self.stream_number)
-        return out
-
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.is_offloaded:
-            self.steps = None
-        with on_host() if self.is_offloaded else contextlib.nullcontext():
-            super().take(optimizer)
-
-    @property
-    def course(self) -> StepCourse:
-        return self._recorder.finish(self.flops, self.moved)
-
-
-def peak_of_running_rank(
-    make: Callable[[], Callable[[], object]],
-    *,
-    num_steps: int = 2,
-    repeats: int = 1,
-    given: Callable[[], Iterable[Tensor]] = tuple,
-    storages: RankStorages | None = None,
-) -> int:
-    """Measure the peak of a step of this process, which may be a rank among others.
-
-    `make` builds the program and returns its step; all that it makes counts. `num_steps` come
-    first. Gloo may hold the buffers of a collective a little longer on a busy machine, so the least
-    of `repeats` steps is taken. `given` returns tensors without values, which may be made unseen.
-    `storages` follows the program in place of a new record.
-    """
-    with storages or RankStorages() as storages:
-        step = make()
-        for tensor in given():
-            storages.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))
-        for _ in range(num_steps):
-            step()
-        peaks = []
-        for _ in range(repeats):
-            gc.collect()
-            storages.settle()
-            storages.bytes_peak = storages.bytes_alive
-            step()
-            storages.settle()
-            peaks.append(storages.bytes_peak)
-        return min(peaks)
-
+from .timeline import holding_output, run_recorded_step
 
 # Record a step of the rank as plans record steps.
 
@@ -299,10 +85,10 @@ class RankRecord:
     """Records of the last microbatch of a window, and of one before it."""
 
     program: RankProgram
-    lives: RankLives
+    lives: StepLives
 
     # Of a microbatch that neither begins nor ends a window; None where there is none.
-    middle: RankLives | None
+    middle: StepLives | None
 
 
 def record_rank_step(
@@ -351,7 +137,7 @@ def record_rank_step(
         held: list[Tensor] = []
         with lives.running, lives, holding_output(program.module, held if keeps_output else None):
             run(program.module, program.batch, called_loss, optimizer, lives)
-    if not lives.course.collectives:
+    if lives.course is not None and not lives.course.collectives:
         warnings.warn(NOTHING_SHARED_WARNING, stacklevel=2)
     return RankRecord(program, lives, middle)
 
@@ -371,11 +157,11 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
 
 def _begin_record(
     program: RankProgram, steps: OptimizerSteps | None, layers: Any, records: list[Any]
-) -> RankLives:
+) -> StepLives:
     """Make a record that follows what earlier records have seen and still lives, and add it."""
     gc.collect()
     name = type(program.optimizer).__name__
-    lives = RankLives(program.module, torch.device("cpu"), layers, 0, name, steps)
+    lives = StepLives(program.module, torch.device("cpu"), layers, 0, name, steps)
     if program.is_offloaded:
         lives.follow_offloaded(program.module, program.optimizer)
     lives.follow_all(program.batch, program.optimizer)
@@ -592,21 +378,6 @@ def _exchange(received: Tensor, sent: Tensor, sizes: Sequence[int] | None, group
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """Set an attribute of a class or module for a while."""
-    is_inherited = name not in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
     """Make this process one rank of a world, and yield the mesh of it.
 
@@ -681,8 +452,8 @@ def host_apart(*, is_apart: bool = True) -> Iterator[None]:
             return reduce(parameters, *args, **options)
 
     with (
-        replaced(_fsdp_param.FSDPParam, name, property(on_device)),
-        replaced(_fsdp_param_group, "foreach_reduce", copy_out),
+        mock.patch.object(_fsdp_param.FSDPParam, name, property(on_device)),
+        mock.patch.object(_fsdp_param_group, "foreach_reduce", copy_out),
     ):
         yield
 
@@ -714,7 +485,7 @@ def _few_chunks() -> Iterator[None]:
     """Let FSDP2 make the chunk of this rank and not those of all ranks, which takes long."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-    with replaced(_fsdp_param, "_chunk_with_empty", ShardChunks):
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", ShardChunks):
         yield
 
 
@@ -733,7 +504,7 @@ def _not_traced() -> Iterator[None]:
             if not name.startswith("torch.distributed"):
                 continue
             if getattr(module, "_are_we_tracing", None) is check:
-                stack.enter_context(replaced(module, "_are_we_tracing", _never))
+                stack.enter_context(mock.patch.object(module, "_are_we_tracing", _never))
         yield
 
 
@@ -759,7 +530,7 @@ def _ddp_without_talk() -> Iterator[None]:
         make(self, *args, **options | {"init_sync": False})
         self.register_comm_hook(None, _average)
 
-    with replaced(DistributedDataParallel, "__init__", wrap):
+    with mock.patch.object(DistributedDataParallel, "__init__", wrap):
         yield
 
 

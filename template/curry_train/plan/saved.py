@@ -59,6 +59,11 @@ class Option:
                 "recompute"
             )
 
+    @property
+    def group(self) -> str:
+        """The name of the options that one setting of the planner allows or leaves out."""
+        return f"{self.kind}+also" if self.also else self.kind
+
     def __str__(self) -> str:
         if self.kind != SAC_KIND:
             return f"{self.kind}+{','.join(self.also)}" if self.also else self.kind
@@ -213,10 +218,6 @@ SETTING_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "blocks": (lambda value: _is_text(value) or _are_texts(value), "a pattern, or a list of them"),
     "left_out": (_are_texts, "a list of texts"),
     "routing": (_maps_to(_is_whole), "a mapping of whole numbers"),
-    "worst_order": (
-        lambda value: isinstance(value, list) and all(map(_is_whole, value)),
-        "a list of whole numbers",
-    ),
 }
 # Fields and settings that may be null.
 NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication", "blocks", "routing")
@@ -405,11 +406,6 @@ class Plan:
             f"{shown['least_device_bytes']}. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
             f"reserves {shown['expandable_reserved_bytes']}."
         )
-        if order := self.settings.get("worst_order"):
-            text += (
-                f" These are figures of batches of the lengths {', '.join(map(str, order))} in "
-                "turn, the order that reserves most."
-            )
         return ["", *textwrap.wrap(text, 80)]
 
     def to_json(self) -> dict[str, Any]:

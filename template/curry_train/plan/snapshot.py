@@ -73,7 +73,6 @@ class MemoryEvent(NamedTuple):
     num_bytes: int
     stream: int
     stack: Stack
-    note: str  # torch's user_metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,6 @@ class _SnapshotReader:
             _number(value.get("size", 0), "size"),
             _number(value.get("stream", 0), "stream"),
             self._stack(value.get("frames", ())),
-            _text(value.get("user_metadata", ""), "user_metadata"),
         )
 
     def _segment(self, value: Any) -> tuple[int, RecordedSegment]:
@@ -343,7 +341,6 @@ class BlockLife:
     stream: int
     born: int  # index of the event; AT_START if it was there before the record
     stack: Stack
-    note: str = ""
     num_bytes: int = 0  # with the rounding, and with a rest that was not split off
     freed: int | None = None  # index of the event; None if it was alive at the end
 
@@ -394,9 +391,7 @@ class BlockHistory:
                     # Its release is missing in the record.
                     before.freed = index
                     self.contradictions += 1
-                life = BlockLife(
-                    event.address, event.num_bytes, event.stream, index, event.stack, event.note
-                )
+                life = BlockLife(event.address, event.num_bytes, event.stream, index, event.stack)
                 live[event.address] = life
                 lives.append(life)
             elif event.action in BLOCK_FREED:

@@ -1,27 +1,25 @@
-"""Check candidates of a plan against an estimate of the whole step, on one rank or several.
+"""Find the fastest options that fit: the chain proposes, and whole steps check, on any rank.
 
 The chain of blocks predicts a peak from blocks measured alone. `WholeSteps` estimates the step of a
 candidate from shapes, corrects the chain by the difference, and searches for the fastest options
 that fit. With several ranks, the whole step is that of one rank in its wrapping.
 
-Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
+Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py`.
 """
 
 import contextlib
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import primitives
-from ..core.measure import tensors_in
-from ..workloads.workload import map_tensors
-from .chain import Chain
+from .chain import Chain, Integers, PricedChain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate
@@ -30,6 +28,7 @@ from .rank_step import ForcedRouting
 from .saved import (
     FULL_KIND,
     NONE_KIND,
+    REGIONS_KIND,
     Candidate,
     Option,
     apply_options,
@@ -38,71 +37,30 @@ from .saved import (
 if TYPE_CHECKING:
     from .rank_time import Links, RankSeconds
 
-# Check candidates against an estimate of the whole step, and correct the chain of blocks.
-
-# Limits of the search for one candidate.
+# Limits of one search.
 MOST_STEPS = 6  # whole steps that are estimated
 MOST_SOLVED = 24  # times that the chain is solved
 
 # Fractions of the budget.
-CLOSE_BUDGET_FRACTION = (
-    0.985  # a peak above this ends the search if the chain offers nothing better
-)
-BOUNDS_GAP_FRACTION = 0.002  # the search ends once its bounds are closer than this
-NEAR_BUDGET_RATIO = 1.1  # up to this peak, a choice other than the chain's may still fit
+CLOSE_FRACTION = 0.985  # a search ends with a peak above this, if the chain offers nothing faster
+WIDER_FRACTION = 0.01  # by so much more the chain is asked for a faster choice, then for twice that
+NEAR_RATIO = 1.1  # up to this least peak, a choice other than the chain's may still fit
+WIDEST_RATIO = 1.05  # the chain is not asked for what it predicts to need more than this
+# The least peak of the chain may be too high by up to this factor.
+OVERESTIMATE_RATIO = 1.35
 
-CHAIN_OVERESTIMATE_RATIO = 1.35  # the chain may overestimate a whole step by up to this factor
+# Ways to run the last block that are tried for the least peak.
+LAST_KINDS = (NONE_KIND, REGIONS_KIND, FULL_KIND)
 
 # Microbatch, accumulated, chunked loss, and options.
 PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
 
 
-@dataclass
-class _BudgetSearch:
-    """State of the search for the chain's budget whose plan uses the real budget best."""
-
-    budget_bytes: int
-    room: int  # the chain's budget
-    best: Candidate | None  # the fastest candidate that fits
-    least: Candidate | None = None  # the candidate with the least peak
-    low: int = 0  # largest budget of the chain whose plan fits
-    high: int = 0  # smallest budget of the chain whose plan does not fit, 0 if none is known
-
-    def offer(self, whole: Candidate) -> None:
-        """Take a candidate that fits if it is faster than the best one."""
-        if self.best is None or order(whole) < order(self.best):
-            self.best = whole
-
-    def restart(self, room: int) -> None:
-        """Drop the bounds, because the chain was corrected."""
-        self.low = 0
-        self.high = 0
-        self.room = room
-
-    def next_room(self, wanted: int, slack: int) -> int | None:
-        """Return the chain's next budget, given the wanted one; None ends the search."""
-        close = (
-            self.best is not None
-            and self.best.peak_bytes >= CLOSE_BUDGET_FRACTION * self.budget_bytes
-        )
-        if self.high:
-            if close or self.high - self.low < BOUNDS_GAP_FRACTION * self.budget_bytes:
-                return None
-            if not self.low < wanted < self.high:
-                wanted = (self.low + self.high) // 2
-        elif wanted <= self.room:
-            if close:
-                return None
-            wanted = self.room + max(slack, round(5 * BOUNDS_GAP_FRACTION * self.budget_bytes))
-        return max(1, wanted)
-
-
 class WholeSteps:
-    """Estimate whole steps from shapes, each of them once.
+    """Estimate whole steps from shapes, each of them once, and search among them.
 
-    `chain` returns the chain for a candidate, with what its blocks cost. `solve` returns the
-    chain's choice for another budget. `overhead` returns the bytes that a device needs beside the
-    tensors of a step, where steps with other lengths of batches may come too: those of `lengths`.
+    `chain` returns the chain for a candidate, with what its blocks cost. `overhead` returns the
+    bytes that a device needs beside the tensors of a step.
     """
 
     def __init__(
@@ -110,27 +68,20 @@ class WholeSteps:
         sketch: Sketch,
         *,
         chain: Callable[[Candidate], Chain],
-        solve: Callable[[Candidate, int], Candidate],
-        overhead: Callable[..., int] = lambda *steps: 0,
-        lengths: Sequence[int] = (),
+        overhead: Callable[[StepEstimate], int] = lambda step: 0,
         links: "Links | None" = None,
     ) -> None:
-        self.lengths = lengths
         # None for those of the device.
         self._links = links
         self.sketch = sketch
         self.overhead = overhead
         self.chain = chain
-        self.solve = solve
 
         # Peak and FLOPs of each whole step that was estimated.
         self.known: dict[PlanKey, tuple[int, float]] = {}
 
-        # Corrections of the chain, as `Chain.solve` takes them, by chunked loss and accumulated.
-        self.less: defaultdict[tuple[bool, bool], dict[str, float]] = defaultdict(dict)
-
         # Traces of the whole steps, for the model of CUDA's allocator.
-        self.traces: dict[PlanKey, tuple[StepTrace, ...]] = {}
+        self.traces: dict[PlanKey, StepTrace] = {}
 
         # The steps of one rank of several, for their times.
         self._rank_steps: dict[PlanKey, StepEstimate] = {}
@@ -138,43 +89,188 @@ class WholeSteps:
         # Plain steps by tokens of a chunk, accumulated, and whether the model is alone.
         self._plain_steps: dict[tuple[int | None, bool, bool], StepEstimate] = {}
 
-        # Chunked loss and accumulated, where the chain's least peak was checked.
-        self.seen: set[tuple[bool, bool]] = set()
+        # Chains by microbatch, accumulated and chunked loss.
+        self._priced: dict[tuple[int, bool, bool], PricedChain] = {}
 
-    def start(self, chain: Chain, *, chunked: bool) -> None:
-        """Take the plain step of a chain as the first whole step, and correct the chain by it."""
-        plain = _plain(chain, chunked=chunked)
-        step = chain.steps[-1]
-        if self.sketch.sharding.is_shared:
-            step = self._plain_step(chain, accumulated=False, alone=False)
-        peak = step.peak_bytes + self.overhead(step)
-        if not self.lengths:
-            self._remember(self._key(plain), step, peak)
-        self._learn(replace(plain, peak_bytes=peak))
+    # What the chain predicts.
+
+    def priced(self, candidate: Candidate) -> PricedChain:
+        """Return the chain for a candidate, with the bytes of a device, corrected by a plain step.
+
+        The plain step has the larger size that the chain was measured at. With several ranks, the
+        chain is of the model alone, and gets what one rank has more or less.
+        """
+        key = candidate.microbatch, candidate.steps > 1, candidate.chunked_loss
+        if key not in self._priced:
+            accumulated = candidate.steps > 1
+            chain = self.chain(candidate)
+            alone = self._plain_step(chain, accumulated=accumulated, alone=True)
+            step = self._plain_step(chain, accumulated=accumulated, alone=False)
+            extra = step.peak_bytes - alone.peak_bytes + self.overhead(step)
+
+            size = MEASURED_MICROBATCH_SIZES[-1]
+            plain = replace(_plain(chain, candidate), microbatch=size)
+            self._remember(self._key(plain), step)
+            moments = chain.at(size, accumulated=accumulated).moments(plain.options)
+            for_each_sample = numpy.maximum(0, moments - alone.peak_bytes) / size
+            shifts: Integers = extra - numpy.rint(candidate.microbatch * for_each_sample).astype(
+                numpy.int64
+            )
+            found = chain.at(candidate.microbatch, accumulated=accumulated).shifted(shifts)
+            self._priced[key] = replace(found, floor=found.floor + extra)
+        return self._priced[key]
+
+    def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """Return the chain's choice for a budget, or the one with the least peak if none fits."""
+        chain = self.priced(candidate)
+        options = chain.fastest(budget_bytes) or chain.least()
+        return replace(
+            candidate,
+            options=options,
+            peak_bytes=chain.peak(options),
+            step_seconds=self.seconds(candidate, chain.seconds(options)),
+            flops=None,
+            checked=False,
+        )
+
+    # The search.
+
+    def fastest(
+        self, candidate: Candidate, budget_bytes: int, best: Candidate | None = None
+    ) -> Candidate | None:
+        """Find the fastest options for the microbatch and the loss of a candidate that fit.
+
+        If none are found, return the candidate with the least peak. Return None if none can be
+        faster than `best`. With a group of options more, the chain may be wrong where it was right
+        without them. So the search is done without each group too, and without several, as far as
+        that leads to other choices: one more option never makes the plan slower.
+        """
+        chain = self.priced(candidate)
+        groups = {option.group for block in chain.blocks for option in block.options}
+        waiting = [frozenset(groups - {NONE_KIND})]
+        least: Candidate | None = None
+        done: set[frozenset[str]] = set()
+        while waiting:
+            allowed = waiting.pop(0)
+            if allowed in done:
+                continue
+            done.add(allowed)
+            limited = chain.only(allowed)
+            if not self._may_be_faster(candidate, limited, budget_bytes, best):
+                continue
+            tried = self._search(candidate, limited, budget_bytes)
+            used = {option.group for one in tried for option in one.options.values()}
+            waiting += [allowed - {group} for group in sorted(used - {NONE_KIND})]
+            fitting = [one for one in tried if one.peak_bytes <= budget_bytes]
+            if least is None:
+                least = min(tried, key=lambda one: one.peak_bytes)
+            best = min(fitting if best is None else [best, *fitting], key=order, default=None)
+        seen = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
+        return min(seen, key=order, default=least)
+
+    def _may_be_faster(
+        self, candidate: Candidate, chain: PricedChain, budget_bytes: int, best: Candidate | None
+    ) -> bool:
+        options = chain.fastest(round(WIDEST_RATIO * budget_bytes))
+        options = options or chain.fastest(round(OVERESTIMATE_RATIO * budget_bytes))
+        if options is None:
+            return False
+        seconds = self.seconds(candidate, chain.seconds(options))
+        return best is None or order(replace(candidate, step_seconds=seconds)) < order(best)
+
+    def _search(
+        self, candidate: Candidate, chain: PricedChain, budget_bytes: int
+    ) -> list[Candidate]:
+        """Return the candidates that the chain proposes, each with its whole step.
+
+        After each whole step the chain predicts its peak. Where the chain proposes the same again,
+        it is asked for a faster one with a wider budget, because it may predict too much.
+        """
+        tried: dict[tuple[Option, ...], Candidate] = {}
+        wider = 0
+        for _ in range(MOST_SOLVED):
+            options = chain.fastest(budget_bytes + wider) or chain.least()
+            key = tuple(options.values())
+            if key in tried:
+                is_close = tried[key].peak_bytes >= CLOSE_FRACTION * budget_bytes
+                wider = max(2 * wider, round(WIDER_FRACTION * budget_bytes))
+                if is_close or wider > (WIDEST_RATIO - 1) * budget_bytes:
+                    break
+                continue
+            if len(tried) == MOST_STEPS:
+                break
+            whole = self.whole(replace(candidate, options=options))
+            tried[key] = whole
+            if whole.peak_bytes <= budget_bytes and chain.seconds(options) <= chain.plain_seconds:
+                break
+            chain = chain.shifted(chain.shifts_to(options, whole.peak_bytes))
+            wider = 0
+        return [*tried.values(), *self._variants([*tried.values()], chain, budget_bytes)]
+
+    def _variants(
+        self, tried: list[Candidate], chain: PricedChain, budget_bytes: int
+    ) -> Iterator[Candidate]:
+        """Yield the best candidate with its last block as it is, or others with a low peak.
+
+        The last block is in backward while nothing is freed, so recomputing it may save nothing.
+        """
+        fitting = [one for one in tried if one.peak_bytes <= budget_bytes]
+        if fitting:
+            best = min(fitting, key=order)
+            if best.options and [*best.options.values()][-1].kind != NONE_KIND:
+                last = [*best.options][-1]
+                yield self.whole(replace(best, options={**best.options, last: Option(NONE_KIND)}))
+            return
+        least = min(tried, key=lambda one: one.peak_bytes, default=None)
+        if least is not None and least.peak_bytes <= NEAR_RATIO * budget_bytes:
+            yield from self._poorest(least, chain)
+
+    def _poorest(self, candidate: Candidate, chain: PricedChain) -> Iterator[Candidate]:
+        """Yield alternatives with a low peak, each with its whole step.
+
+        These are the candidate, and both the candidate and full recompute of all blocks with
+        `none`, `regions` and `full` for the last block.
+        """
+        yield self.whole(candidate)
+        full = Option(FULL_KIND)
+        if not chain.blocks or not all(full in block.options for block in chain.blocks):
+            return
+        last = chain.blocks[-1]
+        tried = [one for one in map(Option, LAST_KINDS) if one in last.options]
+        for base in (dict.fromkeys(candidate.options, full), candidate.options):
+            for option in tried:
+                yield self.whole(replace(candidate, options={**base, last.name: option}))
+
+    def least(self, candidate: Candidate, *, near: float | None = None) -> Candidate:
+        """Find the options with the least peak for this microbatch, regardless of time.
+
+        Of equal peaks the fewest FLOPs win. If the chain's figure is far above `near`, it is
+        returned without a check.
+        """
+        chain = self.priced(candidate)
+        options = chain.least()
+        poorest = replace(
+            candidate,
+            options=options,
+            peak_bytes=chain.peak(options),
+            step_seconds=None,
+            flops=None,
+            checked=False,
+        )
+        if near is not None and poorest.peak_bytes > OVERESTIMATE_RATIO * near:
+            return poorest
+        found = self._poorest(poorest, chain)
+        return min(found, key=lambda one: (one.peak_bytes, one.flops))
+
+    # Whole steps.
 
     def peak(self, candidate: Candidate) -> tuple[int, float]:
         """Return the peak of the whole step, and the FLOPs of one microbatch."""
         key = self._key(candidate)
         if key not in self.known:
             step = self.recorded(candidate)
-            others = [self._at_length(candidate, length) for length in self.lengths]
-            self._remember(key, step, step.peak_bytes + self.overhead(step, *others))
-            self.traces[key] += tuple(one.trace for one in others if one.trace is not None)
+            self._remember(key, step)
         return self.known[key]
-
-    def _at_length(self, candidate: Candidate, length: int) -> StepEstimate:
-        """Estimate the whole step of a candidate with a shorter batch."""
-        case = self.sketch.case
-        workload = case.workload
-
-        def shorter(size: int) -> Any:
-            return of_length(workload.batch(size), length)
-
-        self.sketch.case = replace(case, workload=replace(workload, batch=shorter))
-        try:
-            return self.recorded(candidate)
-        finally:
-            self.sketch.case = case
 
     def recorded(self, candidate: Candidate, *, sketch: Sketch | None = None) -> StepEstimate:
         """Estimate the whole step of a candidate, in this sketch if no other one is given."""
@@ -200,13 +296,13 @@ class WholeSteps:
     def _is_known_plain(self, candidate: Candidate) -> bool:
         """Check whether the sketch caches the step of a candidate on a rank, which has no change.
 
-        Routers and lengths change the step of a model that is otherwise the same.
+        Routers change the step of a model that is otherwise the same.
         """
         sketch = self.sketch
         is_plain = not candidate.chunked_loss and all(
             option.kind == NONE_KIND for option in candidate.options.values()
         )
-        is_cached = sketch.sharding.is_shared and sketch.routing is None and not self.lengths
+        is_cached = sketch.sharding.is_shared and sketch.routing is None
         return is_plain and is_cached
 
     def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
@@ -224,34 +320,16 @@ class WholeSteps:
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(estimate).result()
 
-    def _remember(self, key: PlanKey, step: StepEstimate, peak: int) -> None:
-        self.known[key] = peak, float(step.flops.sum())
-        self.traces[key] = () if step.trace is None else (step.trace,)
+    def _remember(self, key: PlanKey, step: StepEstimate) -> None:
+        self.known[key] = step.peak_bytes + self.overhead(step), float(step.flops.sum())
+        if step.trace is not None:
+            self.traces[key] = step.trace
         if step.course is not None:
             self._rank_steps[key] = step
 
     def trace(self, candidate: Candidate) -> StepTrace | None:
         """Return the trace of a candidate that was estimated, if it is one of CUDA."""
-        return next(iter(self.traces_of(candidate)), None)
-
-    def traces_of(self, candidate: Candidate) -> tuple[StepTrace, ...]:
-        """Return the traces of a candidate: of the longest batch, then of each other length."""
-        return self.traces.get(self._key(candidate), ())
-
-    def extra_bytes(self, candidate: Candidate) -> int:
-        """Return the bytes of a device beside the tensors that the chain predicts.
-
-        With several ranks, the chain is of the model alone, and this includes how much more or less
-        one rank has, by the plain step of the same size as the chain's. What grows with the samples
-        differs where ranks share a layer.
-        """
-        chain = self.chain(candidate)
-        if not self.sketch.sharding.is_shared:
-            return self.overhead(chain.steps[-1])
-        accumulated = candidate.steps > 1
-        of_rank = self._plain_step(chain, accumulated=accumulated, alone=False)
-        alone = self._plain_step(chain, accumulated=accumulated, alone=True)
-        return of_rank.peak_bytes - alone.peak_bytes + self.overhead(of_rank)
+        return self.traces.get(self._key(candidate))
 
     def _plain_step(self, chain: Chain, *, accumulated: bool, alone: bool) -> StepEstimate:
         if alone and not accumulated:
@@ -269,182 +347,21 @@ class WholeSteps:
             )
         return self._plain_steps[key]
 
-    def may_fit(self, candidate: Candidate, budget_bytes: int) -> bool:
-        """Check whether a candidate may fit; until it is corrected, the chain may overestimate."""
-        doubt = NEAR_BUDGET_RATIO if _way(candidate) in self.seen else CHAIN_OVERESTIMATE_RATIO
-        return (
-            candidate.peak_bytes <= doubt * budget_bytes
-            or self._known_to_fit(candidate, budget_bytes) is not None
-        )
-
-    def _known_to_fit(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """Return the fastest fitting candidate of those estimated before, for any budget."""
-        fitting = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
-        return min(fitting, key=order, default=None)
-
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
         """List all choices for the same microbatch whose whole step was estimated."""
         *same, _ = self._key(candidate)
         estimated = [key[-1] for key in self.known if [*key[:-1]] == same]
-        return [self._whole(replace(candidate, options=dict(options))) for options in estimated]
+        return [self.whole(replace(candidate, options=dict(options))) for options in estimated]
 
-    def check(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """Find the fastest options for the same microbatch whose whole step fits the budget.
-
-        If none is found, return the candidate with the least peak.
-        """
-        search = _BudgetSearch(
-            budget_bytes, room=budget_bytes, best=self._known_to_fit(candidate, budget_bytes)
-        )
-        most = len(self.known) + MOST_STEPS
-        for _ in range(MOST_SOLVED):
-            if len(self.known) >= most and self._key(candidate) not in self.known:
-                break
-            whole = self._whole(candidate)
-            slack = budget_bytes - whole.peak_bytes
-            # Above its own budget, the chain's choice is the one with the least peak.
-            is_least_peak = candidate.peak_bytes > search.room
-            self._compare(search, candidate, whole)
-            if slack >= 0 and self._is_fastest(whole):
-                break
-
-            if is_least_peak:
-                self.seen.add(_way(whole))
-            nothing_fits = is_least_peak and search.best is None
-            error = self._learn(whole)
-            if nothing_fits and whole.peak_bytes > NEAR_BUDGET_RATIO * budget_bytes:
-                break
-
-            if error is not None:
-                search.restart(max(1, budget_bytes - error))
-            elif nothing_fits:
-                break
-            else:
-                room = search.next_room(candidate.peak_bytes + slack, slack)
-                if room is None:
-                    break
-                search.room = room
-            candidate = self.solve(candidate, search.room)
-        return self._result(search)
-
-    def _result(self, search: _BudgetSearch) -> Candidate:
-        """Return the best candidate of a search, after a try with other options for last blocks."""
-        budget_bytes = search.budget_bytes
-        if search.best is not None:
-            return self._last_as_it_is(search.best, budget_bytes)
-        least = search.least
-        assert least is not None
-        if least.peak_bytes <= NEAR_BUDGET_RATIO * budget_bytes:
-            found = self._poorest(least)
-            return min(found, key=lambda one: order(one.within(budget_bytes)))
-        return least
-
-    def _compare(self, search: _BudgetSearch, candidate: Candidate, whole: Candidate) -> None:
-        """Update the search with the whole step of a candidate."""
-        budget_bytes = search.budget_bytes
-        if search.least is None or whole.peak_bytes < search.least.peak_bytes:
-            search.least = whole
-        search.room = max(search.room, candidate.peak_bytes)
-        if whole.peak_bytes <= budget_bytes:
-            search.offer(whole)
-            search.low = max(search.low, search.room)
-            return
-
-        search.high = min(search.high or search.room, search.room)
-        if whole.peak_bytes <= NEAR_BUDGET_RATIO * budget_bytes:
-            other = self._last_as_it_is(whole, budget_bytes)
-            if other.peak_bytes <= budget_bytes:
-                search.offer(other)
-
-    def _last_as_it_is(self, best: Candidate, budget_bytes: int) -> Candidate:
-        """Try a candidate with its last block not recomputed, and return the better of the two.
-
-        The last block is in backward while nothing is freed, so recomputing it may save nothing.
-        """
-        last = [*best.options][-1:]
-        if not last or best.options[last[0]].kind == NONE_KIND:
-            return best
-        other = self._whole(replace(best, options={**best.options, last[0]: Option(NONE_KIND)}))
-        return min(best, other, key=lambda one: order(one.within(budget_bytes)))
-
-    def least(self, candidate: Candidate, *, near: float | None = None) -> Candidate:
-        """Find the options with the least peak for this microbatch, regardless of time.
-
-        Of equal peaks the fewest FLOPs win. If the chain's figure is far above `near`, it is
-        returned without a check.
-        """
-        chain = self.chain(candidate)
-        accumulated = candidate.steps > 1
-        options, peak = chain.least(candidate.microbatch, accumulated=accumulated)
-        peak += self.extra_bytes(candidate)
-        poorest = replace(
-            candidate,
-            options=options,
-            peak_bytes=peak,
-            step_seconds=None,
-            flops=None,
-            checked=False,
-        )
-        if near is not None and peak > CHAIN_OVERESTIMATE_RATIO * near:
-            return poorest
-        found = self._poorest(poorest)
-        return min(found, key=lambda one: (one.peak_bytes, one.flops))
-
-    def _learn(self, whole: Candidate) -> int | None:
-        """Correct the chain where it predicts more bytes than the peak of the whole step.
-
-        Return by how much the chain's peak is too low; None if nothing was corrected.
-        """
-        chain = self.chain(whole)
-        less = self.less[_way(whole)]
-        accumulated = whole.steps > 1
-        if not whole.options:
-            return None
-        extra = self.extra_bytes(whole)
-        predicted = chain.moments(
-            whole.microbatch, whole.options, accumulated=accumulated, less=less
-        )
-        above = {name: moment + extra - whole.peak_bytes for name, moment in predicted.items()}
-        wrong = {name: excess for name, excess in above.items() if excess > whole.microbatch}
-        for name, excess in wrong.items():
-            less[name] = less.get(name, 0.0) + excess / whole.microbatch
-        return max(0, -max(above.values())) if wrong else None
-
-    def _poorest(self, candidate: Candidate) -> list[Candidate]:
-        """List alternatives with a low peak, each with its whole step.
-
-        These are the candidate, and both the candidate and full recompute of all blocks with `none`
-        and `full` for the last block, which is in backward while nothing is freed.
-        """
-        found = [self._whole(candidate)]
-        names = list(candidate.options)
-        if names and self.chain(candidate).offers(Option(FULL_KIND)):
-            full = dict.fromkeys(names, Option(FULL_KIND))
-            alternatives = [
-                {**base, names[-1]: Option(kind)}
-                for base in (full, candidate.options)
-                for kind in (NONE_KIND, FULL_KIND)
-            ]
-            found += [self._whole(replace(candidate, options=options)) for options in alternatives]
-        return found
-
-    def _is_fastest(self, candidate: Candidate) -> bool:
-        """Check whether a candidate is as fast as the plain step."""
-        chain = self.chain(candidate)
-        least = self.seconds(candidate, chain.plain_seconds(candidate.microbatch))
-        return candidate.step_seconds is None or candidate.step_seconds <= least
-
-    def _whole(self, candidate: Candidate) -> Candidate:
+    def whole(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the peak, time and FLOPs of its whole step."""
         peak, flops = self.peak(candidate)
-        chain = self.chain(candidate)
-        steps = candidate.steps
-        seconds = chain.seconds(candidate.microbatch, candidate.options)
+        seconds = self.priced(candidate).seconds(candidate.options)
         return replace(
             candidate,
             peak_bytes=peak,
             step_seconds=self.seconds(candidate, seconds),
-            flops=steps * flops,
+            flops=candidate.steps * flops,
             checked=True,
         )
 
@@ -526,7 +443,7 @@ class WholeSteps:
 
         chain = self.chain(candidate)
         links = self._links_of(chain)
-        seconds = chain.seconds(candidate.microbatch, candidate.options)
+        seconds = self.priced(candidate).seconds(candidate.options)
         text = f"Links: {links}."
         if step.host_bytes:
             text += f" {offload_note(step.host_bytes)}"
@@ -547,37 +464,11 @@ class WholeSteps:
         )
 
 
-def length_of(batch: Any) -> int:
-    """Return the length of a batch: the second dimension of its first tensor that has two."""
-    tensors = (one for one in tensors_in(batch) if one.dim() > 1)
-    first = next(tensors, None)
-    if first is None:
-        raise ValueError("the batch has no tensor of two dimensions, so it has no length to vary")
-    return int(first.shape[1])
-
-
-def of_length(batch: Any, length: int) -> Any:
-    """Shorten every dimension, but that of the samples, which is as long as the batch."""
-    own = length_of(batch)
-
-    def shorter(tensor: Tensor) -> Tensor:
-        for dimension in range(1, tensor.dim()):
-            if tensor.shape[dimension] == own:
-                tensor = tensor.narrow(dimension, 0, length)
-        return tensor.clone()
-
-    return map_tensors(batch, shorter)
-
-
-def _plain(chain: Chain, *, chunked: bool) -> Candidate:
-    """Return the plain step of a chain, at its larger size, as a candidate."""
-    options = dict.fromkeys(chain.names, Option(NONE_KIND))
-    return Candidate(MEASURED_MICROBATCH_SIZES[-1], 1, chunked, 0, None, options)
-
-
-def _way(candidate: Candidate) -> tuple[bool, bool]:
-    """Return the key under which corrections of the chain are stored."""
-    return candidate.chunked_loss, candidate.steps > 1
+def _plain(chain: Chain, candidate: Candidate) -> Candidate:
+    """Return a candidate with all of its blocks as they are."""
+    names = {name for names, _ in chain.kinds for name in names}
+    blocks = [name for name in chain.steps[0].blocks if name in names]
+    return replace(candidate, options=dict.fromkeys(blocks, Option(NONE_KIND)))
 
 
 def order(candidate: Candidate) -> tuple[float, bool, float, int]:

@@ -1,0 +1,518 @@
+"""Record one training step: its storages with their owners, its events and costs, and its course.
+
+A step is real or on shapes, of a model alone or of one rank among others. Timeline, estimate, the
+model of CUDA's allocator and the time of a rank are all read off this record.
+
+Proof: `python -m pytest tests/plan/test_timeline.py tests/plan/test_ranks.py`.
+"""
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map
+
+from ..core.measure import (
+    REST_LAYER,
+    Life,
+    LiveStorages,
+    RunningLayers,
+    dense_parts,
+    local_tensors,
+    operation_flops,
+    tensors_in,
+)
+from ..core.rerun import unwatched
+from .optimizers import ValuesInSteps, copy_optimizer, take_eagerly
+from .profiler import (
+    ACTIVATIONS_GROUP,
+    BATCH_GROUP,
+    COLLECTIVES_GROUP,
+    GATHERED_GROUP,
+    GRADIENTS_GROUP,
+    OPTIMIZER_STATE_GROUP,
+    PARAMETERS_GROUP,
+    STEP_PHASES,
+    TEMPORARIES_GROUP,
+)
+from .rank_time import CourseRecorder, StepCourse
+
+# Storages of a program, which may be one rank among others.
+
+MATRIX_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
+# Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
+STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
+COLLECTIVES_NAMESPACE = "c10d"
+OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
+
+
+_ON_HOST = contextvars.ContextVar("on_host", default=False)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Count the storages that are made or followed in here as memory of the host."""
+    token = _ON_HOST.set(True)
+    try:
+        yield
+    finally:
+        _ON_HOST.reset(token)
+
+
+class RankStorages(LiveStorages):
+    """Follow the storages below DTensors, and those whose size changes, as FSDP2's do.
+
+    It is entered before a model is wrapped, because DDP makes its buckets then. `streams` has the
+    number of the stream of each storage that is not of the default stream. Storages of the host are
+    counted apart.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.streams: dict[int, int] = {}
+        self.host_bytes = 0
+        self.host_peak = 0
+        # Whether parameters, gradients and optimizer state are on the host.
+        self.is_offloaded = False
+        self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
+        self._is_paused = False
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> "RankStorages":
+        super().__enter__()
+        if not dist.is_initialized():
+            return self
+        # Imported here because a plan of one rank needs no sharding.
+        from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+        resize = torch.UntypedStorage.resize_
+        name = "_propagate_tensor_meta_non_cached"
+        propagate = getattr(ShardingPropagator, name)
+
+        def resized(storage: Any, size: int) -> Any:
+            before = storage.nbytes()
+            result = resize(storage, size)
+            self._resized(storage, before)
+            return result
+
+        def paused(propagator: Any, schema: Any) -> Any:
+            # DTensor runs each operation once on fake tensors of the global shape.
+            before = self._is_paused
+            self._is_paused = True
+            try:
+                return propagate(propagator, schema)
+            finally:
+                self._is_paused = before
+
+        self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
+        self._patches.enter_context(mock.patch.object(ShardingPropagator, name, paused))
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._patches.close()
+        super().__exit__(*raised)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            # `torch.tensor` has made its storage without an operation.
+            self._meet(args[0], was_there=False)
+        if func.namespace == COLLECTIVES_NAMESPACE:
+            self._own_collective((args, kwargs))
+        return super().run(func, args, kwargs)
+
+    def follow_rest(self, before: "RankStorages") -> None:
+        """Follow what another record has seen and still lives, such as the buckets of DDP."""
+        for key, (reference, life) in [*before._known.items()]:
+            storage = reference()
+            if storage is None or life is None or life.died is not None or key in self._known:
+                continue
+            again = Life(life.nbytes, life.owner, self.num_operations)
+            self._watch(storage, again, True)
+
+    def follow_offloaded(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Follow parameters, gradients and optimizer state as memory of the host."""
+        self.is_offloaded = True
+        parameters = list(module.parameters())
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        with on_host():
+            for tensor in (*parameters, *gradients, *tensors_in([*optimizer.state.values()])):
+                self.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))
+
+    def _leave_host(self, num_bytes: int) -> None:
+        self.host_bytes -= num_bytes
+
+    def _watch(self, storage: Any, life: Life, counts: bool) -> None:
+        if counts and _ON_HOST.get():
+            counts = False
+            self.host_bytes += life.nbytes
+            self.host_peak = max(self.host_peak, self.host_bytes)
+            weakref.finalize(storage, self._leave_host, life.nbytes)
+        super()._watch(storage, life, counts)
+        number = self.stream_number
+        if number and counts:
+            self.streams[id(life)] = number
+
+    @property
+    def stream_number(self) -> int:
+        """The number of the current stream; the default one has 0."""
+        stream = id(torch.cpu.current_stream())
+        return self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+
+    def _resized(self, storage: Any, before: int) -> None:
+        """Count a storage without bytes as freed, and one that has them again as a new one.
+
+        FSDP2 does this to the parameters that it gathers.
+        """
+        size = storage.nbytes()
+        reference, life = self._known.get(storage._cdata, (lambda: None, None))
+        if reference() is None:
+            life = None
+        if size == before or (life is None and size < before):
+            return
+        self.settle()
+        if life is not None:
+            self.bytes_alive -= life.nbytes
+            life.died = self.num_operations
+            life.owner = GATHERED_GROUP, REST_LAYER
+            self.events.append((life, False))
+            self._known[storage._cdata] = weakref.ref(storage), None
+        if size:
+            owner = GATHERED_GROUP, REST_LAYER
+            self._watch(storage, Life(size, owner, self.num_operations), True)
+        self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
+
+    def _own_collective(self, arguments: Any) -> None:
+        for tensor in tree_iter(arguments):
+            if isinstance(tensor, Tensor):
+                for life in self.lives_of(tensor):
+                    if isinstance(life.owner, tuple) and life.owner[0] in OWNERS_OF_PASSING:
+                        life.owner = COLLECTIVES_GROUP, REST_LAYER
+
+
+class StepLives(RankStorages):
+    """Record the storages of a step, and the costs of each operation of forward and backward.
+
+    The owner of a storage is a pair of group and layer. With `steps`, an optimizer step that was
+    recorded before is replayed from the record.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        layers: Mapping[str, nn.Module],
+        before: int,
+        optimizer: str,
+        steps: "OptimizerSteps | None" = None,
+    ) -> None:
+        super().__init__(owner=self._owner_now, device=device)
+        self.steps = steps
+        # What one rank among others sends, and what it waits for.
+        self._recorder = CourseRecorder() if dist.is_initialized() else None
+        # FLOPs of each operation, and the bytes it reads and writes.
+        self.flops: list[int] = []
+        self.moved: list[int] = []
+        self.module = module
+        self.cuda = device if device.type == "cuda" else None
+        self.before = before
+        self.running = RunningLayers(module, layers)
+        self.optimizer = optimizer
+        self.phase = STEP_PHASES[0]
+        self.phases: list[str] = []
+        self.allocated: list[int] = []
+        self.ends: dict[str, int] = {}
+        # Numbers of events at the end of each phase, and at the first product of each thread.
+        self.event_ends: dict[str, int] = {}
+        self.products: dict[str, int] = {}
+        # Storages that exist before the step, and the gradients after it.
+        self.given: list[Life] = []
+        self.gradients: list[Life] = []
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(self.cuda)
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func in MATRIX_PRODUCTS:
+            # Autograd multiplies on a thread of its own.
+            thread = "backward" if self.phase == "backward" else "forward"
+            self.products.setdefault(thread, len(self.events))
+        with unwatched():
+            out = super().run(func, args, kwargs)
+            self._read()
+            if self.phase != "step":
+                flops, moved = operation_cost(func, args, kwargs, out)
+                self.flops.append(flops)
+                self.moved.append(moved)
+                if self._recorder is not None:
+                    self._recorder.add(func, args, kwargs, out, stream=self.stream_number)
+        return out
+
+    @property
+    def course(self) -> StepCourse | None:
+        if self._recorder is None:
+            return None
+        return self._recorder.finish(self.flops, self.moved)
+
+    def follow_all(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Count the tensors that exist before the step."""
+        parameters = list(self.module.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for owner, tensors in (
+            (PARAMETERS_GROUP, [*parameters, *_attributes_of(parameters)]),
+            (OPTIMIZER_STATE_GROUP, tensors_of(optimizer.state)),
+            (GRADIENTS_GROUP, gradients),
+            (BATCH_GROUP, [*self.module.buffers(), *tensors_of(batch)]),
+        ):
+            for tensor in tensors:
+                self.follow(tensor, owner=(owner, REST_LAYER))
+        self.given = list(self.lives)
+
+    def own(self, group: str, tensors: Iterable[Tensor]) -> None:
+        """Assign the tensors that the step made to a group."""
+        for tensor in tensors:
+            for life in self.lives_of(tensor):
+                if life.owner[0] != PARAMETERS_GROUP:
+                    life.owner = (group, REST_LAYER)
+
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run the last phase, the optimizer step, or replay it from an equal one."""
+        if self.is_offloaded:
+            with on_host():
+                self.take_now(optimizer)
+        elif self.steps is None:
+            self.take_now(optimizer)
+        else:
+            self.steps.take(optimizer, self)
+
+    def take_now(self, optimizer: torch.optim.Optimizer) -> None:
+        take_eagerly(optimizer)
+        self.own(OPTIMIZER_STATE_GROUP, tensors_of(optimizer.state))
+        self.end_phase()
+
+    def repeat(
+        self, lives: Iterable[Life], events: Iterable[tuple[int, bool]], num_operations: int
+    ) -> None:
+        """Replay the last phase from a record whose operations count from the phase's first one.
+
+        `events` name the lives by their index.
+        """
+        first = self.num_operations
+        self.num_operations += num_operations
+        again = []
+        for life in lives:
+            died = None if life.died is None else first + life.died
+            again.append(Life(life.nbytes, life.owner, first + life.born, died))
+        self.lives += again
+        self.events += [(again[index], made) for index, made in events]
+        self.phases += [self.phase] * num_operations
+        self.allocated += [0] * num_operations
+        self.ends[self.phase] = self.num_operations - 1
+        self.event_ends[self.phase] = len(self.events)
+
+    def end_phase(self) -> None:
+        """Add a point for the bytes that remain when the local variables of a phase are gone."""
+        self.settle()
+        self.ends[self.phase] = self.num_operations
+        self.event_ends[self.phase] = len(self.events)
+        self.num_operations += 1
+        self._read()
+        self.phase = STEP_PHASES[min(STEP_PHASES.index(self.phase) + 1, len(STEP_PHASES) - 1)]
+
+    def _read(self) -> None:
+        self.phases.append(self.phase)
+        self.allocated.append(
+            torch.cuda.memory_allocated(self.cuda) - self.before if self.cuda else 0
+        )
+
+    def _owner_now(self) -> tuple[str, str]:
+        if self.phase == "forward":
+            return ACTIVATIONS_GROUP, self.running.current
+        # Recompute runs in grad mode, and backward makes gradients without it.
+        if self.phase == "backward" and torch.is_grad_enabled():
+            in_layer = self.running.current != REST_LAYER
+            return ACTIVATIONS_GROUP, self.running.current if in_layer else self.running.latest
+        self.running.latest = REST_LAYER
+        return TEMPORARIES_GROUP, REST_LAYER
+
+
+# Cache of optimizer state and optimizer steps, for models without values.
+
+Layouts = tuple[Any, ...]
+
+
+class OptimizerSteps:
+    """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
+
+    def __init__(self, values: ValuesInSteps) -> None:
+        self._values = values
+        self._states: dict[Layouts, list[dict[str, Any]]] = {}
+        self._recorded: dict[
+            tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
+        ] = {}
+        self._is_replaced = False
+        # Bytes that the first step allocated, and which of them it freed, in order.
+        self.first_step: list[tuple[Life, bool]] = []
+
+    def give_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give each trainable parameter the state it has after a first step.
+
+        The state tensors are shared between steps, since they have no values. An optimizer that
+        makes them anew in each step gets copies, whose release is part of the step.
+        """
+        parameters = [one for one in parameters_of(optimizer) if one.requires_grad]
+        key = _layouts(parameters)
+        if key not in self._states:
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter)
+            self.first_step = self._take_first(optimizer, parameters)
+            self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
+            take_eagerly(optimizer)
+            self._is_replaced = any(
+                value is not before.get(name)
+                for parameter, before in zip(parameters, self._states[key], strict=True)
+                for name, value in optimizer.state[parameter].items()
+                if isinstance(value, Tensor)
+            )
+        for parameter, state in zip(parameters, self._states[key], strict=True):
+            given = tree_map(_copy_of, state) if self._is_replaced else state
+            optimizer.state[parameter].update(given)
+
+    def _take_first(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+    ) -> list[tuple[Life, bool]]:
+        """Take a first step; where it reads conditions, let them hold if that needs more memory."""
+        fresh = copy_optimizer(optimizer, {id(one): one for one in parameters})
+        with RankStorages() as storages:
+            take_eagerly(optimizer)
+        if not self._values.num_conditions:
+            return storages.events
+
+        peaks = {}
+        for condition in (False, True):
+            self._values.condition = condition
+            tried = copy_optimizer(fresh, {id(one): one for one in parameters})
+            take_eagerly(tried)
+            with RankStorages() as again:
+                take_eagerly(tried)
+            peaks[condition] = again.bytes_peak
+        self._values.condition = peaks[True] >= peaks[False]
+        self._values.num_conditions = 0
+        optimizer.state.clear()
+        optimizer.state.update(fresh.state)
+        with RankStorages() as storages:
+            take_eagerly(optimizer)
+        return storages.events
+
+    def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
+        """Replay the optimizer step recorded for gradients of this layout, or record it now."""
+        parameters = parameters_of(optimizer)
+        key = _layouts(parameters), _layouts([one.grad for one in parameters])
+        if key in self._recorded:
+            record.repeat(*self._recorded[key])
+            return
+
+        first = record.num_operations
+        first_event = len(record.events)
+        before = list(record.lives)
+        record.take_now(optimizer)
+        # A step that frees earlier storages can't be replayed from its own storages alone.
+        if not any(life.died is not None and life.died >= first for life in before):
+            made = record.lives[len(before) :]
+            lives = [_from(first, life) for life in made]
+            places = {id(life): place for place, life in enumerate(made)}
+            events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
+            self._recorded[key] = lives, events, record.num_operations - first
+
+
+def _copy_of(value: Any) -> Any:
+    return torch.empty_like(value) if isinstance(value, Tensor) else value
+
+
+def _from(first: int, life: Life) -> Life:
+    """Count the operations of a life from `first`."""
+    died = None if life.died is None else life.died - first
+    return replace(life, born=life.born - first, died=died)
+
+
+def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+    """Return shape, stride and dtype of each tensor, and of its part on this rank, as a key."""
+    return tuple(
+        None if one is None else tuple((t.shape, t.stride(), t.dtype) for t in local_tensors(one))
+        for one in tensors
+    )
+
+
+# Cost of an operation: its FLOPs, and the bytes it reads and writes.
+
+
+def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Return the FLOPs and the bytes read and written; both are 0 for a view."""
+    inputs: dict[int, Tensor] = {}
+    outputs: dict[int, Tensor] = {}
+    _find(args, inputs)
+    _find(kwargs, inputs)
+    _find(out, outputs)
+    mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
+    storages = {value.untyped_storage()._cdata for value in inputs.values()}
+    if not mutable and all(
+        value.untyped_storage()._cdata in storages for value in outputs.values()
+    ):
+        return 0, 0
+    moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
+    return operation_flops(func, args, kwargs, out), moved
+
+
+def _find(value: Any, found: dict[int, Tensor]) -> None:
+    """Collect the tensors in nested lists, tuples and dicts; of a sparse one indices and values."""
+    if isinstance(value, Tensor):
+        for tensor in dense_parts(value):
+            found[id(tensor)] = tensor
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _find(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _find(item, found)
+
+
+def _attributes_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that parameters hold as attributes, such as scales of quantised ones."""
+    seen: set[int] = set()
+    found: list[Any] = [list(vars(parameter).values()) for parameter in parameters]
+    while found:
+        value = found.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            found += value
+        elif isinstance(value, dict):
+            found += value.values()
+        elif type(value).__name__ in STATES_OF_PARAMETERS:
+            found += vars(value).values()
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """List the tensors in nested containers."""
+    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,75 @@
+"""A step that does not fit the machine is not run: on shapes, or refused with a line.
+
+python -m pytest tests/plan/test_available.py
+"""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from plan_models import ROUTED, net
+
+from curry_train.cli.main import main
+from curry_train.plan import available
+from curry_train.plan.available import least_bytes, missing_room
+from curry_train.plan.estimate import Sketch
+from curry_train.workloads.models import transformer
+from curry_train.workloads.workload import Case
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    monkeypatch.setattr(available, "available_host_bytes", lambda: 2**20)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [*arguments])
+
+
+@pytest.mark.parametrize("workload", [transformer(depth=2, dim=64), net(64, 64)])
+def test_the_least_bytes_are_below_the_peak_and_near_it(workload):
+    case = Case(workload, batch_size=8)
+    with Sketch(workload) as sketch:
+        peak = sketch.step(8).peak_bytes
+    assert 0.5 * peak < least_bytes(case) <= peak
+    # No mode is left behind.
+    assert torch.ones(1).item() == 1
+
+
+def test_a_model_whose_shapes_need_values_is_let_through(no_room):
+    assert missing_room(Case(ROUTED)) is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["validate", "--model", "transformer", "--gate", "sac/off"],
+        ["bench", "--model", "transformer"],
+        ["savings", "--model", "transformer", "--out", "nowhere"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_that_run_a_model_refuse_one_that_does_not_fit(no_room, command):
+    ended = run(*command)
+    assert ended.exit_code == 2, ended.output
+    words = " ".join(ended.output.split())
+    assert "takes at least" in words
+    assert "and 1.00 MiB is available: curry-train plan runs it on shapes alone" in words
+
+
+def test_memory_runs_on_shapes_where_the_real_step_does_not_fit(no_room, monkeypatch, tmp_path):
+    path = tmp_path / "memory.json"
+    command = ["memory", "--model", "transformer", "--json", str(path)]
+    monkeypatch.setattr(Case, "build", lambda case: pytest.fail("the model was built for real"))
+    forced = run(*command)
+    assert forced.exit_code == 0, forced.output
+    on_shapes = json.loads(path.read_text())
+    assert "takes at least" in on_shapes["on_shapes"]
+    asked = run("memory", "--model", "transformer", "--on-shapes")
+    assert "on shapes alone" in " ".join(asked.output.split())
+    monkeypatch.undo()
+    run(*command)
+    real = json.loads(path.read_text())
+    assert real["on_shapes"] is None
+    assert real["timeline"]["peak"] == on_shapes["timeline"]["peak"]

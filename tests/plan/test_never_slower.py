@@ -1,0 +1,74 @@
+"""One more option never makes a plan slower, for random models, cards, budgets and options.
+
+python -m pytest tests/plan/test_never_slower.py
+"""
+
+import random
+
+import pytest
+from plan_models import net
+
+from curry_train.plan.planner import Infeasible, Planner
+from curry_train.plan.saved import NONE_KIND, OPTION_KINDS
+from curry_train.workloads.models import mlp, resnet, transformer
+
+KINDS = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
+MODELS = {
+    "equal blocks": lambda draw: net(*[64] * draw.randint(2, 5)),
+    "two kinds": lambda draw: net(*draw.choices((32, 128, 256), k=4)),
+    "loop": lambda draw: net(64, 96, times=draw.randint(2, 3)),
+    "mlp": lambda draw: mlp(depth=draw.randint(3, 6), width=128),
+    "resnet": lambda draw: resnet(depth=3, width=16, size=8),
+    "language model": lambda draw: transformer(
+        depth=2, dim=32, vocabulary=draw.choice((64, 1024)), length=32
+    ),
+}
+
+
+def step_seconds(workload, budget, batch, *, microbatch=None, **options):
+    with Planner(workload, by_reserved=False, **options) as planner:
+        try:
+            found = planner.plan(budget, global_batch=batch, microbatch=microbatch)
+        except Infeasible:
+            return float("inf")
+    assert found.peak_bytes <= budget
+    return found.step_seconds
+
+
+def case(seed):
+    """Draw a workload, a budget below the plain peak, and options for it."""
+    draw = random.Random(seed)
+    workload = MODELS[draw.choice([*MODELS])](draw)
+    batch = 4
+    options = {
+        "device": draw.choice(("cpu", "rtx4090")),
+        "without": tuple(draw.sample(KINDS, draw.randint(1, 2))),
+    }
+    with Planner(workload, by_reserved=False, **options) as planner:
+        plain = planner.sketch.step(batch).peak_bytes
+        state = planner.sketch.step(1).fixed
+    budget = round(state + draw.uniform(0.3, 1) * (plain - state))
+    return draw, workload, budget, batch, options
+
+
+def faults(seeds):
+    slower = []
+    for seed in seeds:
+        draw, workload, budget, batch, options = case(seed)
+        best = step_seconds(workload, budget, batch, **options)
+        # Of the settings with one option less, one is drawn.
+        fewer = [{"without": (*options["without"], kind)} for kind in KINDS]
+        fewer += [{"chunked_loss": False}, {"microbatch": 1}, {"microbatch": batch}]
+        left_out = draw.choice(fewer)
+        if best > step_seconds(workload, budget, batch, **options | left_out):
+            slower.append((seed, workload.name, budget, options, left_out))
+    return slower
+
+
+def test_an_option_more_never_makes_a_plan_slower():
+    assert faults(range(30)) == []
+
+
+@pytest.mark.long
+def test_an_option_more_never_makes_a_plan_slower_in_many_cases():
+    assert faults(range(30, 130)) == []
