@@ -24,10 +24,9 @@ def test_two_ranks_resume_in_half_precision():
 
 def test_a_state_too_large_to_be_written_often_is_left_out(monkeypatch):
     monkeypatch.setattr(checkpoint_policy, "LARGEST_STATE_BYTES", 100)
-    for name in ("committed", "damage"):
-        verdict = GATES[name].run(Case(load_workload("mlp")))
-        assert verdict.passed is None
-        assert "dozens of times" in verdict.hint
+    verdict = GATES["damage"].run(Case(load_workload("mlp")))
+    assert verdict.passed is None
+    assert "dozens of times" in verdict.hint
 
 
 def test_what_the_model_keeps_outside_of_its_state_is_found():

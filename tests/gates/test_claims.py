@@ -15,7 +15,7 @@ from curry_train.cli.validate import quick_gates
 from curry_train.gates.verdict import TECHNIQUES, claims, discover, technique_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("skills/*/SKILL.md"))]
+PAGES = [ROOT / "docs/validate.md", *sorted(ROOT.glob("skills/*/SKILL.md"))]
 # <!-- claims: sac.products sac.regions -->, or <!-- claims: sac.* --> for all of a technique
 MARK = re.compile(r"<!-- claims: ([a-z0-9.* -]+?) -->")
 

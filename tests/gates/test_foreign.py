@@ -22,7 +22,7 @@ WITHOUT_KEYWORDS = ["grad-accum/once", "grad-accum/scaled"]
 LOSSES = "apply_chunked_loss=foreign_memory_plan:"
 LOOPS = "checkpoint_timesteps=foreign_snn_timesteps:"
 NESTED = ["snn-timesteps/parity-nested", "snn-timesteps/flops-nested"]
-WATCHED = ["loss-spike/recovered", "loss-spike/resumed", "loss-spike/bounded"]
+WATCHED = ["loss-spike/recovered", "loss-spike/resumed"]
 
 # An implementation, a model, and the gates that take it and need not apply.
 RIGHT = [

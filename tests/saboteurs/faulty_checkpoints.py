@@ -7,7 +7,6 @@ import contextlib
 import copy
 import dataclasses
 import random
-import shutil
 from unittest import mock
 
 import numpy
@@ -18,34 +17,10 @@ from saboteurs import planted
 from curry_train.gates import checkpoint_policy
 from curry_train.runs import state, store
 from curry_train.runs.attach import saving
-from curry_train.runs.layout import MANIFEST_FILE_NAME, read_manifest
+from curry_train.runs.layout import read_manifest
 from curry_train.runs.random_state import restore_random_state
 from curry_train.runs.resume import Resumed, load_chosen
-from curry_train.runs.store import SavedRun, Store
-
-save = Store.save
-
-
-def old_one_first(run, kind, step, training):
-    """Delete the old checkpoint before the new one is complete."""
-    if step == 2:
-        shutil.rmtree(run.files.path("rollback/step-00000001.dcp"))
-    return save(run, kind, step, training)
-
-
-def over_the_old(run, kind, step, training):
-    """Write into the old checkpoint, as saving to the same path again does."""
-    if step == 2:
-        for path in run.files.path("rollback/step-00000001.dcp").glob("*.distcp"):
-            path.write_bytes(path.read_bytes()[:-1])
-    return save(run, kind, step, training)
-
-
-def without_manifest(run, kind, step, training):
-    saved = save(run, kind, step, training)
-    if step == 2:
-        (run.files.path(saved.folder) / MANIFEST_FILE_NAME).unlink()
-    return saved
+from curry_train.runs.store import SavedRun
 
 
 def not_restored(read, write):
@@ -114,9 +89,6 @@ def fault(claim, name, patches, hint):
 
 
 FAULTS = [
-    fault("killed", "old-one-first", [(Store, "save", old_one_first)], "interrupted at change"),
-    fault("killed", "over-the-old", [(Store, "save", over_the_old)], "interrupted at change"),
-    fault("killed", "without-manifest", [(Store, "save", without_manifest)], "is the newest"),
     fault(
         "model",
         "weights",

@@ -84,14 +84,4 @@ FAULTS = [
         patches=[(SpikeWatchdog, "state_dict", lambda self: state_dict(self) | {"suspects": []})],
     ),
     planted("loss-spike.resumed", "skips-forgotten", patches=[(spike, "_read", lambda files: [])]),
-    planted(
-        "loss-spike.bounded",
-        "in-memory",
-        patches=[(Recoveries, "add", lambda self, one, *, write: add(self, one, write=False))],
-    ),
-    planted(
-        "loss-spike.bounded",
-        "of-this-process",
-        patches=[(Recoveries, "attempt", lambda self, step, *, within: 1)],
-    ),
 ]

@@ -7,14 +7,11 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_checkpoint_p
 
 import contextlib
 import functools
-import os
 import random
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy
 import torch
@@ -24,7 +21,7 @@ from ..core.rerun import seeded
 from ..core.wording import unheard
 from ..runs.attach import saving
 from ..runs.layout import MANIFEST_FILE_NAME, SavedCheckpoint
-from ..runs.ranks import DamagedCheckpoint, RunError, SaveError
+from ..runs.ranks import DamagedCheckpoint, RunError
 from ..runs.resume import Resumed, load_chosen
 from ..runs.state import TrainingState
 from ..runs.store import SavedRun, Store
@@ -44,9 +41,6 @@ from .verdict import Gate, NotApplicable, Verdict
 NUM_FLIPS = 40
 # Most bits of the manifest are in hashes, where any change is detected; only a few are elsewhere.
 NUM_FLIPS_OF_MANIFEST = 80
-# The functions by which a save changes the disk, and the most changes of one save.
-CHANGES_OF_DISK = ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "symlink")
-MOST_CHANGES = 60
 # In bytes: a gate writes or reads the state dozens of times.
 LARGEST_STATE_BYTES = 2**30
 # Steps of the training on two ranks, and where it is stopped.
@@ -100,81 +94,6 @@ def require_small(case: Case, state: TrainingState, *, required: str) -> None:
     if size > LARGEST_STATE_BYTES:
         why = f"the state takes {size / 2**30:.1f} GiB, and would be written dozens of times"
         raise NotApplicable(why, required=required)
-
-
-def check_committed(case: Case) -> Verdict:
-    """Interrupt the save of step 2 at each change of the disk, and resume from what is left."""
-    required = "after each, the newest committed checkpoint is complete and as saved"
-    wrong = list[str]()
-    with trained_state(case) as (state, folder), unheard(Store.__module__):
-        require_small(case, state, required=required)
-        expected = {1: facts_of_training(state)}
-        save(state, folder / "first")
-        train_step(case, state)
-        expected[2] = facts_of_training(state)
-        for number in range(MOST_CHANGES):
-            copied = shutil.copytree(folder / "first", folder / str(number), symlinks=True)
-            is_finished = _save_interrupted(state, copied, after=number)
-            if problem := _problem_left(case, copied, expected, is_finished=is_finished):
-                wrong.append(f"interrupted at change {number + 1}, {problem}")
-            shutil.rmtree(copied)
-            if is_finished:
-                break
-        else:
-            wrong.append(f"the save did not finish within {MOST_CHANGES} changes")
-
-    hint = ""
-    if wrong:
-        hint = f"{wrong[0]}: write to a temporary folder, sync, write the manifest, and rename"
-    elif number < 3:
-        hint = "the save makes fewer than 3 changes on the disk, so it can't sync and rename"
-    measured = f"{number} interruptions, {len(wrong)} wrong"
-    return Verdict("checkpoint-policy/committed", not hint, measured, required, hint)
-
-
-def _save_interrupted(state: TrainingState, folder: Path, *, after: int) -> bool:
-    """Save with a disk on which only the first changes succeed; return whether it finished."""
-    left = after
-
-    def limited(name: str) -> Callable[..., Any]:
-        change = getattr(os, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left >= 0:
-                return change(*args, **options)
-            if name == "fsync":
-                # Only a part of the file reached the disk. A folder can't be truncated.
-                with contextlib.suppress(OSError):
-                    os.truncate(args[0], os.fstat(args[0]).st_size // 2)
-            raise OSError("interrupted")
-
-        return call
-
-    with Store(folder) as store, contextlib.ExitStack() as stack:
-        for name in CHANGES_OF_DISK:
-            stack.enter_context(mock.patch.object(os, name, limited(name)))
-        try:
-            store.save("rollback", state.step, state)
-        except (SaveError, OSError):
-            return False
-    return left >= 0
-
-
-def _problem_left(
-    case: Case, folder: Path, expected: Mapping[int, Mapping[str, str]], *, is_finished: bool
-) -> str:
-    """Resume from a folder, and return what is wrong with the state."""
-    with seeded(case.seed + 1):
-        try:
-            state, _ = resume(case, folder)
-        except RunError as error:
-            return str(error)
-        if is_finished and state.step != max(expected):
-            return f"step {state.step} is the newest though a later one was saved"
-        wrong = different_names(facts_of_training(state), expected[state.step])
-    return f"step {state.step} differs from what was saved: {wrong[0]}" if wrong else ""
 
 
 def compare_resumed(case: Case) -> Verdict:
@@ -374,7 +293,6 @@ def _train_on_rank(
 
 
 GATES = (
-    Gate("checkpoint-policy/committed", check_committed, machine=True, steps=2),
     Gate("checkpoint-policy/bitwise", compare_resumed, machine=True, steps=4),
     Gate("checkpoint-policy/damage", detect_damage, machine=True, steps=1),
     Gate("checkpoint-policy/fallback", fall_back, machine=True, steps=2),

@@ -250,38 +250,8 @@ def _train_without_spike(case: Case) -> Ended:
         )
 
 
-def bound_rollbacks(case: Case) -> Verdict:
-    """Let a spike return whatever is skipped, in a new process after each rollback."""
-    most = OPTIONS["spike"]["attempts"]
-    num_rollbacks = 0
-    message = ""
-    with tempfile.TemporaryDirectory(prefix="spike-gate-") as folder:
-        while num_rollbacks <= most and not message:
-            try:
-                train_with_spikes(
-                    case, Path(folder), bad=lambda step, _: step >= FIRST_BAD, goes_on=False
-                )
-                num_rollbacks += 1
-            except SpikeNotRecovered as error:
-                message = str(error)
-
-    says_how = 'resume="before-' in message
-    outcome = "an error with the place to resume from" if says_how else message or "no error"
-    hint = ""
-    if num_rollbacks != most or not says_how:
-        hint = "count the attempts in one place, on disk"
-    return Verdict(
-        "loss-spike/bounded",
-        not hint,
-        f"{num_rollbacks} rollbacks, then {outcome}",
-        f"{most} rollbacks, then an error with the place to resume from",
-        hint,
-    )
-
-
 GATES = (
     Gate("loss-spike/found", find_spikes, steps=HEALTHY_STEPS),
     Gate("loss-spike/recovered", check_recovery, machine=True, steps=22),
     Gate("loss-spike/resumed", recover_in_three_processes, machine=True, steps=13),
-    Gate("loss-spike/bounded", bound_rollbacks, machine=True, steps=17),
 )
