@@ -9,7 +9,7 @@ import re
 
 import pytest
 from client_packages import Unavailable
-from figures import RECORD_KEYS
+from pages import RECORD_KEYS
 from tree import ROOT
 
 from clients import CLIENTS, copy_bundle, loaded_skills, problems

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from symptoms import rows_of, rows_with_a_test, symptom
+from symptoms import symptom
 from test_spike_watch import BAD, events_of, trained
 
 import spike_runs
@@ -15,10 +15,6 @@ from curry_train.runs import SpikeNotRecovered, saving
 
 FOREVER = (BAD[0], 400)
 KEPT = "checkpoint.retention.rollback_keep=12"
-
-
-def test_every_row_has_a_test():
-    assert sorted(rows_with_a_test("loss_spike")) == sorted(rows_of("loss-spike"))
 
 
 @symptom("it came back after 3 rollbacks")
