@@ -29,7 +29,7 @@ long: .venv/finetune/.installed  ## run the variants that `make test` leaves out
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
 	@OMP_NUM_THREADS=1 .venv/finetune/bin/python -m pytest -m long -n0 -k "sft_trainer or lightning_cli" tests/trainer/test_equip.py tests/workloads/test_from_script.py
 
-mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac' or '--changed'
+mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac --minutes 30'
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
 ifdef PEER
