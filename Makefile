@@ -36,7 +36,7 @@ ifdef PEER
 torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
-torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
+torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 

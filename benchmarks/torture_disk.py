@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 
 import errno
 import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -189,3 +190,25 @@ def errors_at_each_read(folder: Path, expected: Expected) -> dict[str, Any]:
             ([] if same else ["a part of a state was loaded"]) + trial.wrong_state() + trial.judge()
         )
         wrong += [f"EIO at read {errors}: {one}" for one in found]
+
+
+def small_files(expected: Expected, folder: Path, *, every: int = 1) -> dict[str, Any]:
+    """Limit file sizes in the kernel, in place of a full disk where nothing can be mounted."""
+    wrong = []
+    errors = 0
+    first = prepared(folder.with_name("whole"), expected)
+    for limit in (0, 1, 100, 1000, 5000, 8000)[::every]:
+        trial = prepared(folder, expected, of=first)
+        pid = os.fork()
+        if not pid:
+            status = 9
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+                status = 3 if "File too large" in (trial.train(AFTER) or "") else 4
+            finally:
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        errors += status == 3
+        found = ([] if status == 3 else [f"status {status}"]) + trial.judge() + trial.wrong_state()
+        wrong += [f"files of at most {limit} bytes: {one}" for one in found]
+    return {"errors": errors, "wrong": wrong}
