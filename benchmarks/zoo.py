@@ -25,9 +25,6 @@ from typing import Any
 
 import torch
 
-import zoo_language  # noqa: F401  the factories register themselves
-import zoo_science  # noqa: F401
-import zoo_vision  # noqa: F401
 from curry_train.core.wording import format_bytes, provenance, write_json
 from side_environment import install_beside
 from zoo_models import ZOO, ZooModel
@@ -128,7 +125,7 @@ def gates_of(model: ZooModel) -> dict[str, Any]:
     """Run `validate` as a user would, and return its status, counts, causes and coverage."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "gates.json"
-        words = ["scripts/validate_checkpointing.py", "--model", f"{model.path}:{model.name}"]
+        words = ["scripts/validate_checkpointing.py", "--model", model.path]
         ended = _run([*words, "--json", str(written)], LONGEST_GATES)
         found = json.loads(written.read_text()) if written.exists() else {"results": []}
 
@@ -187,7 +184,7 @@ def plan_of(name: str) -> dict[str, Any]:
     from curry_train.workloads.models import load_workload
     from curry_train.workloads.workload import Case
 
-    workload = load_workload(f"{ZOO[name].path}:{name}")
+    workload = load_workload(ZOO[name].path)
     samples = workload.own_batch or 2
     with Planner(workload, device="cpu", optimizer="adamw") as planner:
         options = {"global_batch": samples, "microbatch": samples}
