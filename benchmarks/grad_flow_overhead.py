@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curry_train.cli.options import choose_device, device_option, json_option
-from curry_train.core.measure import measure_memory
 from curry_train.core.wording import provenance, write_json
 from curry_train.primitives.grad_flow import GradFlow
 from curry_train.primitives.recompute import recompute_blocks
@@ -175,28 +174,6 @@ def measure_counting(case: Case) -> dict[str, Any]:
     return calls_by_case
 
 
-def measure_held(case: Case) -> dict[str, int]:
-    """Measure held bytes after forward and peak bytes, plain and while probing."""
-    module = case.build()
-    batch = case.batch()
-    plain = measure_memory(module, batch, case.workload.mean_loss)
-    with GradFlow(module) as flow:
-        probed = measure_memory(module, batch, case.workload.mean_loss)
-        flow.step()
-    return {
-        "plain_bytes": plain.held_bytes,
-        "probed_bytes": probed.held_bytes,
-        "plain_peak_bytes": plain.peak_bytes,
-        "probed_peak_bytes": probed.peak_bytes,
-    }
-
-
-def drift_of_float32() -> float:
-    """Return the relative error of float32 `norm()` over 2**24 numbers on this CPU."""
-    x = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
-    return abs(x.norm().item() / x.double().norm().item() - 1)
-
-
 @click.command()
 @click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
 @click.option(
@@ -220,10 +197,8 @@ def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> N
             "parameters": sum(parameter.numel() for parameter in case.build().parameters()),
             "cost": measure_costs(case, repeats=repeats),
             "calls": measure_counting(case),
-            "held": measure_held(case),
         }
-    drift = {"float32_norm_drift": drift_of_float32()}
-    write_json(json_path, provenance(place) | {"repeats": repeats} | rows | drift)
+    write_json(json_path, provenance(place) | {"repeats": repeats} | rows)
 
 
 if __name__ == "__main__":
