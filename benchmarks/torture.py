@@ -1,9 +1,9 @@
-"""Torture checkpoints: kills, damage, failing disks and hostile files.
+"""Torture checkpoints: kills, damage and hostile files.
 
     python -m torture [--kills N] [--flips N] [--every N] [--only KEY]... [--seed S] [--json PATH]
 
-`make torture` runs the full one, an hour. The status is 1 if anything was wrong. SIGTERM has a
-program of its own, `torture_signals.py`, and other libraries `torture_peers.py`.
+`make torture` runs the full one, half an hour. The status is 1 if anything was wrong. SIGTERM has a
+program of its own, `torture_signals.py`; full disks are those of `torture_peers.py --peer ours`.
 It forks, and therefore needs Linux.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
@@ -24,7 +24,6 @@ import torch
 import store_kills
 from curry_train.core.wording import provenance, write_json
 from torture_damage import cut, flips, subjects, swapped
-from torture_disk import errors_at_each_change, errors_at_each_read, small_files
 from torture_hostile import hostile
 from torture_kills import kill_many
 from torture_ranks import QUICK
@@ -63,11 +62,6 @@ def parts_of(
         "flips": lambda show: flips(damaged(), options.flips, seed=seed, progress=show),
         "cuts": lambda show: cut(damaged(), 10 // every, stride=min(every, 3)),
         "swaps": lambda show: swapped(damaged(), stride=min(every, 3)),
-        "disk.each_read": lambda show: errors_at_each_read(folder / "reads", expected_of(1)),
-        "disk.small_files": lambda show: small_files(expected_of(1), folder / "small", every=every),
-        "disk.each_change": lambda show: errors_at_each_change(
-            folder / "changes", expected_of(1), every=2 * every, progress=show
-        ),
         "hostile": lambda show: hostile(folder / "hostile", every=every, progress=show),
     }
 
@@ -87,7 +81,7 @@ def progress_of(key: str) -> Callable[[int], None]:
 
 def torture(options: argparse.Namespace) -> dict[str, Any]:
     """Run the parts one after the other; return the findings as the record has them."""
-    found: dict[str, Any] = {"kills": {}, "disk": {}}
+    found: dict[str, Any] = {"kills": {}}
     folder = Path(tempfile.mkdtemp(prefix="torture-", dir=QUICK))
     try:
         warm_up(folder / "warm")
@@ -117,10 +111,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--flips", type=int, default=1120)
     parser.add_argument(
-        "--every", type=int, default=1, help="of changes on the disk and of hostile shapes"
+        "--every", type=int, default=1, help="of kills at a change, and of hostile shapes"
     )
     parser.add_argument(
-        "--only", nargs="*", default=[], help="keys of the result, such as kills.one_rank or disk"
+        "--only", nargs="*", default=[], help="keys of the result, such as kills.one_rank or flips"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", default="evidence/checkpoint_torture.json")
