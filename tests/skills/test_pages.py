@@ -35,6 +35,7 @@ LONG_BLOCKS = (
     "python my_lightning.py",
     "curry-train memory --trainer my_trainer:make_trainer",
     "curry-train runs spike-check",
+    "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu --explain --p",
     "curry-train savings --out savings --model transformer",
 )
 # Replaces the script that pip writes for the entry point, with the python of the test.
@@ -219,11 +220,13 @@ def test_descriptions_of_all_skills_are_short_together():
     assert sum(len(skill.frontmatter["description"]) for skill in skills(ROOT)) <= 1400
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"grad-accum"}))
-def test_every_symptom_has_a_test(name):
+@pytest.mark.parametrize("name", NAMES)
+def test_symptoms_are_those_that_users_meet_and_tests_name_their_rows(name):
     rows = rows_of(name)
-    assert len(rows) >= 4
-    assert sorted(rows) == sorted(rows_with_a_test(name.replace("-", "_")))
+    assert 4 <= len(rows) <= 10
+    tested = rows_with_a_test(name.replace("-", "_"))
+    assert len(tested) >= 3 or name == "grad-accum"
+    assert [row for row in tested if row not in rows] == []
 
 
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -3,15 +3,13 @@
 python -m pytest tests/skills/test_pitfalls.py
 """
 
-import copy
-import functools
 import itertools
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from curry_train.gates.same_training import same_training
 from curry_train.primitives import Recompute, recompute_blocks
@@ -105,24 +103,6 @@ def test_an_overwritten_keyword_is_silently_wrong_under_torch_and_refused_by_our
         gradient(Recompute, overwritten=True)
 
 
-def test_eval_before_backward_breaks_torchs_checkpoint_and_not_recompute(batch):
-    def step(block, forward):
-        torch.manual_seed(1)
-        loss = square(forward, batch)
-        block.eval()
-        loss.backward()
-        return [parameter.grad for parameter in block.parameters()]
-
-    torch.manual_seed(0)
-    layers = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.GELU(), nn.Linear(16, 16))
-    plain, theirs, ours = (copy.deepcopy(layers) for _ in range(3))
-    expected = step(plain, plain)
-    with pytest.raises(CheckpointError):
-        step(theirs, functools.partial(checkpoint, theirs, use_reentrant=False))
-    ours = Recompute(ours)
-    assert all(map(torch.equal, step(ours, ours), expected))
-
-
 def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
     steps = itertools.count()
 
@@ -144,28 +124,3 @@ def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
 
     assert "does not repeat bit for bit" in required(loss)
     assert required(square) == "bit-equal"
-
-
-class Router(nn.Module):
-    """Send each row to one of four experts, and count the rows of each for load balancing."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.expert = nn.Linear(16, 4), nn.Linear(16, 16)
-        self.register_buffer("counts", torch.zeros(4))
-
-    def forward(self, x):
-        shares = self.gate(x).softmax(-1)
-        self.counts += shares.argmax(-1).bincount(minlength=4)
-        return self.expert(x * shares.amax(-1, keepdim=True))
-
-
-def test_token_counts_of_a_router_are_updated_once(batch):
-    plain = Router()
-    torchs, ours = copy.deepcopy(plain), copy.deepcopy(plain)
-    rows = batch.requires_grad_()
-    plain(rows).sum().backward()
-    checkpoint(torchs, rows, use_reentrant=False).sum().backward()
-    Recompute(ours)(rows).sum().backward()
-    assert torch.equal(torchs.counts, 2 * plain.counts)
-    assert torch.equal(ours.counts, plain.counts)

@@ -112,47 +112,6 @@ def test_reentrant_checkpointing_of_a_frozen_start_loses_gradients(batch):
         step(cured, batch)
 
 
-def through_torch(model, **options):
-    """Call torch's own function around each block, as scripts do."""
-    for block in model:
-        run = block.forward
-        block.forward = lambda *args, run=run: checkpoint(
-            run, *args, use_reentrant=False, **options
-        )
-    return model
-
-
-@symptom("evaluation differs from training, with BatchNorm")
-def test_running_statistics_are_updated_twice(batch):
-    build = partial(blocks, linear, partial(nn.BatchNorm1d, 16), nn.GELU, depth=2)
-    reference, twice = step(build(), batch), step(through_torch(build()), batch)
-    assert twice.buffers["0.1.num_batches_tracked"] == 2
-    assert compare(reference, twice).worst > 0.1
-    assert all(
-        torch.equal(reference.gradients[name], twice.gradients[name])
-        for name in reference.gradients
-    )
-    halved = through_torch(build())
-    for block in halved:
-        block[1].momentum /= 2
-    assert not compare(reference, step(halved, batch)).holds
-    cured = build()
-    recompute_blocks(cured)
-    assert compare(reference, step(cured, batch)).bit_equal
-
-
-@symptom("gradients are wrong with dropout, and no error")
-def test_without_restored_generators_dropout_draws_another_mask(batch):
-    build = partial(blocks, linear, nn.GELU, partial(nn.Dropout, 0.5), linear, depth=2)
-    reference, broken, cured = step(build(), batch), build(), build()
-    recompute_blocks(broken, preserve_rng_state=False)
-    found = step(broken, batch)  # with a seed before the step, which does not help
-    assert torch.equal(found.loss, reference.loss)
-    assert compare(reference, found).worst > 0.5
-    recompute_blocks(cured)
-    assert compare(reference, step(cured, batch)).bit_equal
-
-
 def test_blocks_that_are_compiled_already_are_refused():
     compiled = blocks(linear, nn.GELU, depth=2)
     compiled[0].compile(backend="aot_eager")

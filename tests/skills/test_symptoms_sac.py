@@ -20,7 +20,6 @@ from curry_train.bench.steps import python_calls
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives.regions import apply_regions, report_regions
-from curry_train.primitives.routing import keep_routing
 from curry_train.primitives.sac import PolicyError, apply_sac
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
@@ -116,31 +115,6 @@ def test_keeping_all_but_products_takes_more_memory_than_none():
     assert held(ours(plain)) < held(plain)
 
 
-def every_third():
-    seen = [0]
-
-    def policy(context, operation, *args, **kwargs):
-        seen[0] += operation is aten.mm.default
-        return operation is aten.mm.default and seen[0] % 3 == 1
-
-    return policy, seen
-
-
-@symptom("gradients are wrong on torch before 2.13 with a policy that counts, and no error")
-def test_a_policy_that_counts_gives_wrong_gradients_before_torch_2_13():
-    plain, batch = chain(), rows()
-    expected = step(plain, batch)
-    policy, seen = every_third()
-    old = torch.__version__ < "2.13"
-    assert compare(expected, step(torchs(plain, policy), batch)).bit_equal != old
-    assert compare(expected, step(ours(plain, every_third()[0]), batch)).bit_equal
-    policy, seen = every_third()
-    model = torchs(plain, policy)
-    for _ in range(2):  # the count is reset before each step, but backward still continues it
-        seen[0] = 0
-        assert compare(expected, step(model, batch)).bit_equal != old
-
-
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -192,23 +166,6 @@ def test_a_shared_weight_under_autocast_fails_unless_casts_are_ignored():
     record = record_step(torchs(plain, kept), batch, uncached)  # runs, but rounds differently
     assert not compare(expected, record).bit_equal
     assert compare(record_step(plain, batch, uncached), record).bit_equal
-
-
-@symptom("`RuntimeError`: Trying to backward an extra time")
-def test_a_second_backward_fails_with_torchs_policy_and_not_with_ours():
-    batch = rows()
-    loss = mean_square(torchs(chain(), [aten.mm.default]), batch)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward an extra time"):
-        loss.backward(retain_graph=True)
-    for apply in (apply_sac, apply_regions):
-        model = chain()
-        apply(model)
-        loss = mean_square(model, batch)
-        loss.backward(retain_graph=True)
-        first = model[0].linears[0].weight.grad.clone()
-        loss.backward()
-        assert torch.equal(model[0].linears[0].weight.grad, 2 * first)
 
 
 class InPlace(nn.Module):
@@ -282,50 +239,3 @@ def test_a_users_own_activation_must_be_a_module_for_regions():
     apply_regions(model, also=["*.wave", "*.dropout"])
     with pytest.raises(ValueError, match="draws random numbers"):
         model(batch)
-
-
-class RoutedExperts(nn.Module):
-    """Two experts of equal shapes, chosen by a bias that training code updates."""
-
-    def __init__(self):
-        super().__init__()
-        self.score = linear()
-        self.experts = nn.ModuleList([linear(), linear()])
-        self.register_buffer("balance", torch.zeros(2))
-
-    def forward(self, x):
-        scores = self.score(x)[:, :2].sigmoid()
-        chosen = torch.topk(scores.detach() + self.balance, 1, dim=-1).indices
-        both = torch.stack([expert(x) for expert in self.experts], 1).tanh()
-        taken = both.gather(1, chosen[..., None].expand(-1, 1, x.shape[-1]))[:, 0]
-        return x + scores.gather(1, chosen) * taken
-
-
-@symptom("with experts training goes worse under recompute, and no error")
-def test_a_bias_that_is_updated_before_backward_parts_the_experts_and_kept_routing_does_not():
-    plain = nn.Sequential(*(seeded(RoutedExperts) for _ in range(3)))
-
-    def gradients(model, *, seed=None):
-        loss = mean_square(model, rows())
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name.endswith("balance"):
-                    buffer.copy_(torch.tensor([0.0, 5.0]))
-        if seed is not None:
-            torch.manual_seed(seed)
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    def equal(found):
-        return all(map(torch.equal, found, expected))
-
-    expected = gradients(copy.deepcopy(plain))
-    by_torch = copy.deepcopy(plain)
-    for block in by_torch:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    assert not equal(gradients(by_torch, seed=0))  # the wrong fix, and no error
-
-    kept = copy.deepcopy(plain)
-    apply_sac(kept, "save_matmuls", blocks=["0", "1", "2"])
-    assert keep_routing(kept) == ["0", "1", "2"]
-    assert equal(gradients(kept))

@@ -106,31 +106,6 @@ def test_a_neuron_that_stores_its_potential_is_refused_until_the_step_returns_it
         assert compare(reference, trained(build(Handed), chunked_rate(levels=levels), x)).bit_equal
 
 
-@symptom("`Trying to backward through the graph a second time`")
-def test_the_state_of_the_last_batch_must_be_detached(x):
-    def train(module, *, detach, **kept):
-        state = module.initial_state(x)
-        for batch in (x[:20], x[20:]):
-            made, state = checkpoint_timesteps(module.step, batch, state, chunk_size=5)
-            made.square().sum().backward(**kept)
-            if detach:
-                state = tuple(part.detach() for part in state)
-        return record(module, made.detach())
-
-    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
-        train(build(), detach=False)
-    retained = train(build(), detach=False, retain_graph=True)  # all earlier batches stay in memory
-    whole = build()
-    made, state = run_timesteps(whole.step, x[:20], whole.initial_state(x))
-    more, _ = run_timesteps(whole.step, x[20:], tuple(part.detach() for part in state))
-    (made.square().sum() + more.square().sum()).backward()
-    wanted = record(whole, more.detach())
-    assert compare(
-        wanted, train(build(), detach=True), tolerance=1e-5
-    ).holds  # added in another order
-    assert compare(wanted, retained).worst > 0.01
-
-
 @symptom("`ValueError`: step writes into the state that it is given")
 def test_a_step_that_writes_into_its_state_is_refused(x):
     class InPlace(Net):
