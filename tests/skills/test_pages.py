@@ -35,7 +35,8 @@ LONG_BLOCKS = (
     "python my_lightning.py",
     "curry-train memory --trainer my_trainer:make_trainer",
     "curry-train runs spike-check",
-    "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu --explain --p",
+    "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
+    "--explain --plot",
     "curry-train savings --out savings --model transformer",
 )
 # Replaces the script that pip writes for the entry point, with the python of the test.
