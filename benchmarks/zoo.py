@@ -4,8 +4,8 @@
     python benchmarks/zoo.py --only bert vit_pytorch    # some, printed
 
 `make zoo` installs the libraries beside the project's own environment and runs all models. Models
-that an earlier run recorded in the same file are skipped with `--resume`, and `--again` names those
-to run once more. Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
+that an earlier run recorded in the same file are skipped with `--resume`.
+Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 """
 
 import argparse
@@ -52,10 +52,9 @@ def main() -> None:
 
     recorded = _recorded(options.json) if options.resume else {}
     wanted = options.only or [name for name in ZOO if name not in recorded]
-    unknown = sorted({*wanted, *options.again} - set(ZOO))
+    unknown = sorted({*wanted} - set(ZOO))
     if unknown:
         sys.exit(f"no model {', '.join(unknown)}; the zoo has {', '.join(ZOO)}")
-    wanted += [name for name in options.again if name not in wanted]
 
     cores = SimpleQueue[int]()
     for number in range(options.workers):
@@ -93,7 +92,6 @@ def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", metavar="PATH", help="record the results here")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these models")
-    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="run these again")
     parser.add_argument("--resume", action="store_true", help="keep what PATH has already")
     parser.add_argument("--workers", type=int, default=2, help="models at a time (default: 2)")
     parser.add_argument("--install", action="store_true", help="install the libraries and end")

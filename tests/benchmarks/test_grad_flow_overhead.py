@@ -13,11 +13,7 @@ CASE = Case(transformer(depth=2, dim=32, length=16, vocabulary=64), batch_size=2
 def test_only_probed_steps_run_more_operations_than_the_plain_one():
     costs = measure_costs(CASE, repeats=1)
     assert costs["between"]["operations"] == costs["plain"]["operations"]
-    assert (
-        costs["probed"]["operations"]
-        > costs["probed_without_updates"]["operations"]
-        > costs["plain"]["operations"]
-    )
+    assert costs["probed"]["operations"] > costs["plain"]["operations"]
 
 
 def test_hooks_by_hand_count_twice_under_recompute():
