@@ -5,7 +5,8 @@
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
-in the folder that is printed. `mutants.yaml` lists modules and tests; `tests/gates` runs the gates.
+in the folder that is printed. The tests are those named after the technique or one of its modules;
+those in `tests/gates` run the gates.
 Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
@@ -19,10 +20,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[1]
-TECHNIQUES = yaml.safe_load(Path(__file__).with_name("mutants.yaml").read_text(encoding="utf-8"))
+# The modules of each technique in which mutants are made.
+TECHNIQUES = {
+    "grad-accum": ["primitives/grad_accum.py"],
+    "sac": ["primitives/sac.py"],
+    "regions": ["primitives/regions.py"],
+    "recompute": ["primitives/recompute.py", "primitives/checkpointed.py"],
+    "offload": ["primitives/offload.py", "primitives/host_memory.py"],
+    "chunked-loss": ["primitives/chunked_loss.py", "primitives/cross_entropy.py"],
+    "snn-timesteps": ["primitives/snn_timesteps.py", "primitives/hidden_state.py"],
+    "grad-flow": ["primitives/grad_flow.py", "primitives/grad_flow_probe.py"],
+    "loss-spike": ["runs/spike.py"],
+    "checkpoint-policy": ["runs/retention.py", "runs/random_state.py", "runs/lock.py"],
+    "bench": ["bench/steps.py"],
+}
 COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
 CONFIGURATION = """
 [tool.mutmut]
@@ -32,6 +44,18 @@ also_copy = {copied}
 pytest_add_cli_args_test_selection = {tests}
 process_isolation = "forkserver"
 """
+
+
+def tests_of(technique: str, modules: list[str]) -> list[str]:
+    """List the tests named after a technique or one of its modules."""
+    names = {technique.replace("-", "_"), *(Path(module).stem for module in modules)}
+    paths = {
+        path
+        for name in names
+        for folder in ("tests/*", "template/tests")
+        for path in ROOT.glob(f"{folder}/test_{name}*.py")
+    }
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 
 def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
@@ -87,10 +111,10 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to work (default: below .venv)")
     options = parser.parse_args()
 
-    target = TECHNIQUES[options.technique]
+    modules = TECHNIQUES[options.technique]
     folder = options.folder or ROOT / ".venv" / "mutants" / options.technique
     if not folder.exists():
-        copy_checkout(folder, target["modules"], target["tests"])
+        copy_checkout(folder, modules, tests_of(options.technique, modules))
     only = [f"*{options.function}__mutmut_*"] if options.function else []
     output = run_mutmut(folder, "run", *only, minutes=options.minutes)
 
