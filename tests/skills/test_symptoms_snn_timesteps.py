@@ -152,21 +152,6 @@ def test_a_mean_computed_in_the_loop_holds_less_than_stacked_outputs():
     assert peak(build(), chunked_rate(), long) < 1.45 * peaks[2]  # the root of two
 
 
-@symptom("a checkpoint for each timestep saves little")
-def test_a_checkpoint_per_timestep_holds_a_state_per_timestep():
-    x = currents(STEPS, 64)
-    plain, best = peak(build(), rate(), x), peak(build(), chunked_rate(), x)
-    assert peak(build(), chunked_rate(chunk_size=1), x) > 0.6 * plain
-    assert best < 0.4 * plain
-
-    def whole(module, x):
-        return checkpoint(rate(), module, x, use_reentrant=False, preserve_rng_state=False)
-
-    assert (
-        peak(build(), whole, x) >= plain
-    )  # one checkpoint around the loop is recomputed as a whole
-
-
 class Loop(nn.Module):
     """A model with a loop in forward, as scripts have it."""
 
