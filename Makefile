@@ -29,14 +29,14 @@ long: .venv/finetune/.installed  ## run the variants that `make test` leaves out
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
 	@OMP_NUM_THREADS=1 .venv/finetune/bin/python -m pytest -m long -n0 -k "sft_trainer or lightning_cli" tests/trainer/test_equip.py tests/workloads/test_from_script.py
 
-mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac' or '--changed'
+mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac --minutes 30'
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
 ifdef PEER
 torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
-torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --histories 200 --every 30 --json -'
+torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 

@@ -7,8 +7,7 @@ segments made and segments given back. For native segments every block must lie 
 address; for expandable segments every growth must be the recorded one.
 
 Some traces are of training steps whose program is known: a language model of a known size, length
-and optimizer, or its forward alone. Their memory is also predicted from shapes alone, and compared
-with the record.
+and optimizer. Their memory is also predicted from shapes alone, and compared with the record.
 
 Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
@@ -29,7 +28,6 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
-from curry_train.core.measure import ALLOCATION_BLOCK_BYTES, LiveStorages
 from curry_train.core.wording import provenance, write_json
 from curry_train.plan.cuda_allocator import (
     SMALL_SEGMENT,
@@ -38,13 +36,11 @@ from curry_train.plan.cuda_allocator import (
     MemoryBlock,
 )
 from curry_train.plan.cuda_step import (
-    HOPPER_WORKSPACE_BYTES,
     NUM_STEPS,
     WORKSPACE_BYTES,
     cuda_memory,
 )
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.shapes import pretended
 from curry_train.workloads.workload import Workload
 
 ADDRESS_UNIT = 512
@@ -201,7 +197,6 @@ NUM_SAMPLES = 4
 # Model width, width of the feed-forward, layers and heads.
 MODEL_SIZES = {
     "medium": (1024, 4096, 24, 16),
-    "1.9B": (1600, 6400, 48, 25),
     "2.7B": (2560, 10240, 32, 32),
 }
 
@@ -331,19 +326,13 @@ class PreNormBlock(nn.Module):
 class LanguageModel(nn.Module):
     """The model of the recorded programs, written from their description."""
 
-    def __init__(self, size: str, length: int, *, shares_rotation: bool = True) -> None:
+    def __init__(self, size: str, length: int) -> None:
         super().__init__()
         width, inner, layers, heads = MODEL_SIZES[size]
         self.embedding = Rows(width)
         self.rotation = Rotation(length, width // heads)
         self.layers = nn.ModuleList(
-            PreNormBlock(
-                width,
-                inner,
-                heads,
-                self.rotation if shares_rotation else Rotation(length, width // heads),
-            )
-            for _ in range(layers)
+            PreNormBlock(width, inner, heads, self.rotation) for _ in range(layers)
         )
         self.norm = Float32Norm(width)
         self.head = Weights(width, VOCABULARY)
@@ -393,25 +382,6 @@ class MomentsMadeAnew(torch.optim.Optimizer):
             state["second"] = second
 
 
-class MomentsInPlace(torch.optim.Optimizer):
-    """AdamW by hand, whose denominator lives until that of the next parameter is there."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if not state:
-                state["first"] = torch.zeros_like(parameter)
-                state["second"] = torch.zeros_like(parameter)
-            state["first"].mul_(0.9).add_(parameter.grad, alpha=0.1)
-            state["second"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
-            denominator = state["second"].sqrt() + 1e-8
-            parameter.addcdiv_(state["first"], denominator, value=-1e-3)
-
-
 @dataclass(frozen=True)
 class Program:
     """A recorded training program."""
@@ -422,14 +392,11 @@ class Program:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
     autocast: bool = False
-    shares_rotation: bool = True
-    workspace_bytes: int = WORKSPACE_BYTES
-    num_steps: int = NUM_STEPS
 
     def workload(self) -> Workload:
         return Workload(
             f"{self.size}, {self.length} tokens",
-            lambda: LanguageModel(self.size, self.length, shares_rotation=self.shares_rotation),
+            lambda: LanguageModel(self.size, self.length),
             lambda size: torch.randint(VOCABULARY, (size, self.length + 1)),
             self._loss,
             count=lambda batch: 1,
@@ -449,107 +416,12 @@ def adamw_by_hand(module: nn.Module) -> torch.optim.Optimizer:
     return MomentsMadeAnew(module.parameters())
 
 
-def adamw_in_place(module: nn.Module) -> torch.optim.Optimizer:
-    return MomentsInPlace(module.parameters())
-
-
-def first_step(trace: str, length: int) -> Program:
-    """Return a program whose trace is that of its first step, on a Hopper card."""
-    return Program(
-        trace,
-        "2.7B",
-        length,
-        adamw_in_place,
-        torchs_loss,
-        shares_rotation=False,
-        workspace_bytes=HOPPER_WORKSPACE_BYTES,
-        num_steps=1,
-    )
-
-
 PROGRAMS = (
     Program("46687ead", "2.7B", 128, default_adamw, torchs_loss),
     Program("ec8d8313", "2.7B", 512, default_adamw, torchs_loss),
     Program("490616d9", "medium", 128, adamw_by_hand, written_out_loss),
     Program("e9e79f9d", "medium", 256, adamw_by_hand, written_out_loss),
     Program("5e4daf77", "medium", 512, adamw_by_hand, written_out_loss, autocast=True),
-    first_step("3255c6cc", 128),
-    first_step("ab5e65b9", 256),
-    first_step("bdb0dc79", 512),
-)
-
-
-@dataclass(frozen=True)
-class ForwardProgram:
-    """A recorded program that runs the model forward, with or without a graph."""
-
-    trace: str
-    size: str
-    length: int
-    grad: bool = False
-    keeps_output: bool = False  # through the next forward, with its graph
-    autocast: bool = False
-    caches_weights: bool = True  # of autocast
-    workspace_bytes: int = WORKSPACE_BYTES
-
-    def rounded_peak(self) -> int:
-        """Predict the most bytes of tensors, each rounded up to 512, of consecutive forwards."""
-        with pretended(kernels="cuda"):
-            model = LanguageModel(self.size, self.length)
-            tokens = torch.randint(VOCABULARY, (NUM_SAMPLES, self.length))
-            there = [*model.parameters(), *model.buffers(), tokens]
-            alive = self.workspace_bytes + sum(map(rounded, (one.nbytes for one in there)))
-            with LiveStorages() as storages, torch.set_grad_enabled(self.grad):
-                for _ in range(2 if self.keeps_output else 1):
-                    with torch.autocast(
-                        "cuda",
-                        torch.bfloat16,
-                        enabled=self.autocast,
-                        cache_enabled=self.caches_weights,
-                    ):
-                        output = model(tokens)
-                events = list(storages.events)
-                del output
-        peak = alive
-        for life, is_made in events:
-            alive += rounded(life.nbytes) if is_made else -rounded(life.nbytes)
-            peak = max(peak, alive)
-        return peak
-
-
-def rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALLOCATION_BLOCK_BYTES) * ALLOCATION_BLOCK_BYTES
-
-
-def kept_graph(trace: str, length: int, *, autocast: bool = False) -> ForwardProgram:
-    """Return a program on a Hopper card that keeps its output, and so the graph."""
-    return ForwardProgram(
-        trace,
-        "2.7B",
-        length,
-        grad=True,
-        keeps_output=True,
-        autocast=autocast,
-        workspace_bytes=HOPPER_WORKSPACE_BYTES,
-    )
-
-
-FORWARD_PROGRAMS = (
-    ForwardProgram("28916613", "2.7B", 512),
-    ForwardProgram("7df13e2d", "2.7B", 2048),
-    ForwardProgram("97f4d700", "2.7B", 128, autocast=True),
-    ForwardProgram("6e6ca59a", "2.7B", 1024, autocast=True),
-    ForwardProgram("996ab217", "2.7B", 2048, autocast=True),
-    ForwardProgram("d266a5be", "medium", 128),
-    ForwardProgram("a566a966", "medium", 1024),
-    ForwardProgram("c9fb827d", "medium", 512, autocast=True, caches_weights=False),
-    ForwardProgram("71819c30", "2.7B", 512, grad=True),
-    kept_graph("3ece8e39", 128),
-    kept_graph("fda4a8c3", 512),
-    kept_graph("77adf156", 512, autocast=True),
-    ForwardProgram("dddadce4", "1.9B", 128, grad=True),
-    ForwardProgram("0403f8ab", "1.9B", 512, grad=True),
-    ForwardProgram("c1c9a32d", "1.9B", 512, grad=True, autocast=True),
 )
 
 
@@ -558,7 +430,7 @@ def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
     with Sketch(program.workload(), kernels="cuda") as sketch:
         trace = sketch.step(NUM_SAMPLES).trace
     assert trace is not None
-    found = cuda_memory(trace, workspace_bytes=program.workspace_bytes, num_steps=program.num_steps)
+    found = cuda_memory(trace, workspace_bytes=WORKSPACE_BYTES, num_steps=NUM_STEPS)
     recorded = {
         "rounded": facts["peak_rounded"],
         "allocated": facts["peak_blocks"],
@@ -576,29 +448,10 @@ def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
         "length": program.length,
         "autocast": program.autocast,
         "optimizer": program.optimizer.__name__,
-        "first_step": program.num_steps == 1,
         "predicted": predicted,
         "recorded": recorded,
         "error": errors,
     }
-
-
-def predict_forwards(folder: Path) -> dict[str, Any]:
-    """Predict the rounded peak of all forward-only programs whose trace is in the folder."""
-    rows = []
-    for program in FORWARD_PROGRAMS:
-        path = folder / f"{program.trace}.json"
-        if not path.exists():
-            continue
-        recorded = json.loads(path.read_text())["peak_rounded"]
-        predicted = program.rounded_peak()
-        error = predicted / recorded - 1
-        rows.append(asdict(program) | {"rounded": predicted, "recorded": recorded, "error": error})
-        print(f"forward of {program.size}, {program.length} tokens: {error:+.4%}", flush=True)
-    if not rows:
-        return {}
-    errors = [abs(row["error"]) for row in rows]
-    return {"forwards": rows, "worst_forward_error": max(errors)}
 
 
 def predict_steps(folder: Path) -> dict[str, Any]:
@@ -612,24 +465,15 @@ def predict_steps(folder: Path) -> dict[str, Any]:
         steps.append(row)
         shown = ", ".join(f"{name} {error:+.4%}" for name, error in row["error"].items())
         print(f"{row['model']}, {row['length']} tokens, {row['optimizer']}: {shown}")
-    found: dict[str, Any] = {}
-    groups = {"": [row for row in steps if not row["first_step"]]}
-    groups["first_"] = [row for row in steps if row["first_step"]]
-    for prefix, rows in groups.items():
-        if rows:
-            found |= {f"{prefix}steps": rows} | summary(rows, prefix=prefix)
-    return found
-
-
-def summary(rows: list[dict[str, Any]], *, prefix: str) -> dict[str, float]:
-    """Return the largest and the median errors of predicted steps."""
-    reserved = [abs(row["error"]["reserved"]) for row in rows]
-    return {
-        f"{prefix}worst_rounded_error": max(abs(row["error"]["rounded"]) for row in rows),
-        f"{prefix}worst_allocated_error": max(abs(row["error"]["allocated"]) for row in rows),
-        f"{prefix}worst_reserved_error": max(reserved),
-        f"{prefix}median_reserved_error": statistics.median(reserved),
+    if not steps:
+        return {}
+    errors = {
+        name: [abs(row["error"][name]) for row in steps]
+        for name in ("rounded", "allocated", "reserved")
     }
+    worst = {f"worst_{name}_error": max(values) for name, values in errors.items()}
+    median = statistics.median(errors["reserved"])
+    return {"steps": steps, **worst, "median_reserved_error": median}
 
 
 def main() -> None:
@@ -656,7 +500,7 @@ def main() -> None:
         counts = {"exact": exact, "traces": len(rows), "rows": rows}
         write_json(
             options.json,
-            facts | counts | predict_steps(options.folder) | predict_forwards(options.folder),
+            facts | counts | predict_steps(options.folder),
         )
     sys.exit(0 if exact == len(results) else 1)
 

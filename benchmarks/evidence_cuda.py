@@ -1,215 +1,294 @@
-"""Record on a CUDA device what the bundle promises, in pieces that go on where they stop.
+"""Record on a CUDA device what the bundle promises; a call goes on where the last one stopped.
 
-    make evidence-cuda PYTHON=python3                # 8 minutes at most, then the same again
-    make evidence-cuda ARGS='--piece memory loss'    # some pieces
-    make evidence-cuda ARGS='--dry-run --folder dry' # toy sizes, on the CPU
+    make evidence-cuda PYTHON=python3                  # 8 minutes at most, then the same again
+    make evidence-cuda ARGS='--only memory'            # what begins with a word
+    make evidence-cuda ARGS='--dry-run --folder dry'   # toy sizes on the CPU, without the memory
 
-`PYTHON` is one that has torch and what curry-train needs; no network is. Each piece of
-`benchmarks/cuda_pieces.py` runs in a process of its own, which is ended a minute after its time,
-and writes FOLDER/PIECE.json after each row. `--again` measures the rows with an error again.
-`--goals` prints the figures beside what they are meant to be. The predictions need no device, so
-record them before: `--piece predict`.
-
+Each record is a command of its own that writes FOLDER/NAME.json: the gates of the built-in models,
+savings and step times of Llama-like models, a plan whose step is measured, and rows of memory,
+predicted from shapes and measured, whose recorded traces `cuda_traces.py` replays.
 Proof: `python -m pytest tests/benchmarks/test_evidence_cuda.py`.
 """
 
 import argparse
-import gzip
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
+
+from curry_train.bench.steps import TrainingStep, find_lever
+from curry_train.core.wording import provenance, write_json
+from curry_train.plan.cuda_allocator import AllocatorSettings
+from curry_train.plan.cuda_step import cuda_memory, workspace_of
+from curry_train.plan.estimate import Sketch
+from curry_train.primitives.strategies import Sample
+from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
+from curry_train.workloads.workload import Case, Workload
+
 ROOT = Path(__file__).resolve().parents[1]
-
-# In the order of their worth where the time is short.
-PIECES = (
-    "memory",
-    "strategies",
-    "gates",
-    "loss",
-    "hugging_face",
-    "batch",
-    "saving",
-    "expandable",
-    "compiled",
-    "predict",
-)
-ALLOCATOR_NAMES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-)
-# Expandable segments are chosen before the first allocation of a process.
-ENVIRONMENT = {"expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
+NUM_STEPS = 4
 STATUS_LEFT = 3
-STATUS_ANEW = 4
-GRACE_SECONDS = 60.0
-TRACES_NAME = "traces.jsonl.gz"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the pieces; status 0 if all rows are there, 3 if some are left, 1 if one has an error."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--piece", nargs="+", choices=PIECES, default=PIECES, metavar="PIECE")
-    parser.add_argument("--folder", type=Path, default=ROOT / "evidence" / "cuda")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for this call (default: 8)")
-    parser.add_argument("--again", action="store_true", help="measure rows with an error again")
-    parser.add_argument("--dry-run", action="store_true", help="toy sizes, without a device")
-    parser.add_argument("--goals", action="store_true", help="print the figures that are there")
-    options = parser.parse_args(arguments)
-    left: list[str] = []
-    if not options.goals:
-        until = time.monotonic() + 60 * options.minutes
-        left = [name for name in options.piece if not _run(name, options, until)]
-    print("\n".join(goals(options.folder)))
-    if left:
-        print(f"left: {' '.join(left)}; the same command goes on with them")
-        return STATUS_LEFT
-    return 1 if errors(options.folder) else 0
+def toy() -> Workload:
+    return transformer(depth=2, dim=32, heads=2, kv_heads=1, hidden=64, vocabulary=256, length=16)
 
 
-def _run(piece: str, options: argparse.Namespace, until: float) -> bool:
-    """Run a piece for the time that is left; return whether it has all of its rows."""
-    status = STATUS_ANEW
-    words = [sys.executable, str(ROOT / "benchmarks" / "cuda_pieces.py"), piece]
-    words += ["--folder", str(options.folder)]
-    words += ["--dry-run"] if options.dry_run else []
-    words += ["--again"] if options.again else []
-    given = {name: text for name, text in os.environ.items() if name not in ALLOCATOR_NAMES}
-    environment = given | {"PYTHONUNBUFFERED": "1"} | ENVIRONMENT.get(piece, {})
-    while status == STATUS_ANEW:
-        seconds = until - time.monotonic()
-        if seconds <= 0:
-            return False
-        minutes = ["--minutes", str(seconds / 60)]
-        try:
-            ended = subprocess.run(
-                [*words, *minutes], env=environment, timeout=seconds + GRACE_SECONDS
-            )
-        except subprocess.TimeoutExpired:
-            print(f"{piece}: ended in the middle of a row, a minute after its time", flush=True)
-            return False
-        status = ended.returncode
-        # A row whose error ended the process is not measured again by the next process.
-        words = [word for word in words if word != "--again"]
-    return status == 0
+def llama_1b(length: int = 4096) -> Workload:
+    sizes = {"depth": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192}
+    return transformer(length=length, vocabulary=128_256, **sizes)
 
 
-def read(folder: Path, piece: str) -> dict[str, Any]:
-    """Return the rows of a piece that were measured."""
-    path = folder / f"{piece}.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else {}
-    return {key: row for key, row in rows.items() if "error" not in row}
+def llama_8b(length: int = 4096) -> Workload:
+    sizes = {"depth": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
+    return transformer(length=length, vocabulary=128_256, **sizes)
 
 
-def errors(folder: Path) -> list[str]:
-    """List the rows that could not be measured, with the reason."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        rows = json.loads(path.read_text())["rows"]
-        found += [
-            f"{path.stem}: {key}: {row['error']}" for key, row in rows.items() if "error" in row
-        ]
+# Memory: predicted from shapes, and measured.
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """One training whose memory is predicted and measured."""
+
+    model: str
+    length: int
+    lever: str
+    optimizer: str = "adamw"
+    expandable: bool = False
+
+    @property
+    def name(self) -> str:
+        words = ["memory", self.model, str(self.length), self.lever, self.optimizer]
+        return "-".join([*words, "expandable"] if self.expandable else words)
+
+    @property
+    def workload(self) -> Workload:
+        return {"llama_1b": llama_1b, "llama_8b": llama_8b}[self.model](self.length)
+
+
+MEMORY_CONFIGS = {
+    config.name: config
+    for config in [
+        *(
+            MemoryConfig(model, length, lever)
+            for model in ("llama_1b", "llama_8b")
+            for length in (2048, 4096, 8192)
+            for lever in ("none", "full", "regions", "sac_every_second")
+        ),
+        MemoryConfig("llama_1b", 2048, "none", optimizer="sgd"),
+        MemoryConfig("llama_1b", 2048, "chunked_loss"),
+        MemoryConfig("llama_1b", 2048, "none", expandable=True),
+        MemoryConfig("llama_1b", 2048, "full", expandable=True),
+    ]
+}
+
+
+def predicted(
+    workload: Workload, config: MemoryConfig, *, card: str, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Predict the memory of a training from shapes alone; needs no device."""
+    sample = Sample(workload.batch(1), workload.mean_loss, None)
+
+    def change(module: torch.nn.Module) -> None:
+        for apply in find_lever(config.lever).changes:
+            apply(module, sample)
+
+    with Sketch(workload, dtype=dtype, kernels="cuda", optimizer=config.optimizer) as sketch:
+        trace = sketch.step(1, change=None if config.lever == "none" else change).trace
+    assert trace is not None
+    found = cuda_memory(
+        trace,
+        workspace_bytes=workspace_of(card),
+        settings=AllocatorSettings(expandable_segments=config.expandable),
+        num_steps=NUM_STEPS,
+    )
+    return asdict(found)
+
+
+def measured(config: MemoryConfig) -> dict[str, Any]:
+    """Train some steps on the device; return the peaks, and the trace of the allocator.
+
+    As scripts do, the loop keeps output and loss until the next ones are there.
+    """
+    # The history holds the stacks of no frames: sizes and addresses alone.
+    torch.cuda.memory._record_memory_history(max_entries=2_000_000, context=None, stacks="python")
+    case = Case(config.workload, device=torch.device("cuda"), dtype=torch.bfloat16, batch_size=1)
+    step = TrainingStep(case, find_lever(config.lever), optimizer=config.optimizer)
+    step.drop_gradients()
+    alive: dict[str, Any] = {}
+    step.model.register_forward_hook(lambda module, given, output: alive.update(output=output))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    first_step_reserved_bytes = 0
+    for number in range(NUM_STEPS):
+        step.optimizer.zero_grad()
+        alive["loss"] = step.mean_loss(step.model, step.window.microbatches[0])
+        alive["loss"].backward()
+        step.optimizer.step()
+        if number == 0:
+            first_step_reserved_bytes = torch.cuda.max_memory_reserved()
+    torch.cuda.synchronize()
+    peaks = {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "first_step_reserved_bytes": first_step_reserved_bytes,
+    }
+    trace = trace_numbers(
+        torch.cuda.memory._snapshot(),
+        source=config.name,
+        reserved=peaks["reserved_bytes"],
+        allocated=peaks["allocated_bytes"],
+    )
+    return peaks | {"trace": trace | {"reserved_end": torch.cuda.memory_reserved()}}
+
+
+def trace_numbers(
+    snapshot: Mapping[str, Any], *, source: str, reserved: int, allocated: int
+) -> dict[str, Any]:
+    """Turn a recorded history that starts empty into the numbers that `cuda_traces.py` replays.
+
+    It has sizes in order of allocation, releases by number, and segments with their addresses.
+    """
+    (recorded_events,) = [trace for trace in snapshot["device_traces"] if trace] or [[]]
+    # An event of another kind, such as `snapshot` or `oom`, may have no address.
+    actions = ("alloc", "free_completed", "segment_alloc", "segment_map")
+    actions += ("segment_free", "segment_unmap")
+    events = [event for event in recorded_events if event["action"] in actions]
+    order: list[Any] = []
+    numbers: dict[int, int] = {}
+    addresses: list[int] = []
+    lowest = min((event["addr"] for event in events), default=0)
+    for event in events:
+        action, address, size = event["action"], event["addr"], event["size"]
+        if action == "alloc":
+            numbers[address] = len(addresses)
+            addresses.append(address)
+            stream = event.get("stream", 0)
+            order.append([size, stream] if stream else size)
+        elif action == "free_completed" and address in numbers:
+            order.append(-1 - numbers.pop(address))
+        elif action in ("segment_alloc", "segment_map"):
+            order.append({"s": size, "at": (address - lowest) // 512})
+        elif action in ("segment_free", "segment_unmap"):
+            order.append({"r": size})
+    check = sum(place * ((at - lowest) // 512) for place, at in enumerate(addresses, start=1))
+    return {
+        "source": source,
+        "expandable": any(event["action"] == "segment_map" for event in events),
+        "starts_empty": True,
+        "start": [],
+        "address_check": check % (2**61 - 1),
+        "reserved_peak": reserved,
+        "peak_blocks": allocated,
+        "trace": order,
+    }
+
+
+def record_memory(name: str, path: Path) -> None:
+    config = MEMORY_CONFIGS[name]
+    found = {"predicted": predicted(config.workload, config, card=torch.cuda.get_device_name())}
+    found["measured"] = measured(config)
+    write_json(str(path), provenance(torch.device("cuda")) | asdict(config) | found)
+
+
+# The records, each by a command of its own.
+
+
+def records(*, dry: bool) -> dict[str, list[str]]:
+    """Return the words behind `curry-train` for each record, in the order of their worth."""
+    device = ["--device", "cpu" if dry else "cuda"]
+    dtype = [] if dry else ["--dtype", "bfloat16"]
+    small = f"{__file__}:{'toy' if dry else 'llama_1b'}"
+    large = f"{__file__}:{'toy' if dry else 'llama_8b'}"
+    budget = ["--budget", "1GiB" if dry else "24GiB", "--global-batch", "4"]
+    levers = ["none", "full", "regions", "sac_every_second", "chunked_loss", "full+chunked_loss"]
+    chosen = [word for lever in levers for word in ("--lever", lever)]
+    rounds = ["--steps", "2", "--warmup", "1"] if dry else ["--steps", "12"]
+    found = {
+        f"gates-{name}": ["validate", "--model", name, *device]
+        + (["--gate", "grad-accum/equal"] if dry else [])
+        for name in BUILTIN_WORKLOADS
+    }
+    found["plan"] = ["plan", "--model", small, *budget, *dtype, "--verify"]
+    for name, model in (("1b", small), ("8b", large)):
+        words = ["bench", "--model", model, "--batch-size", "2", *device, *dtype, *rounds]
+        found[f"times-{name}"] = [*words, *chosen]
+    repeats = ["--repeats", "2" if dry else "10"]
+    out = ["--out", "savings"]
+    found["savings"] = ["savings", "--model", small, *device, *dtype, *repeats, *out]
     return found
 
 
-def read_traces(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the recorded traces by the key of their row; the latest one of each."""
-    traces: dict[str, dict[str, Any]] = {}
-    path = folder / TRACES_NAME
-    if path.exists():
-        with gzip.open(path, "rt") as file:
-            try:
-                for line in file:
-                    trace = json.loads(line)
-                    traces[trace["source"]] = trace
-            except EOFError:
-                print(f"{path}: the last trace was cut off")
-    return traces
+def main(arguments: list[str] | None = None) -> int:
+    """Write each record; status 0 if all are there, 3 if some are left, 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", metavar="NAME", help="names that begin so")
+    parser.add_argument("--folder", type=Path, default=ROOT / "evidence" / "cuda")
+    parser.add_argument("--minutes", type=float, default=8.0, help="for this call (default: 8)")
+    parser.add_argument("--dry-run", action="store_true", help="toy sizes, without a device")
+    parser.add_argument("--memory", metavar="NAME", help="measure one training here, and end")
+    options = parser.parse_args(arguments)
+    folder = options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if options.memory:
+        record_memory(options.memory, folder / f"{options.memory}.json")
+        return 0
+
+    command = [sys.executable, str(ROOT / "scripts" / "curry_train.py")]
+    jobs = {
+        name: [*command, *words, "--json", str(folder / f"{name}.json")]
+        for name, words in records(dry=options.dry_run).items()
+    }
+    if not options.dry_run:
+        own = [sys.executable, __file__, "--folder", str(folder)]
+        jobs = {name: [*own, "--memory", name] for name in MEMORY_CONFIGS} | jobs
+    wanted = {name: words for name, words in jobs.items() if name.startswith(options.only)}
+    until = time.monotonic() + 60 * options.minutes
+    return _run_jobs(wanted, folder, until)
 
 
-def goals(folder: Path) -> Iterator[str]:
-    """Write a line per figure with what it is meant to be."""
-    yield from _predictions(folder)
-    for piece in ("strategies", "compiled", "hugging_face"):
-        for key, table in read(folder, piece).items():
-            yield f"{piece}, {key}:"
-            yield from (f"  {line}" for line in _times(table))
-    for key, row in read(folder, "batch").items():
-        yield f"largest batch, {key}: {row['samples']}"
-    for row in read(folder, "loss").values():
-        for way in row["rows"]:
-            mebibytes = way["peak_bytes"] / 2**20
-            yield f"loss, {way['name']}: {mebibytes:.0f} MiB, {_ratio(way)} of whole"
-    for row in read(folder, "saving").values():
-        yield (
-            f"saving: steps {row['slow_down']:.1%} slower, worst step {row['worst_step']:.2f} of "
-            "one; goal 3% and 1.3"
-        )
-    for key, row in read(folder, "gates").items():
-        yield f"gates of {key}: {row['held']} held, {len(row['failed'])} failed"
-    yield from errors(folder)
-
-
-def _predictions(folder: Path) -> Iterator[str]:
-    """Compare the measured peaks with the predictions, by the kernel of attention."""
-    predicted = read(folder, "predict")
-    measured = read(folder, "memory") | read(folder, "expandable")
-    kernels = sorted({row["attention"] for row in measured.values()})
-    for kernel in kernels:
-        for figure, most in (("allocated_bytes", 0.003), ("reserved_bytes", 0.01)):
-            off = [
-                abs(predicted[key.removesuffix(" flash")][figure] / row[figure] - 1)
-                for key, row in measured.items()
-                if row["attention"] == kernel and key.removesuffix(" flash") in predicted
-            ]
-            if off:
-                yield (
-                    f"{figure} with {kernel}: {len(off)} steps, worst {max(off):.2%}, median "
-                    f"{statistics.median(off):.2%} from the prediction; goal {most:.1%}"
-                )
-
-
-def _times(table: dict[str, Any]) -> Iterator[str]:
-    for row in table["rows"]:
-        line = (
-            f"{row['name']}: {row['peak_ratio']:.0%} of the peak, "
-            f"{_ratio(row)} of the time without recompute"
-        )
-        if "time_of_peer" in row:
-            line += (
-                f"; {row['time_of_peer']['median']:.3f} of the time and {row['peak_of_peer']:.1%} "
-                f"of the peak of {row['peer']}; goal 0.97, or 0.943 with 1 GiB more"
-            )
-        yield line
-    for peer, plan, peak in at_equal_time(table["rows"]):
-        yield f"in the time of {peer}: {peak:.1%} of its peak, by the {plan}"
-    yield from (f"{name}: not measured: {why}" for name, why in table["not_measured"].items())
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    ratio = row["time_ratio"]
-    within = "" if ratio["lower"] is None else f" ({ratio['lower']:.3f} to {ratio['upper']:.3f})"
-    return f"{ratio['median']:.3f}{within}"
-
-
-def at_equal_time(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, float]]:
-    """Yield each peer, the plan of the least peak that takes no longer, and the ratio of peaks."""
-    plans = [row for row in rows if row["name"].startswith("plan ")]
-    for peer in rows:
-        if "peer" in peer or peer["name"] == "none":
+def _run_jobs(jobs: Mapping[str, list[str]], folder: Path, until: float) -> int:
+    failed = []
+    for number, (name, words) in enumerate(jobs.items()):
+        if (folder / f"{name}.json").exists():
             continue
-        seconds = peer["seconds"]["median"]
-        quick = [plan for plan in plans if plan["seconds"]["median"] <= seconds]
-        if quick:
-            least = min(quick, key=lambda plan: plan["peak_bytes"])
-            yield peer["name"], least["name"], least["peak_bytes"] / peer["peak_bytes"]
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            print(f"{len(jobs) - number} left from {name} on: the same command goes on with them")
+            return STATUS_LEFT
+        # Expandable segments are chosen before the first allocation of a process.
+        settings = "expandable_segments:True" if name.endswith("expandable") else ""
+        environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": settings}
+        try:
+            status = subprocess.run(words, cwd=folder, env=environment, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{name}: its time was over; the same command begins it again")
+            return STATUS_LEFT
+        print(f"{name}: status {status}", flush=True)
+        if status:
+            failed.append(name)
+    for path in sorted(folder.glob("memory-*.json")):
+        print(comparison(json.loads(path.read_text()), path.stem))
+    return 1 if failed else 0
+
+
+def comparison(record: Mapping[str, Any], name: str) -> str:
+    """Return a line with the errors of the predicted peaks."""
+    off = {
+        figure: record["predicted"][figure] / record["measured"][figure] - 1
+        for figure in ("allocated_bytes", "reserved_bytes")
+    }
+    return f"{name}: " + ", ".join(f"{figure} {error:+.2%}" for figure, error in off.items())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/benchmarks/test_grad_flow_overhead.py`.
 
 import contextlib
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.cli.options import choose_device, device_option, json_option
-from curry_train.core.measure import measure_memory
+from curry_train.cli.options import json_option
+from curry_train.core.timing import time_in_turns
 from curry_train.core.wording import provenance, write_json
 from curry_train.primitives.grad_flow import GradFlow
 from curry_train.primitives.recompute import recompute_blocks
@@ -92,9 +91,6 @@ PROBING_WAYS: dict[str, Around] = {
         model, optimizer, every=UNPROBED_INTERVAL, first_step=1
     ),
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
-    "probed_without_updates": lambda model, optimizer: GradFlow(
-        model, optimizer, every=1, updates=False
-    ),
     "by_hand": HooksByHand,
 }
 
@@ -109,8 +105,6 @@ def _trainer(case: Case, around: Around) -> Iterator[Callable[[], None]]:
         optimizer.zero_grad()
         case.workload.mean_loss(module, batch).backward()
         optimizer.step()
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
 
     with around(module, optimizer):
         yield step
@@ -121,7 +115,6 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
 
     The ways run in turns.
     """
-    seconds: dict[str, list[float]] = {way: [] for way in PROBING_WAYS}
     operations = {}
     with contextlib.ExitStack() as stack:
         steps = {
@@ -132,18 +125,13 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
             with Operations() as counted:
                 step()
             operations[way] = counted.num_calls
-        for _ in range(repeats):
-            for way, step in steps.items():
-                start = time.perf_counter()
-                step()
-                seconds[way].append(time.perf_counter() - start)
-    plain = statistics.median(seconds["plain"])
+        timed = time_in_turns([*steps.values()], rounds=repeats, warmup=0)
+    seconds = dict(zip(steps, map(statistics.median, timed), strict=True))
     return {
         way: {
-            "seconds": statistics.median(seconds[way]),
-            "ratio": statistics.median(seconds[way]) / plain,
+            "seconds": seconds[way],
+            "ratio": seconds[way] / seconds["plain"],
             "operations": operations[way],
-            "operations_ratio": operations[way] / operations["plain"],
         }
         for way in PROBING_WAYS
     }
@@ -175,55 +163,21 @@ def measure_counting(case: Case) -> dict[str, Any]:
     return calls_by_case
 
 
-def measure_held(case: Case) -> dict[str, int]:
-    """Measure held bytes after forward and peak bytes, plain and while probing."""
-    module = case.build()
-    batch = case.batch()
-    plain = measure_memory(module, batch, case.workload.mean_loss)
-    with GradFlow(module) as flow:
-        probed = measure_memory(module, batch, case.workload.mean_loss)
-        flow.step()
-    return {
-        "plain_bytes": plain.held_bytes,
-        "probed_bytes": probed.held_bytes,
-        "plain_peak_bytes": plain.peak_bytes,
-        "probed_peak_bytes": probed.peak_bytes,
-    }
-
-
-def drift_of_float32() -> float:
-    """Return the relative error of float32 `norm()` over 2**24 numbers on this CPU."""
-    x = torch.randn(2**24, generator=torch.Generator().manual_seed(0))
-    return abs(x.norm().item() / x.double().norm().item() - 1)
-
-
 @click.command()
 @click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
-@click.option(
-    "--model",
-    "names",
-    multiple=True,
-    type=click.Choice(list(sizes())),
-    help="Model to measure; default: all. Repeatable.",
-)
-@device_option()
 @json_option(default="-")
-def main(repeats: int, names: tuple[str, ...], device: str, json_path: str) -> None:
+def main(repeats: int, json_path: str) -> None:
     """Measure the overhead of grad-flow and write the figures."""
-    place = choose_device(device)
     rows = {}
-    for name in names or sizes():
-        workload, batch_size = sizes()[name]
-        case = Case(workload, place, batch_size=batch_size)
+    for name, (workload, batch_size) in sizes().items():
+        case = Case(workload, batch_size=batch_size)
         rows[name] = {
             "batch_size": batch_size,
             "parameters": sum(parameter.numel() for parameter in case.build().parameters()),
             "cost": measure_costs(case, repeats=repeats),
             "calls": measure_counting(case),
-            "held": measure_held(case),
         }
-    drift = {"float32_norm_drift": drift_of_float32()}
-    write_json(json_path, provenance(place) | {"repeats": repeats} | rows | drift)
+    write_json(json_path, provenance(torch.device("cpu")) | {"repeats": repeats} | rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 
 import copy
 import dataclasses
-import io
 import json
 import os
 import pickle
@@ -17,14 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from click.testing import CliRunner
 
 from curry_train.cli.main import main
 from curry_train.runs import HostileCheckpoint, RunError, SavedRun, Store, load_chosen
 from curry_train.runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.lineage import LINEAGE_FILE_NAME
-from torture_shapes import calls, opcodes, places
+from torture_shapes import calls, places
 from torture_training import Training
 
 COMMANDS = (
@@ -35,7 +33,7 @@ COMMANDS = (
     "inspect",
     "export",
 )  # commands of `runs` that read checkpoints
-GROUPS = ("calls", "opcodes", "data", "values", "paths")
+GROUPS = ("calls", "paths")
 STEP = "rollback/step-00000002.dcp"
 _watched: set[str] = set()
 _opened: list[str] = []
@@ -83,7 +81,7 @@ class Ground:
         self.forge(
             STEP,
             ".metadata",
-            metadata if isinstance(metadata, bytes) else pickle.dumps(metadata, protocol),
+            pickle.dumps(metadata, protocol),
         )
 
     def tried(self, *, loads: bool = False) -> list[str]:
@@ -191,60 +189,7 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
                     lambda it=metadata, by=protocol: ground.forge_index(it, by),
                     False,
                 )
-    for title, data in opcodes(canary).items():
-        yield "opcodes", title, lambda data=data: ground.forge_index(data), False
-        yield (
-            "opcodes",
-            f"{title} as JSON",
-            lambda data=data: ground.forge(STEP, "state.pt", data),
-            False,
-        )
-        yield (
-            "opcodes",
-            f"{title} as tensors",
-            lambda data=data: ground.forge(ground.best, "model.safetensors", data),
-            True,
-        )
-        yield (
-            "opcodes",
-            f"{title} as manifest",
-            lambda data=data: (ground.run / STEP / MANIFEST_FILE_NAME).write_bytes(data),
-            False,
-        )
-    for title, call in calls(canary).items():
-        for zipped in (True, False):
-            yield (
-                "data",
-                f"{title} in a tensor",
-                lambda it=call, by=zipped: _in_a_tensor(ground, it, zipped=by),
-                False,
-            )
-    for value in (0, None, "x", (), [0], {"a": 1}, -1.5, True):
-        for place, metadata in places(ground.metadata, value):
-            if place not in (
-                "planner data",
-                "nested",
-                "storage meta",
-                "version",
-            ):  # never loaded
-                yield (
-                    "values",
-                    f"{value!r} in {place}",
-                    lambda it=metadata: ground.forge_index(it),
-                    False,
-                )
     yield from _paths(ground)
-
-
-def _in_a_tensor(ground: Ground, call: Any, *, zipped: bool) -> None:
-    """Put the bytes in place of every tensor."""
-    stream = io.BytesIO()
-    torch.save(call, stream, _use_new_zipfile_serialization=zipped)
-    metadata = copy.deepcopy(ground.metadata)
-    for place in metadata.storage_data.values():
-        place.offset, place.length = 0, len(stream.getvalue())
-    ground.forge(STEP, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
-    ground.forge_index(metadata)
 
 
 def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]]:
@@ -298,7 +243,7 @@ def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
         "latest",
         "",
     ):
-        note = json.dumps([{"line": given_up, "after": 0, "at_once": True}])
+        note = json.dumps([given_up])
         yield (
             "paths",
             f"turned back from {given_up!r}",
@@ -316,7 +261,7 @@ def _link(path: Path, target: str) -> None:
 
 
 def _turned_back(ground: Ground, note: str) -> None:
-    """Write a lineage that names files outside of the run, as if the next save removed them."""
+    """Write a note that names files outside of the run, which the next save would remove."""
     from curry_train.runs.policy import SavingPolicy
     from curry_train.runs.policy_config import PolicyConfig
 

@@ -21,7 +21,6 @@ from unittest import mock
 from curry_train.runs import Store, TrainingState, format, policy, retention, store
 from curry_train.runs.background import Staging
 from curry_train.runs.files import Files
-from curry_train.runs.optimizer_state import OptimizerState
 from curry_train.runs.store import Writing
 from torture_damage import flips, subjects
 from torture_hostile import hostile
@@ -34,10 +33,6 @@ MOST_KILLS = 150
 
 def generators_stay_as_they_are() -> Any:
     return mock.patch.object(TrainingState, "restore_random", return_value=[])
-
-
-def optimizer_state_stays_as_it_is() -> Any:
-    return mock.patch.object(OptimizerState, "restore")
 
 
 def renamed_before_it_is_whole() -> Any:
@@ -67,17 +62,6 @@ def retention_deletes_the_newest() -> Any:
     def to_delete(every: Any, config: Any, **options: Any) -> Any:
         gone, line = retention.to_delete(every, config, **options), retention.newest_first(every)
         return [*gone, *(one for one in line[:1] if one not in gone and len(line) > 2)]
-
-    return mock.patch.object(policy, "to_delete", to_delete)
-
-
-def retention_deletes_the_best() -> Any:
-    def to_delete(every: Any, config: Any, **options: Any) -> Any:
-        gone, best = (
-            retention.to_delete(every, config, **options),
-            retention.best_first(every, config),
-        )
-        return [*gone, *(one for one in best[:1] if one not in gone and len(best) > 1)]
 
     return mock.patch.object(policy, "to_delete", to_delete)
 
@@ -144,11 +128,9 @@ FAULTS: dict[str, tuple[Callable[..., list[str]], Callable[[], Any]]] = {
         fault.__name__: (in_kills, fault)
         for fault in (
             generators_stay_as_they_are,
-            optimizer_state_stays_as_it_is,
             renamed_before_it_is_whole,
             the_older_goes_before_the_newer_is_whole,
             retention_deletes_the_newest,
-            retention_deletes_the_best,
             the_optimizer_does_not_wait,
         )
     },

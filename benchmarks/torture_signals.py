@@ -1,11 +1,11 @@
 """Send SIGTERM at random moments to runs of one to three ranks; nothing may be lost.
 
     PYTHONPATH=template:benchmarks:tests/runs python benchmarks/torture_signals.py --signals 500 \\
-        --record evidence/signals.json
+        --json evidence/signals.json
 
 A training is started again after each signal, until it comes to its end. Every rank has to end with
 the status of the signal after the same step, this step is the newest committed one, and every loss
-is bit-equal to that of a run without signals. A record adds up over calls.
+is bit-equal to that of a run without signals.
 
 Ranks are forks of this process, which has imported torch, and end as a new process does, with the
 whole end of the interpreter: a process group whose threads outlive it aborts the process there.
@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,6 @@ UNHANDLED = ("warm-up",)
 LONGEST_DELAY_SECONDS = 0.03
 # After the first rank has ended, the others have this long.
 GRACE_SECONDS = 60.0
-RECORD_EVERY = 10
 
 
 class Samples(Dataset):  # type: ignore[type-arg]
@@ -388,66 +386,19 @@ def whole_training(
     return lives, [list(dict(sorted(values.items())).values()) for values in losses]
 
 
-@dataclass
-class Record:
-    """Counts over all calls, in a JSON file that the next call adds to."""
-
-    path: str | None
-    found: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: str | None) -> "Record":
-        found: dict[str, Any] = {}
-        if path is not None and Path(path).exists():
-            found = json.loads(Path(path).read_text())
-        empty: dict[str, Any] = {"signals": 0, "lives": 0, "trainings": 0, "hung": 0, "seconds": 0}
-        for key in ("of_ranks", "of_phases", "of_targets", "of_statuses"):
-            empty[key] = {}
-        return cls(path, {**empty, "wrong": [], **found})
-
-    def add(self, world: int, life: Life, how: Mapping[str, Any] | None = None) -> None:
-        found = self.found
-        found["lives"] += 1
-        found["hung"] += life.hung
-        where = f"training {found['trainings']}, {world} ranks, {how}, {life.phase}, {life.to}"
-        found["wrong"] += [f"{where}: {one}" for one in life.wrong]
-        if life.sent_at is None:
-            return
-        found["signals"] += 1
-        for key, names in (
-            ("of_ranks", [str(world)]),
-            ("of_phases", [life.phase]),
-            ("of_targets", [life.to]),
-            ("of_statuses", [str(status) for status in life.statuses()]),
-        ):
-            found[key] = dict(sorted((Counter(found[key]) + Counter(names)).items()))
-
-    def write(self) -> None:
-        if self.path is not None:
-            write_json(self.path, {**provenance(torch.device("cpu")), **self.found})
-
-
-def torture(options: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Record:
-    """Send the signals, and write the record on the way."""
-    record = Record.read(options.record)
-    for key in ("date", "device", "torch", "python", "threads"):
-        record.found.pop(key, None)
-    if "command" in record.found:
-        record.found.setdefault("further_commands", []).append(record.found.pop("command"))
-    first = record.found["signals"]
-    generator = random.Random(f"{options.seed}-{first}")
+def torture(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Send the signals, and return the counts with what was wrong."""
+    generator = random.Random(options.seed)
     expected: dict[tuple[int, int], list[list[str]]] = {}
+    signalled: list[tuple[int, Life]] = []
+    wrong: list[str] = []
+    num_hung = 0
+    num_trainings = 0
     began = time.monotonic()
-    seconds = record.found["seconds"]
-    while record.found["signals"] - first < options.signals:
-        if options.minutes and time.monotonic() - began > 60 * options.minutes:
-            break
-        world = generator.choice(options.worlds)
+    while len(signalled) < options.signals:
+        world = generator.choice(WORLDS)
         num_workers = generator.choice((0, 1))
-        how: dict[str, Any] = {
-            "num_workers": num_workers,
-            "in_background": generator.random() < 0.5,
-        }
+        how = {"num_workers": num_workers, "in_background": generator.random() < 0.5}
         if (world, num_workers) not in expected:
             _, losses = whole_training(folder / "straight", world, None, None, **how)
             expected[world, num_workers] = losses
@@ -455,21 +406,29 @@ def torture(options: argparse.Namespace, folder: Path, say: Callable[[str], None
             folder / "signalled", world, generator, expected[world, num_workers], **how
         )
         for life in lives:
-            record.add(world, life, how)
-        record.found["trainings"] += 1
-        record.found["seconds"] = seconds + round(time.monotonic() - began)
-        record.write()
-        say(f"{record.found['signals']} signals, {len(record.found['wrong'])} wrong")
-    return record
+            where = f"training {num_trainings}, {world} ranks, {how}, {life.phase}, {life.to}"
+            wrong += [f"{where}: {one}" for one in life.wrong]
+        signalled += [(world, life) for life in lives if life.sent_at is not None]
+        num_hung += sum(life.hung for life in lives)
+        num_trainings += 1
+        print(f"{len(signalled)} signals, {len(wrong)} wrong", file=sys.stderr, flush=True)
+    return {
+        "signals": len(signalled),
+        "trainings": num_trainings,
+        "hung": num_hung,
+        "of_ranks": Counter(str(world) for world, _ in signalled),
+        "of_phases": Counter(str(life.phase) for _, life in signalled),
+        "of_targets": Counter(life.to for _, life in signalled),
+        "wrong": wrong,
+        "seconds": round(time.monotonic() - began),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--signals", type=int, default=500, help="to send in this call")
-    parser.add_argument("--minutes", type=float, help="stop after this time")
-    parser.add_argument("--worlds", type=int, nargs="*", default=WORLDS)
+    parser.add_argument("--signals", type=int, default=500, help="to send")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--record", metavar="PATH", help="JSON file to add the counts to")
+    parser.add_argument("--json", default="-", help="the record; - is standard output")
     options = parser.parse_args()
     torch.set_num_threads(1)
     # A rank leaves this function by BecomeRank, and must not remove the folder.
@@ -478,11 +437,12 @@ def main() -> int:
     # The end of a rank then leaves alone what it shares with this process.
     gc.collect()
     gc.freeze()
-    record = torture(options, folder, lambda line: print(line, file=sys.stderr, flush=True))
+    found = torture(options, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    for fault in record.found["wrong"][:20]:
+    write_json(options.json, provenance(torch.device("cpu")) | found)
+    for fault in found["wrong"][:20]:
         print(fault, file=sys.stderr)
-    return 1 if record.found["wrong"] else 0
+    return 1 if found["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmarks/zoo.py --only bert vit_pytorch    # some, printed
 
 `make zoo` installs the libraries beside the project's own environment and runs all models. Models
-that an earlier run recorded in the same file are skipped with `--resume`, and `--again` names those
-to run once more. Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
+that an earlier run recorded in the same file are skipped with `--resume`.
+Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 """
 
 import argparse
@@ -25,9 +25,6 @@ from typing import Any
 
 import torch
 
-import zoo_language  # noqa: F401  the factories register themselves
-import zoo_science  # noqa: F401
-import zoo_vision  # noqa: F401
 from curry_train.core.wording import format_bytes, provenance, write_json
 from side_environment import install_beside
 from zoo_models import ZOO, ZooModel
@@ -55,10 +52,9 @@ def main() -> None:
 
     recorded = _recorded(options.json) if options.resume else {}
     wanted = options.only or [name for name in ZOO if name not in recorded]
-    unknown = sorted({*wanted, *options.again} - set(ZOO))
+    unknown = sorted({*wanted} - set(ZOO))
     if unknown:
         sys.exit(f"no model {', '.join(unknown)}; the zoo has {', '.join(ZOO)}")
-    wanted += [name for name in options.again if name not in wanted]
 
     cores = SimpleQueue[int]()
     for number in range(options.workers):
@@ -96,7 +92,6 @@ def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", metavar="PATH", help="record the results here")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these models")
-    parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="run these again")
     parser.add_argument("--resume", action="store_true", help="keep what PATH has already")
     parser.add_argument("--workers", type=int, default=2, help="models at a time (default: 2)")
     parser.add_argument("--install", action="store_true", help="install the libraries and end")
@@ -128,7 +123,7 @@ def gates_of(model: ZooModel) -> dict[str, Any]:
     """Run `validate` as a user would, and return its status, counts, causes and coverage."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "gates.json"
-        words = ["scripts/validate_checkpointing.py", "--model", f"{model.path}:{model.name}"]
+        words = ["scripts/validate_checkpointing.py", "--model", model.path]
         ended = _run([*words, "--json", str(written)], LONGEST_GATES)
         found = json.loads(written.read_text()) if written.exists() else {"results": []}
 
@@ -187,7 +182,7 @@ def plan_of(name: str) -> dict[str, Any]:
     from curry_train.workloads.models import load_workload
     from curry_train.workloads.workload import Case
 
-    workload = load_workload(f"{ZOO[name].path}:{name}")
+    workload = load_workload(ZOO[name].path)
     samples = workload.own_batch or 2
     with Planner(workload, device="cpu", optimizer="adamw") as planner:
         options = {"global_batch": samples, "microbatch": samples}

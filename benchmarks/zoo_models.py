@@ -1,10 +1,11 @@
-"""The registry of the model zoo, and what its factories share.
+"""Factories of the model zoo: small models of other libraries with random weights, and a batch.
 
-A factory builds a small model with random weights, and a batch; nothing is downloaded. They stand
-in `zoo_language.py`, `zoo_vision.py` and `zoo_science.py`. `make zoo` runs every one of them.
+Nothing is downloaded. `model` registers a row of the table, and `zoo_model` a factory that takes
+more than a call. `make zoo` runs every one of them.
 Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 """
 
+import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ class ZooModel:
     library: str
     field: str
     factory: Factory
-
-    # The file of the factory, for `--model FILE:NAME`.
-    path: Path
-
     # Whether the test suite runs it: it needs no library that the tests do not install.
     is_short: bool
+
+    @property
+    def path(self) -> str:
+        """The factory, for `--model`."""
+        return f"{__file__}:{self.name}"
 
 
 ZOO: dict[str, ZooModel] = {}
@@ -41,16 +43,56 @@ def zoo_model(library: str, *, field: str, short: bool = False) -> Callable[[Fac
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__
-        ZOO[name] = ZooModel(
-            name, library, field, factory, Path(factory.__code__.co_filename), short
-        )
+        ZOO[name] = ZooModel(name, library, field, factory, short)
         return factory
 
     return register
 
 
-def tokens(vocabulary: int, *, length: int = 32, samples: int = 2) -> torch.Tensor:
+def model(
+    name: str,
+    library: str,
+    field: str,
+    path: str,
+    batch: Callable[[], Any],
+    *arguments: Any,
+    short: bool = False,
+    **options: Any,
+) -> None:
+    """Register `module:Class`; a model of transformers gets the options in its configuration."""
+
+    def build() -> Any:
+        module, _, attribute = path.partition(":")
+        kind = getattr(importlib.import_module(module), attribute)
+        if module == "transformers":
+            return kind(kind.config_class(**options)), batch()
+        return kind(*arguments, **options), batch()
+
+    ZOO[name] = ZooModel(name, library, field, build, short)
+
+
+def __getattr__(name: str) -> Factory:
+    """Return a factory of the table, for `--model FILE:NAME`."""
+    if name not in ZOO:
+        raise AttributeError(f"the zoo has no model {name}")
+    return ZOO[name].factory
+
+
+def tokens(vocabulary: int = 97, *, length: int = 32, samples: int = 2) -> torch.Tensor:
     return torch.randint(1, vocabulary, (samples, length))
+
+
+def labelled(length: int = 32) -> dict[str, torch.Tensor]:
+    ids = tokens(length=length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def some_tokens() -> tuple[torch.Tensor]:
+    return (tokens(),)
+
+
+def one_image() -> tuple[torch.Tensor]:
+    return (images(32),)
 
 
 def images(size: int, *, channels: int = 3, samples: int = 2) -> torch.Tensor:
@@ -79,3 +121,1104 @@ def declare_vision_operators() -> None:
 
 # Before any library looks for torchvision.
 declare_vision_operators()
+
+
+# The table.
+
+TRANSFORMER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
+ENCODER_AND_DECODER = {
+    "vocab_size": 97,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+}
+VISION_TRANSFORMER = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 3}
+LANGUAGE_MODEL = {"num_tokens": 97, "dim": 32, "heads": 2}
+
+model(
+    "albert",
+    "transformers",
+    "language",
+    "transformers:AlbertModel",
+    lambda: {"input_ids": tokens()},
+    vocab_size=97,
+    embedding_size=16,
+    **TRANSFORMER,
+)
+model(
+    "t5",
+    "transformers",
+    "language",
+    "transformers:T5ForConditionalGeneration",
+    labelled,
+    vocab_size=97,
+    d_model=32,
+    d_kv=16,
+    d_ff=64,
+    num_layers=2,
+    num_heads=2,
+    decoder_start_token_id=0,
+)
+model(
+    "bart",
+    "transformers",
+    "language",
+    "transformers:BartForConditionalGeneration",
+    labelled,
+    max_position_embeddings=64,
+    **ENCODER_AND_DECODER,
+)
+model(
+    "bert",
+    "transformers",
+    "language",
+    "transformers:BertForMaskedLM",
+    labelled,
+    short=True,
+    vocab_size=97,
+    **TRANSFORMER,
+)
+model(
+    "local_attention",
+    "local-attention",
+    "language",
+    "local_attention:LocalTransformer",
+    some_tokens,
+    depth=3,
+    max_seq_len=64,
+    local_attn_window_size=16,
+    **LANGUAGE_MODEL,
+)
+model(
+    "performer",
+    "performer-pytorch",
+    "language",
+    "performer_pytorch:PerformerLM",
+    some_tokens,
+    max_seq_len=64,
+    depth=3,
+    causal=False,
+    **LANGUAGE_MODEL,
+)
+model(
+    "reformer",
+    "reformer-pytorch",
+    "language",
+    "reformer_pytorch:ReformerLM",
+    some_tokens,
+    depth=2,
+    max_seq_len=64,
+    bucket_size=8,
+    causal=True,
+    **LANGUAGE_MODEL,
+)
+model(
+    "linformer",
+    "linformer",
+    "language",
+    "linformer:LinformerLM",
+    some_tokens,
+    seq_len=32,
+    depth=3,
+    k=16,
+    **LANGUAGE_MODEL,
+)
+model(
+    "linear_attention",
+    "linear-attention-transformer",
+    "language",
+    "linear_attention_transformer:LinearAttentionTransformerLM",
+    some_tokens,
+    depth=2,
+    max_seq_len=64,
+    causal=True,
+    **LANGUAGE_MODEL,
+)
+model(
+    "nystromformer",
+    "nystrom-attention",
+    "language",
+    "nystrom_attention:Nystromformer",
+    lambda: (torch.randn(2, 32, 32),),
+    dim=32,
+    depth=3,
+    dim_head=16,
+    heads=2,
+    num_landmarks=8,
+    pinv_iterations=4,
+)
+model(
+    "sinkhorn",
+    "sinkhorn-transformer",
+    "language",
+    "sinkhorn_transformer:SinkhornTransformerLM",
+    some_tokens,
+    depth=2,
+    max_seq_len=32,
+    bucket_size=8,
+    **LANGUAGE_MODEL,
+)
+model(
+    "megabyte",
+    "MEGABYTE-pytorch",
+    "language",
+    "MEGABYTE_pytorch:MEGABYTE",
+    some_tokens,
+    num_tokens=97,
+    dim=(32, 16),
+    max_seq_len=(8, 4),
+    depth=(2, 2),
+    dim_head=8,
+    heads=2,
+)
+model(
+    "soft_moe",
+    "soft-moe-pytorch",
+    "language",
+    "soft_moe_pytorch:SoftMoE",
+    lambda: (torch.randn(2, 32, 32),),
+    dim=32,
+    seq_len=32,
+    num_experts=4,
+)
+
+model(
+    "vit",
+    "transformers",
+    "vision",
+    "transformers:ViTForImageClassification",
+    lambda: {"pixel_values": images(32)},
+    short=True,
+    image_size=32,
+    patch_size=8,
+    **TRANSFORMER,
+)
+model(
+    "swin",
+    "transformers",
+    "vision",
+    "transformers:SwinForImageClassification",
+    lambda: {"pixel_values": images(32)},
+    image_size=32,
+    patch_size=4,
+    embed_dim=16,
+    depths=[2, 2],
+    num_heads=[2, 2],
+    window_size=4,
+)
+model(
+    "convnext",
+    "transformers",
+    "vision",
+    "transformers:ConvNextForImageClassification",
+    lambda: {"pixel_values": images(32)},
+    hidden_sizes=[16, 32],
+    depths=[2, 2],
+    num_stages=2,
+)
+model(
+    "segformer",
+    "transformers",
+    "vision",
+    "transformers:SegformerForSemanticSegmentation",
+    lambda: {"pixel_values": images(32)},
+    short=True,
+    num_encoder_blocks=2,
+    depths=[2, 2],
+    sr_ratios=[2, 1],
+    hidden_sizes=[16, 32],
+    patch_sizes=[3, 3],
+    strides=[2, 2],
+    num_attention_heads=[1, 2],
+    mlp_ratios=[2, 2],
+    decoder_hidden_size=16,
+)
+model(
+    "timm_mixer",
+    "timm",
+    "vision",
+    "timm.models.mlp_mixer:MlpMixer",
+    one_image,
+    num_classes=10,
+    img_size=32,
+    patch_size=8,
+    num_blocks=4,
+    embed_dim=32,
+)
+model(
+    "torchvision_resnet",
+    "torchvision",
+    "vision",
+    "torchvision.models:resnet18",
+    lambda: (images(32, samples=4),),
+    num_classes=10,
+)
+model(
+    "torchvision_mobilenet",
+    "torchvision",
+    "vision",
+    "torchvision.models:mobilenet_v3_small",
+    lambda: (images(64, samples=4),),
+    num_classes=10,
+)
+model(
+    "torchvision_raft",
+    "torchvision",
+    "vision",
+    "torchvision.models.optical_flow:raft_small",
+    lambda: {"image1": images(128), "image2": images(128), "num_flow_updates": 3},
+)
+model(
+    "torchvision_video",
+    "torchvision",
+    "vision",
+    "torchvision.models.video:r3d_18",
+    lambda: (torch.randn(2, 3, 4, 16, 16),),
+    num_classes=5,
+)
+model(
+    "vit_pytorch",
+    "vit-pytorch",
+    "vision",
+    "vit_pytorch:ViT",
+    one_image,
+    heads=2,
+    mlp_dim=64,
+    dropout=0.1,
+    **VISION_TRANSFORMER,
+)
+model(
+    "deep_vit",
+    "vit-pytorch",
+    "vision",
+    "vit_pytorch.deepvit:DeepViT",
+    one_image,
+    heads=2,
+    mlp_dim=64,
+    **VISION_TRANSFORMER,
+)
+model(
+    "cait",
+    "vit-pytorch",
+    "vision",
+    "vit_pytorch.cait:CaiT",
+    one_image,
+    cls_depth=1,
+    heads=2,
+    mlp_dim=64,
+    layer_dropout=0.05,
+    **VISION_TRANSFORMER,
+)
+model(
+    "nested_vit",
+    "vit-pytorch",
+    "vision",
+    "vit_pytorch.nest:NesT",
+    one_image,
+    image_size=32,
+    patch_size=4,
+    dim=16,
+    heads=2,
+    num_hierarchies=2,
+    block_repeats=(2, 2),
+    num_classes=10,
+)
+model(
+    "smp_unet",
+    "segmentation-models-pytorch",
+    "vision",
+    "segmentation_models_pytorch:Unet",
+    lambda: (images(64),),
+    "resnet18",
+    encoder_weights=None,
+    classes=2,
+)
+model(
+    "smp_deeplab",
+    "segmentation-models-pytorch",
+    "vision",
+    "segmentation_models_pytorch:DeepLabV3Plus",
+    lambda: (images(64, samples=4),),
+    "resnet18",
+    encoder_weights=None,
+    classes=2,
+)
+model(
+    "g_mlp", "g-mlp-pytorch", "vision", "g_mlp_pytorch:gMLPVision", one_image, **VISION_TRANSFORMER
+)
+model(
+    "mlp_mixer",
+    "mlp-mixer-pytorch",
+    "vision",
+    "mlp_mixer_pytorch:MLPMixer",
+    one_image,
+    channels=3,
+    dropout=0.1,
+    **VISION_TRANSFORMER,
+)
+model(
+    "perceiver",
+    "perceiver-pytorch",
+    "vision",
+    "perceiver_pytorch:Perceiver",
+    lambda: (torch.randn(2, 16, 16, 3),),
+    input_channels=3,
+    input_axis=2,
+    num_freq_bands=4,
+    max_freq=8.0,
+    depth=2,
+    num_latents=8,
+    latent_dim=32,
+    cross_dim_head=16,
+    latent_dim_head=16,
+    latent_heads=2,
+    num_classes=10,
+    weight_tie_layers=True,
+)
+
+model(
+    "monai_swin_unetr",
+    "monai",
+    "medical",
+    "monai.networks.nets:SwinUNETR",
+    lambda: (images(64, channels=1),),
+    in_channels=1,
+    out_channels=2,
+    feature_size=12,
+    depths=(1, 1, 1, 1),
+    num_heads=(1, 1, 2, 2),
+    spatial_dims=2,
+)
+model(
+    "monai_unet",
+    "monai",
+    "medical",
+    "monai.networks.nets:UNet",
+    lambda: (images(32, channels=1, samples=4),),
+    short=True,
+    spatial_dims=2,
+    in_channels=1,
+    out_channels=2,
+    channels=(8, 16, 32),
+    strides=(2, 2),
+)
+model(
+    "monai_segresnet",
+    "monai",
+    "medical",
+    "monai.networks.nets:SegResNet",
+    lambda: (torch.randn(2, 1, 16, 16, 16),),
+    spatial_dims=3,
+    init_filters=8,
+    in_channels=1,
+    out_channels=2,
+    blocks_down=(1, 2),
+    blocks_up=(1,),
+)
+model(
+    "monai_unetr",
+    "monai",
+    "medical",
+    "monai.networks.nets:UNETR",
+    lambda: (images(32, channels=1),),
+    in_channels=1,
+    out_channels=2,
+    img_size=(32, 32),
+    feature_size=4,
+    hidden_size=32,
+    mlp_dim=64,
+    num_heads=2,
+    spatial_dims=2,
+)
+
+model(
+    "diffusers_dit",
+    "diffusers",
+    "diffusion",
+    "diffusers:DiTTransformer2DModel",
+    lambda: {
+        "hidden_states": images(8, channels=4),
+        "timestep": torch.tensor([3, 500]),
+        "class_labels": torch.tensor([1, 2]),
+    },
+    short=True,
+    num_attention_heads=2,
+    attention_head_dim=16,
+    in_channels=4,
+    num_layers=3,
+    sample_size=8,
+    patch_size=2,
+    num_embeds_ada_norm=10,
+)
+model(
+    "diffusers_flux",
+    "diffusers",
+    "diffusion",
+    "diffusers:FluxTransformer2DModel",
+    lambda: {
+        "hidden_states": torch.randn(2, 16, 4),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+        "pooled_projections": torch.randn(2, 16),
+        "timestep": torch.tensor([0.1, 0.7]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    },
+    in_channels=4,
+    num_layers=2,
+    num_single_layers=2,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=16,
+    pooled_projection_dim=16,
+    axes_dims_rope=(4, 4, 8),
+)
+model(
+    "diffusers_vae",
+    "diffusers",
+    "diffusion",
+    "diffusers:AutoencoderKL",
+    lambda: (images(16),),
+    block_out_channels=(16, 32),
+    down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
+    up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
+    norm_num_groups=8,
+)
+model(
+    "ddpm_unet",
+    "denoising-diffusion-pytorch",
+    "diffusion",
+    "denoising_diffusion_pytorch:Unet",
+    lambda: (images(16), torch.tensor([3, 500])),
+    dim=16,
+    dim_mults=(1, 2),
+    attn_dim_head=8,
+    attn_heads=2,
+)
+
+model(
+    "wav2vec2",
+    "transformers",
+    "audio",
+    "transformers:Wav2Vec2ForCTC",
+    lambda: {"input_values": torch.randn(2, 800)},
+    vocab_size=20,
+    conv_dim=(16, 16),
+    conv_stride=(5, 4),
+    conv_kernel=(10, 8),
+    num_feat_extract_layers=2,
+    num_conv_pos_embeddings=16,
+    num_conv_pos_embedding_groups=2,
+    layerdrop=0.1,
+    **TRANSFORMER,
+)
+model(
+    "whisper",
+    "transformers",
+    "audio",
+    "transformers:WhisperForConditionalGeneration",
+    lambda: {"input_features": torch.randn(2, 16, 64), "labels": tokens(length=12)},
+    short=True,
+    num_mel_bins=16,
+    max_source_positions=32,
+    max_target_positions=32,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=1,
+    **ENCODER_AND_DECODER,
+)
+model(
+    "encodec",
+    "transformers",
+    "audio",
+    "transformers:EncodecModel",
+    lambda: {"input_values": torch.randn(2, 1, 640)},
+    num_filters=4,
+    upsampling_ratios=[4, 2],
+    hidden_size=16,
+    codebook_size=16,
+    codebook_dim=16,
+)
+model(
+    "conformer",
+    "conformer",
+    "audio",
+    "conformer:Conformer",
+    lambda: (torch.randn(2, 32, 32),),
+    dim=32,
+    depth=3,
+    dim_head=16,
+    heads=2,
+    conv_kernel_size=7,
+)
+model(
+    "residual_quantizer",
+    "vector-quantize-pytorch",
+    "audio",
+    "vector_quantize_pytorch:ResidualFSQ",
+    lambda: (torch.randn(2, 32, 16),),
+    dim=16,
+    levels=[8, 5, 5],
+    num_quantizers=3,
+)
+
+model(
+    "egnn",
+    "egnn-pytorch",
+    "graphs",
+    "egnn_pytorch:EGNN_Network",
+    lambda: (torch.randint(0, 21, (2, 16)), torch.randn(2, 16, 3)),
+    num_tokens=21,
+    num_positions=16,
+    dim=16,
+    depth=3,
+    num_nearest_neighbors=4,
+)
+
+model(
+    "fourier_operator",
+    "neuraloperator",
+    "operators",
+    "neuralop.models:FNO",
+    lambda: (images(16, channels=1),),
+    n_modes=(8, 8),
+    hidden_channels=16,
+    in_channels=1,
+    out_channels=1,
+    n_layers=3,
+)
+model(
+    "u_shaped_operator",
+    "neuraloperator",
+    "operators",
+    "neuralop.models:UNO",
+    lambda: (images(16, channels=1),),
+    in_channels=1,
+    out_channels=1,
+    hidden_channels=8,
+    uno_out_channels=[8, 16, 8],
+    uno_n_modes=[[4, 4], [4, 4], [4, 4]],
+    uno_scalings=[[1, 1], [0.5, 0.5], [2, 2]],
+    channel_mlp_skip="linear",
+    n_layers=3,
+)
+
+model(
+    "patch_tst",
+    "transformers",
+    "time series",
+    "transformers:PatchTSTForPrediction",
+    lambda: {"past_values": torch.randn(4, 32, 3)},
+    short=True,
+    num_input_channels=3,
+    context_length=32,
+    patch_length=8,
+    patch_stride=4,
+    d_model=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    ffn_dim=64,
+    prediction_length=8,
+)
+model(
+    "inverted_transformer",
+    "iTransformer",
+    "time series",
+    "iTransformer:iTransformer",
+    lambda: (torch.randn(4, 32, 6),),
+    num_variates=6,
+    lookback_len=32,
+    dim=32,
+    depth=3,
+    heads=2,
+    dim_head=16,
+    pred_length=8,
+)
+model(
+    "patch_mixer",
+    "transformers",
+    "time series",
+    "transformers:PatchTSMixerForPrediction",
+    lambda: {"past_values": torch.randn(4, 32, 3)},
+    num_input_channels=3,
+    context_length=32,
+    patch_length=8,
+    patch_stride=4,
+    d_model=16,
+    num_layers=3,
+    prediction_length=8,
+)
+
+model(
+    "tabnet",
+    "pytorch-tabnet",
+    "tables",
+    "pytorch_tabnet.tab_network:TabNet",
+    lambda: (torch.randn(16, 12),),
+    12,
+    3,
+    n_d=8,
+    n_a=8,
+    n_steps=3,
+    group_attention_matrix=torch.eye(12),
+)
+model(
+    "ft_transformer",
+    "rtdl-revisiting-models",
+    "tables",
+    "rtdl_revisiting_models:FTTransformer",
+    lambda: (torch.randn(8, 6), None),
+    n_cont_features=6,
+    cat_cardinalities=[],
+    d_out=2,
+    n_blocks=3,
+    d_block=32,
+    attention_n_heads=2,
+    attention_dropout=0.1,
+    ffn_d_hidden_multiplier=2.0,
+    ffn_dropout=0.1,
+    residual_dropout=0.0,
+)
+
+model(
+    "block_recurrent",
+    "block-recurrent-transformer-pytorch",
+    "recurrent",
+    "block_recurrent_transformer_pytorch:BlockRecurrentTransformer",
+    some_tokens,
+    depth=3,
+    dim_head=16,
+    max_seq_len=32,
+    block_width=16,
+    num_state_vectors=8,
+    recurrent_layers=(2,),
+    **LANGUAGE_MODEL,
+)
+model(
+    "rwkv",
+    "transformers",
+    "recurrent",
+    "transformers:RwkvForCausalLM",
+    lambda: labelled(16),
+    vocab_size=97,
+    hidden_size=32,
+    num_hidden_layers=3,
+    attention_hidden_size=32,
+)
+
+
+# Factories that take more than a call.
+
+
+def _language_model(kind: str, **options: Any) -> Any:
+    import transformers
+
+    sizes = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    config = transformers.AutoConfig.for_model(kind, **(sizes | options))
+    ids = tokens()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@zoo_model("transformers", field="language", short=True)
+def gpt2() -> Any:
+    return _language_model("gpt2", n_embd=32, n_layer=3, n_head=2, n_positions=64)
+
+
+@zoo_model("transformers", field="language", short=True)
+def llama() -> Any:
+    return _language_model("llama")
+
+
+@zoo_model("transformers", field="language")
+def gemma3() -> Any:
+    return _language_model("gemma3_text", head_dim=16, sliding_window=16)
+
+
+@zoo_model("transformers", field="language", short=True)
+def mixtral() -> Any:
+    return _language_model("mixtral", num_local_experts=4, output_router_logits=True)
+
+
+@zoo_model("transformers", field="language")
+def mamba() -> Any:
+    return _language_model("mamba", state_size=8)
+
+
+@zoo_model("transformers", field="language")
+def falcon() -> Any:
+    return _language_model("falcon")
+
+
+@zoo_model("transformers", field="language")
+def bloom() -> Any:
+    return _language_model("bloom", n_layer=3, n_head=2)
+
+
+@zoo_model("x-transformers", field="language", short=True)
+def x_transformer() -> Any:
+    from x_transformers import Decoder, TransformerWrapper
+
+    layers = Decoder(dim=32, depth=3, heads=2, rotary_pos_emb=True)
+    model = TransformerWrapper(num_tokens=97, max_seq_len=64, attn_layers=layers)
+    return model, (tokens(),)
+
+
+@zoo_model("x-transformers", field="language")
+def x_encoder() -> Any:
+    from x_transformers import ContinuousTransformerWrapper, Encoder
+
+    layers = Encoder(dim=32, depth=3, heads=2, use_rmsnorm=True, ff_glu=True)
+    model = ContinuousTransformerWrapper(dim_in=8, dim_out=8, max_seq_len=64, attn_layers=layers)
+    return model, (torch.randn(2, 32, 8),)
+
+
+@zoo_model("mambapy", field="language")
+def mamba_py() -> Any:
+    from mambapy.mamba import Mamba, MambaConfig
+
+    return Mamba(MambaConfig(d_model=32, n_layers=3)), (torch.randn(2, 32, 32),)
+
+
+@zoo_model("st-moe-pytorch", field="language")
+def st_moe() -> Any:
+    from st_moe_pytorch import MoE, SparseMoEBlock
+
+    return SparseMoEBlock(MoE(dim=32, num_experts=4, gating_top_n=2)), (torch.randn(2, 32, 32),)
+
+
+@zoo_model("peft", field="adapters")
+def lora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model, batch = _language_model("llama")
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    return get_peft_model(model, config), batch
+
+
+@zoo_model("peft", field="adapters")
+def dora() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model, batch = _language_model("llama")
+    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=True)
+    return get_peft_model(model, config), batch
+
+
+@zoo_model("peft", field="adapters")
+def scaled_activations() -> Any:
+    from peft import IA3Config, get_peft_model
+
+    model, batch = _language_model("llama")
+    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    return get_peft_model(model, config), batch
+
+
+@zoo_model("transformers", field="vision")
+def clip() -> Any:
+    import transformers
+
+    text = dict(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=32,
+        patch_size=8,
+    )
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    batch = {"input_ids": tokens(length=16), "pixel_values": images(32), "return_loss": True}
+    return transformers.CLIPModel(config), batch
+
+
+def _timm(name: str, size: int = 32, **options: Any) -> Any:
+    import timm
+
+    return timm.create_model(name, num_classes=10, **options), (images(size),)
+
+
+@zoo_model("timm", field="vision")
+def timm_vit() -> Any:
+    return _timm(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2
+    )
+
+
+@zoo_model("timm", field="vision")
+def timm_swin() -> Any:
+    return _timm(
+        "swin_tiny_patch4_window7_224",
+        64,
+        img_size=64,
+        window_size=4,
+        embed_dim=16,
+        depths=(2, 2, 2),
+        num_heads=(2, 2, 2),
+    )
+
+
+@zoo_model("timm", field="vision")
+def timm_convnext() -> Any:
+    return _timm("convnext_atto", depths=(2, 2, 2, 2), dims=(8, 16, 32, 64))
+
+
+@zoo_model("timm", field="vision")
+def timm_efficientnet() -> Any:
+    return _timm("efficientnet_lite0", 64)
+
+
+@zoo_model("timm", field="vision")
+def timm_resnet() -> Any:
+    return _timm("resnet10t", 64)
+
+
+@zoo_model("timm", field="vision")
+def timm_densenet() -> Any:
+    return _timm("densenet121", 64, growth_rate=8, block_config=(2, 2, 2))
+
+
+@zoo_model("timm", field="vision")
+def timm_maxvit() -> Any:
+    return _timm("maxvit_rmlp_pico_rw_256", 64, img_size=64)
+
+
+@zoo_model("efficientnet-pytorch", field="vision")
+def efficientnet_pytorch() -> Any:
+    from efficientnet_pytorch import EfficientNet
+
+    return EfficientNet.from_name("efficientnet-b0", num_classes=10), (images(64, samples=4),)
+
+
+@zoo_model("lambda-networks", field="vision")
+def lambda_layer() -> Any:
+    from lambda_networks import LambdaLayer
+
+    def block() -> torch.nn.Module:
+        mixer = LambdaLayer(dim=16, dim_out=16, n=8, dim_k=8, heads=2, dim_u=1)
+        return torch.nn.Sequential(torch.nn.BatchNorm2d(16), mixer, torch.nn.GELU())
+
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), block(), block(), block())
+    return model, (images(8, samples=4),)
+
+
+def _diffusers_unet(**options: Any) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    sizes: dict[str, Any] = dict(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )
+    batch = {
+        "sample": images(16, channels=4),
+        "timestep": torch.tensor([3, 500]),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+    }
+    return UNet2DConditionModel(**(sizes | options)), batch
+
+
+@zoo_model("diffusers", field="diffusion")
+def diffusers_unet() -> Any:
+    return _diffusers_unet()
+
+
+@zoo_model("denoising-diffusion-pytorch", field="diffusion")
+def ddpm() -> Any:
+    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
+
+    unet = Unet(dim=16, dim_mults=(1, 2), attn_dim_head=8, attn_heads=2)
+    return GaussianDiffusion(unet, image_size=16, timesteps=100), (torch.rand(2, 3, 16, 16),)
+
+
+def _graphs() -> Any:
+    from torch_geometric.data import Batch, Data
+
+    graphs = []
+    for _ in range(4):
+        sources = torch.arange(10)
+        edges = torch.stack([sources, (sources + 1) % 10])
+        graphs.append(Data(x=torch.randn(10, 8), edge_index=edges))
+    return Batch.from_data_list(graphs)
+
+
+@zoo_model("torch_geometric", field="graphs")
+def graph_convolution() -> Any:
+    from torch_geometric.nn import GCN
+
+    graphs = _graphs()
+    return GCN(8, 32, num_layers=3, out_channels=4), (graphs.x, graphs.edge_index)
+
+
+@zoo_model("torch_geometric", field="graphs", short=True)
+def graph_attention() -> Any:
+    from torch_geometric.nn import GAT, global_mean_pool
+
+    class OnData(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = GAT(8, 32, num_layers=3, out_channels=4, heads=2, dropout=0.1)
+
+        def forward(self, data: Any) -> torch.Tensor:
+            return global_mean_pool(self.net(data.x, data.edge_index), data.batch)
+
+    return OnData(), (_graphs(),)
+
+
+@zoo_model("torch_geometric", field="graphs")
+def graph_u_net() -> Any:
+    from torch_geometric.nn import GraphUNet
+
+    graphs = _graphs()
+    return GraphUNet(8, 16, 4, depth=2), (graphs.x, graphs.edge_index)
+
+
+@zoo_model("e3nn", field="graphs")
+def equivariant_product() -> Any:
+    from e3nn import o3
+    from e3nn.nn import FullyConnectedNet
+
+    class Product(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            irreps = o3.Irreps("4x0e + 2x1o")
+            self.layers = torch.nn.ModuleList(
+                [o3.FullyConnectedTensorProduct(irreps, irreps, irreps) for _ in range(3)]
+            )
+            self.radial = FullyConnectedNet([irreps.dim, 16, irreps.dim], torch.nn.functional.silu)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x, self.radial(x))
+            return x
+
+    return Product(), (torch.randn(8, 10),)
+
+
+@zoo_model("nflows", field="operators")
+def autoregressive_flow() -> Any:
+    from nflows.distributions.normal import StandardNormal
+    from nflows.flows.base import Flow
+    from nflows.transforms import (
+        CompositeTransform,
+        MaskedAffineAutoregressiveTransform,
+        ReversePermutation,
+    )
+
+    layers: list[Any] = []
+    for _ in range(3):
+        layers.append(ReversePermutation(features=8))
+        layers.append(MaskedAffineAutoregressiveTransform(features=8, hidden_features=16))
+    flow = Flow(CompositeTransform(layers), StandardNormal([8]))
+
+    class Likelihood(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flow = flow
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.flow.log_prob(x)
+
+    return Likelihood(), (torch.randn(8, 8),)
+
+
+@zoo_model("torchdiffeq", field="operators")
+def neural_equation() -> Any:
+    from torchdiffeq import odeint
+
+    class Dynamics(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
+            )
+
+        def forward(self, time: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    class Solver(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dynamics = Dynamics()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            times = torch.linspace(0, 1, 5, dtype=x.dtype)
+            return odeint(self.dynamics, x, times, method="rk4")[-1]
+
+    return Solver(), (torch.randn(8, 8),)
+
+
+@zoo_model("snntorch", field="spiking", short=True)
+def snntorch_net() -> Any:
+    import snntorch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(16, 64)
+            self.spikes = snntorch.Leaky(beta=0.9)
+            self.last = torch.nn.Linear(64, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            membrane = self.spikes.init_leaky()
+            total = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+            for _ in range(8):
+                spike, membrane = self.spikes(self.first(x), membrane)
+                total = total + self.last(spike)
+            return total
+
+    return Net(), (torch.randn(8, 16),)
+
+
+@zoo_model("spikingjelly", field="spiking")
+def spikingjelly_net() -> Any:
+    from spikingjelly.activation_based import functional, layer, neuron
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            stages = []
+            for _ in range(3):
+                stages.append(
+                    torch.nn.Sequential(layer.Linear(16, 16), neuron.LIFNode(step_mode="s"))
+                )
+            self.stages = torch.nn.Sequential(*stages)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            functional.reset_net(self)
+            return torch.stack([self.stages(x) for _ in range(6)]).mean(0)
+
+    return Net(), (torch.randn(8, 16),)

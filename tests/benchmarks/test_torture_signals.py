@@ -83,7 +83,7 @@ def test_signals_to_real_ranks_lose_nothing(tmp_path):
     paths = os.pathsep.join(str(ROOT / each) for each in ("template", "benchmarks", "tests/runs"))
     script = str(ROOT / "benchmarks/torture_signals.py")
     done = subprocess.run(
-        [sys.executable, script, "--signals", "8", "--record", str(tmp_path / "signals.json")],
+        [sys.executable, script, "--signals", "8", "--json", str(tmp_path / "signals.json")],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -39,7 +39,7 @@ assert set(SHORT) >= ALWAYS
     "name", [pytest.param(name, marks=[pytest.mark.long][name in ALWAYS :]) for name in SHORT]
 )
 def test_no_gate_fails_on_a_model_of_another_library(name):
-    case = Case(load_workload(f"{ZOO[name].path}:{name}"))
+    case = Case(load_workload(ZOO[name].path))
     with suppress(NoBlocks):
         case, _ = case.with_running_blocks()
     gates = [gate for gate in discover() if gate.name in SHORT_GATES]

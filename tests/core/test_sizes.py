@@ -1,13 +1,15 @@
-"""Parse sizes of memory, and refuse wrong ones with a message.
+"""Parse sizes of memory, refuse wrong ones with a message, and write records.
 
 python -m pytest tests/core/test_sizes.py
 """
+
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from curry_train.core.wording import SIZE_UNITS, format_bytes, parse_bytes
+from curry_train.core.wording import SIZE_UNITS, format_bytes, parse_bytes, write_json
 
 
 @pytest.mark.parametrize(
@@ -83,3 +85,12 @@ def test_whole_numbers_of_a_unit_are_exact(number, unit):
 @given(st.integers(1, 2**50))
 def test_a_printed_size_parses_to_the_digits_shown(size):
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.006)
+
+
+def test_json_has_a_row_a_line(tmp_path):
+    rows = [{"name": name, "peaks": list(range(40))} for name in "ab"]
+    record = {"date": "2026-11-24", "rows": rows, "none": {}}
+    write_json(str(tmp_path / "run.json"), record)
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text) == record
+    assert len(text.splitlines()) == 8

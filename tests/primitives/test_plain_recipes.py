@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from markdown import fenced_blocks
+from pages import fenced_blocks
 from torch import nn
 from torch.nn import functional as F
 from tree import ROOT

@@ -14,31 +14,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from markdown import fenced_blocks
+from pages import fenced_blocks
 from tree import ROOT, files, skills
 from warm_python import warm_python
 
 # Each skill opens its steps with this paragraph.
 ORIENTATION = """\
-Commands are `curry-train ...`. Where that is missing, `python "ROOT/scripts/curry_train.py" ...`
-is the same; ROOT is the full path of `../..` from this skill's folder. If ROOT has no `scripts/`,
-only the skill was copied: `git clone https://github.com/curry-train/curry-train ~/curry-train`
-gets ROOT. The command `python -m pip install ROOT` installs `curry-train` and the package that
-Python blocks import. Run from the user's folder, where `--model package.module:factory` is found.
-"""
+Where `curry-train` is missing: `python -m pip install ROOT`, or `python "ROOT/scripts/curry_train.py"` in its place.
+ROOT is `../..` from this folder; if only the skill was copied, `git clone https://github.com/curry-train/curry-train ~/curry-train` gets it.
+"""  # noqa: E501
 NAMES = [skill.name for skill in skills(ROOT)]
-# The command of each skill that runs in the copy: the cheapest that shows that its paths are found.
-# A skill that is not listed runs its gates.
-CHEAPEST = {
-    "bench": "curry-train bench .*--against",
-    "checkpoint-policy": "runs estimate",
-    "grad-accum": "curry-train add",  # its Python blocks run below
-    "grad-flow": "curry-train grad-flow",
-    "memory-plan": "curry-train plan .*--explain",
-    "recompute": "curry-train gen-tests",
-    "snn-timesteps": "curry-train memory",
-}
-TOOLS = {"bench", "memory-plan"}  # `add` prints the command to run instead of copying
 LINK = re.compile(r"\]\(([^)\s]+)\)|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
 MODEL = """\
 import torch
@@ -55,77 +40,47 @@ def build():
 
 def problems_of_a_copy(folder: Path) -> list[str]:
     """List what a skill's folder needs from outside of it, but for ORIENTATION."""
-    page = (folder / "SKILL.md").read_text(encoding="utf-8")
-    _, _, steps = page.partition("\n## Steps\n")
-    found = (
-        []
-        if steps.startswith(ORIENTATION)
-        else ["SKILL.md: open its steps with ORIENTATION of this test"]
-    )
+    found = []
+    if f"\n## Steps\n{ORIENTATION}" not in (folder / "SKILL.md").read_text(encoding="utf-8"):
+        found.append("SKILL.md: open its steps with ORIENTATION of this test")
     for path in sorted(folder.rglob("*.md")):
-        text = path.read_text(encoding="utf-8")
-        for up in re.findall(r"(?:\.\./)+\w[\w./-]*", text.replace(ORIENTATION, "")):
-            if not (path.parent / up).resolve().is_relative_to(folder):
-                found.append(
-                    f"{path.name} names {up}, which is outside of a copy: "
-                    "write the path from the root"
-                )
-        for target in (first or second for first, second in LINK.findall(text)):
+        text = path.read_text(encoding="utf-8").replace(ORIENTATION, "")
+        links = [first or second for first, second in LINK.findall(text)]
+        named = re.findall(r"(?:\.\./)+\w[\w./-]*", text)
+        for target in [*links, *named]:
             inside = (path.parent / target.partition("#")[0]).resolve()
-            if not re.match(r"https?://|#", target) and not (
-                inside.is_relative_to(folder) and inside.exists()
-            ):
-                found.append(
-                    f"{path.name} links to {target}, which is not in a copy of the skill's folder"
-                )
+            is_web = re.match(r"https?://|#", target)
+            if not is_web and not (inside.is_relative_to(folder) and inside.exists()):
+                found.append(f"{path.name} leads to {target}, which is not in a copy of the skill")
     return found
 
 
-def commands(name: str) -> list[str]:
+def command_of(name: str, pattern: str, root: Path) -> str:
+    """Return a command of a skill as an agent types it from ORIENTATION, for the user's model."""
     page = (ROOT / "skills" / name / "SKILL.md").read_text(encoding="utf-8")
-    return [
+    lines = [
         line for block in fenced_blocks(page, language="bash") for line in block.text.splitlines()
     ]
-
-
-def chosen(name: str, pattern: str) -> str:
-    return next(line for line in commands(name) if re.search(pattern, line))
-
-
-def from_root(command: str, root: Path) -> str:
-    """Return a command as an agent types it from ORIENTATION, for the user's own model."""
-    assert command.startswith("curry-train "), command
+    command = next(line for line in lines if re.search(pattern, line))
     command = command.replace("curry-train", f'python "{root}/scripts/curry_train.py"', 1)
-    return re.sub(r"--(model|against) \w+", r"--\1 mymodel:build", command)
+    return re.sub(r"--model \w+", "--model mymodel:build", command)
 
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """Return a folder with a home of its own, where `python` is this one."""
+    """Return a folder with a home of its own, where `python` has imported torch already."""
     folder = tmp_path_factory.mktemp("another place")
     (folder / "bin").mkdir()
-    (folder / "bin/python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (folder / "bin/python").chmod(0o755)
+    (folder / "bin/python").symlink_to(warm_python())
     (folder / "home").mkdir()
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PYTHONPATH", "GIT_", "CURRY_"))
     }
-    environment |= {
-        "HOME": str(folder / "home"),
-        "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-    }
-    return folder, environment | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module")
-def quick(elsewhere):
-    """Return the same environment, where `python` has imported torch already."""
-    folder, environment = elsewhere
-    (folder / "quick").mkdir()
-    (folder / "quick/python").symlink_to(warm_python())
-    return environment | {"PATH": f"{folder / 'quick'}{os.pathsep}{environment['PATH']}"}
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    own = {"HOME": str(folder / "home"), "PATH": path, "OMP_NUM_THREADS": "1"}
+    return folder, environment | own
 
 
 @pytest.fixture
@@ -150,19 +105,20 @@ def copy_bundle(root: Path) -> Path:
 def read_only(elsewhere):
     """Copy the bundle as a client installs it, where nobody may write."""
     root = copy_bundle(elsewhere[0] / "plug ins/curry-train")
-    subprocess.run(
-        [sys.executable, "-m", "compileall", "-q", root / "template", root / "scripts"], check=True
-    )
-    paths = [root, *root.rglob("*")]  # includes the caches that Python would write
-    before = {path: path.stat().st_mtime_ns for path in paths}
+    before = written_at(root)
+    paths = [root, *root.rglob("*")]
     for path in paths:
         path.chmod(path.stat().st_mode & ~0o222)
     yield root
     for path in paths:
         path.chmod(path.stat().st_mode | 0o200)
-    assert {path: path.stat().st_mtime_ns for path in [root, *root.rglob("*")]} == before, (
-        "a command wrote into it"
-    )
+    assert written_at(root) == before, "a command wrote into it"
+
+
+def written_at(root: Path) -> dict[Path, int]:
+    """Return when each file was written, but for the caches that Python writes where it may."""
+    found = [path for path in root.rglob("*") if "__pycache__" not in path.parts]
+    return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
 
 
 @pytest.fixture(scope="module")
@@ -173,115 +129,64 @@ def cloned(elsewhere):
     folder, environment = elsewhere
     origin = copy_bundle(folder / "origin")
     clone, address = re.search(r"`(git clone (\S+) ~/curry-train)`", ORIENTATION).groups()
-    git = ["git", "-C", str(origin), "-c", "user.name=test", "-c", "user.email=test@localhost"]
-    for words in (
-        ["init", "--quiet"],
-        ["add", "--all"],
-        ["commit", "--quiet", "--message", "the bundle"],
-    ):
-        subprocess.run([*git, *words], env=environment, check=True)
+    git = f"git -C {shlex.quote(str(origin))} -c user.name=test -c user.email=test@localhost"
+    run(f"{git} init --quiet && {git} add --all && {git} commit -qm all", folder, environment)
     (folder / "home/.gitconfig").write_text(f'[url "file://{origin}"]\n\tinsteadOf = {address}\n')
-    subprocess.run(clone, shell=True, cwd=folder, env=environment, check=True, capture_output=True)
+    run(clone, folder, environment)
     return folder / "home/curry-train"
 
 
-def run(
-    command: str, folder: Path, environment: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def run(command: str, folder: Path, environment: dict[str, str]) -> str:
+    ended = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
     )
-
-
-def test_all_skills_are_tried():
-    assert len(NAMES) >= 8
-    assert set(CHEAPEST) <= set(NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_command_of_the_skill_runs_from_the_users_folder(name, read_only, quick, user):
-    command = from_root(chosen(name, CHEAPEST.get(name, f"--gate {name} ")), read_only)
-    ended = run(command, user, quick)
     assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-    if "--out" in command:
-        assert len(list(user.iterdir())) > 2, "its output must be in the user's folder"
+    return ended.stdout
 
 
-@pytest.fixture(scope="module")
-def installed(cloned, elsewhere):
-    """Install as ORIENTATION says, into a folder instead of an environment."""
+@pytest.mark.parametrize(("name", "pattern"), [("sac", "--gate sac "), ("grad-flow", "--plot")])
+def test_a_command_runs_from_the_users_folder(name, pattern, read_only, elsewhere, user):
+    run(command_of(name, pattern, read_only), user, elsewhere[1])
+    written = {path.name for path in user.iterdir()} - {"my_package", "mymodel.py", "__pycache__"}
+    assert bool(written) == ("--plot" in pattern), "its output must be in the user's folder"
+
+
+def test_blocks_and_commands_run_once_installed(cloned, elsewhere, user):
     folder, environment = elsewhere
     target = folder / "installed"
-    command = (
-        "python -m pip install ROOT --no-deps --no-build-isolation --no-index --quiet --target"
-    )
-    assert command.startswith(re.search(r"`(python -m pip install ROOT)`", ORIENTATION)[1])
-    command = command.replace("ROOT", f'"{cloned}"') + f' "{target}"'
-    ended = run(command, folder, environment)
-    assert ended.returncode == 0, ended.stderr
-    return target
-
-
-def test_python_blocks_run_from_the_users_folder_once_installed(installed, elsewhere, user):
-    page = ROOT / "skills/grad-accum/SKILL.md"
-    (user / "block.py").write_text(fenced_blocks(page.read_text(), language="python")[0].text)
-    ended = run(f'PYTHONPATH="{installed}" python block.py', user, elsewhere[1])
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_the_installed_command_runs_on_the_users_model(installed, elsewhere, user):
-    command = chosen("grad-accum", "--gate grad-accum ").replace("transformer", "mymodel:build")
-    command = command.replace("--gate grad-accum ", "--gate grad-accum/equal ")
-    environment = elsewhere[1] | {"PYTHONPATH": str(installed)}
-    ended = run(f'"{installed}/bin/"{command}', user, environment)
-    assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-    assert "grad-accum/equal" in ended.stdout
+    install = re.search(r"`(python -m pip install ROOT)`", ORIENTATION)[1]
+    options = "--no-deps --no-build-isolation --no-index --quiet --target"
+    python = shlex.quote(sys.executable)
+    command = install.replace("ROOT", f'"{cloned}"').replace("python", python, 1)
+    run(f'{command} {options} "{target}"', folder, environment)
+    environment = environment | {"PYTHONPATH": str(target)}
+    page = (ROOT / "skills/grad-accum/SKILL.md").read_text()
+    (user / "block.py").write_text(fenced_blocks(page, language="python")[0].text)
+    run("python block.py", user, environment)
+    gate = "validate --model mymodel:build --gate grad-accum/equal"
+    assert "grad-accum/equal" in run(f'"{target}/bin/curry-train" {gate}', user, environment)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_skill_copied_alone_gets_the_rest_by_its_own_instructions(name, cloned, elsewhere, user):
-    alone = user / ".agents/skills" / name
+def test_a_skill_copied_alone_needs_nothing_from_outside(name, tmp_path):
+    alone = tmp_path / ".agents/skills" / name
     shutil.copytree(ROOT / "skills" / name, alone)
     assert problems_of_a_copy(alone) == []
-    assert not any(
-        (alone / "../.." / folder).exists() for folder in ("scripts", "template")
-    )  # so ORIENTATION's `if` applies
-    if name in TOOLS:
-        command = from_root(f"curry-train add {name}", cloned)
-    else:
-        command = from_root(chosen(name, "curry-train add"), cloned).replace(" --dry-run", "")
-    ended = run(command, user, elsewhere[1])
-    assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-    assert (user / "my_package/training").is_dir() == (name not in TOOLS)
 
 
-def test_a_gate_runs_on_the_users_model_from_the_clone_of_a_copied_skill(cloned, elsewhere, user):
-    command = from_root(chosen("sac", "--gate sac "), cloned)
-    ended = run(command, user, elsewhere[1])
-    assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
-    assert "sac/products" in ended.stdout
+def test_a_copied_skill_gets_the_rest_by_its_own_instructions(cloned, elsewhere, user):
+    command = command_of("recompute", "curry-train add", cloned).replace(" --dry-run", "")
+    run(command, user, elsewhere[1])
+    assert (user / "my_package/training").is_dir()
 
 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("`../..` from this", "two up from this", "open its steps with ORIENTATION"),
         ("git clone https", "get https", "open its steps with ORIENTATION"),
-        (
-            "# Recompute",
-            "# [Another](../sac/SKILL.md)",
-            "links to ../sac/SKILL.md, which is not in a copy",
-        ),
-        (
-            "# Recompute",
-            "# Recompute: see `../sac/SKILL.md`",
-            "names ../sac/SKILL.md, which is outside of a copy",
-        ),
-        (
-            "(references/theory.md)",
-            "(references/gone.md)",
-            "links to references/gone.md, which is not in a copy",
-        ),
+        ("# Recompute", "# [Another](../sac/SKILL.md)", "leads to ../sac/SKILL.md"),
+        ("# Recompute", "# Recompute: see `../sac/SKILL.md`", "leads to ../sac/SKILL.md"),
+        ("(references/theory.md)", "(references/gone.md)", "leads to references/gone.md"),
     ],
 )
 def test_a_planted_fault_in_a_copy_is_caught(tmp_path, old, new, problem):

@@ -7,35 +7,11 @@ import math
 
 import pytest
 import torch
-from symptoms import rows_of, rows_with_a_test, symptom
-from test_spike_watch import BAD, events_of, trained
+from symptoms import symptom
+from test_spike_watch import events_of, trained
 
 import spike_runs
 from curry_train.runs import SpikeNotRecovered, saving
-
-FOREVER = (BAD[0], 400)
-KEPT = "checkpoint.retention.rollback_keep=12"
-
-
-def test_every_row_has_a_test():
-    assert sorted(rows_with_a_test("loss_spike")) == sorted(rows_of("loss-spike"))
-
-
-@symptom("it came back after 3 rollbacks")
-def test_skipping_more_data_does_not_help_if_the_data_is_not_the_cause(tmp_path):
-    for attempts in (2, 4):
-        with pytest.raises(SpikeNotRecovered, match=f"came back after {attempts} rollbacks"):
-            trained(tmp_path / str(attempts), f"spike.attempts={attempts}", KEPT, steps=FOREVER)
-    where = tmp_path / "2" / "run-001"
-    assert [line["number"] for line in events_of(where, "rollback")] == [1, 2]
-    sound = trained(
-        tmp_path / "2",
-        KEPT,
-        "optimizer.learning_rate=5e-4",
-        resume="run-001@before-30",
-        planted=False,
-    )
-    assert sound.report.finished
 
 
 @symptom("there is nothing to go back to")

@@ -16,7 +16,6 @@ from curry_train.core.parity import compare, record_step
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.recompute import Recompute, recompute_blocks
 from curry_train.primitives.segments import recompute_segments
-from curry_train.primitives.strategies import choose_segments
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 
@@ -24,27 +23,6 @@ from curry_train.workloads.workload import Case
 @pytest.fixture
 def batch():
     return rows()
-
-
-@symptom("`sequential` saves little or nothing")
-def test_neither_one_segment_nor_one_per_block_saves_the_most(batch):
-    build, batch, peaks = partial(blocks, linear, nn.GELU, depth=16), batch.repeat(8, 1), {}
-    for count in (1, 4, 16):
-        model = build()
-        recompute_segments(model, count)
-        peaks[count] = memory(model, batch).peak_bytes
-    assert peaks[1] == memory(build(), batch).peak_bytes
-    assert peaks[4] < peaks[16] < peaks[1]
-    model = build()
-    recompute_segments(model, choose_segments(model, batch, mean_square))
-    assert memory(model, batch).peak_bytes <= peaks[4]
-    assert compare(step(build(), batch), step(model, batch)).bit_equal
-
-
-@pytest.mark.parametrize("depth", [4, 16])
-def test_no_segment_beats_single_blocks_that_hold_much_more_than_their_input(depth):
-    case = Case(transformer(depth=depth, dim=32, length=32, vocabulary=64))
-    assert choose_segments(case.build(), case.batch(), case.workload.mean_loss) == depth
 
 
 @symptom("blocks of Linear and ReLU hold as much as before")

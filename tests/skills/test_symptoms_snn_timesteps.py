@@ -6,7 +6,7 @@ python -m pytest tests/skills/test_symptoms_snn_timesteps.py
 import pytest
 import torch
 from snn_models import WIDTH, Keeper, KeeperNet, Net, build, currents
-from symptoms import rows_of, rows_with_a_test, symptom
+from symptoms import symptom
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,11 +21,6 @@ from curry_train.primitives.snn_timesteps import (
 )
 
 STEPS = 40
-
-
-def test_every_row_of_the_table_has_a_test_and_every_test_a_row():
-    assert len(rows_of("snn-timesteps")) >= 10
-    assert sorted(rows_of("snn-timesteps")) == sorted(rows_with_a_test("snn_timesteps"))
 
 
 @pytest.fixture
@@ -57,9 +52,6 @@ def rate(loop=run_timesteps, **kept):
 
 def chunked_rate(**kept):
     return rate(checkpoint_timesteps, **kept)
-
-
-# Neurons that keep their state.
 
 
 class Handed(KeeperNet):
@@ -98,6 +90,7 @@ def naive_chunks(module, x, *, reset=False):
 
 
 @symptom("`HiddenState`: ... keeps state from one timestep to the next")
+@symptom("gradients are off by some percent with chunks, and no error")
 def test_a_neuron_that_stores_its_potential_is_refused_until_the_step_returns_it(x):
     reference, refused = trained(build(KeeperNet), plain_keepers, x), build(KeeperNet)
     with pytest.raises(
@@ -107,80 +100,10 @@ def test_a_neuron_that_stores_its_potential_is_refused_until_the_step_returns_it
     found = trained(build(KeeperNet), naive_chunks, x)  # without the check
     assert torch.equal(found.loss, reference.loss)
     assert compare(reference, found).worst > 0.01
-    for levels in (1, 2):
-        assert compare(reference, trained(build(Handed), chunked_rate(levels=levels), x)).bit_equal
-    assert peak(build(Handed), chunked_rate(), currents(STEPS, 64)) < 0.6 * peak(
-        build(Handed), rate(), currents(STEPS, 64)
-    )
-
-
-@symptom("gradients are off by some percent with chunks, and no error")
-def test_naive_chunks_recompute_from_the_last_potential_with_wrong_gradients(x):
-    reference, found = (
-        trained(build(KeeperNet), loss, x) for loss in (plain_keepers, naive_chunks)
-    )
-    assert torch.equal(found.loss, reference.loss)
-    assert compare(reference, found).worst > 0.01
     forgetful = trained(build(KeeperNet), lambda module, x: naive_chunks(module, x, reset=True), x)
     assert not torch.equal(forgetful.loss, reference.loss)  # repeatable, but a different network
-    assert compare(reference, trained(build(Handed), chunked_rate(), x)).bit_equal
-
-
-# Boundaries of gradients.
-
-
-@symptom("`Trying to backward through the graph a second time`")
-def test_the_state_of_the_last_batch_must_be_detached(x):
-    def train(module, *, detach, **kept):
-        state = module.initial_state(x)
-        for batch in (x[:20], x[20:]):
-            made, state = checkpoint_timesteps(module.step, batch, state, chunk_size=5)
-            made.square().sum().backward(**kept)
-            if detach:
-                state = tuple(part.detach() for part in state)
-        return record(module, made.detach())
-
-    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
-        train(build(), detach=False)
-    retained = train(build(), detach=False, retain_graph=True)  # all earlier batches stay in memory
-    whole = build()
-    made, state = run_timesteps(whole.step, x[:20], whole.initial_state(x))
-    more, _ = run_timesteps(whole.step, x[20:], tuple(part.detach() for part in state))
-    (made.square().sum() + more.square().sum()).backward()
-    wanted = record(whole, more.detach())
-    assert compare(
-        wanted, train(build(), detach=True), tolerance=1e-5
-    ).holds  # added in another order
-    assert compare(wanted, retained).worst > 0.01
-
-
-class Detaching(Net):
-    def step(self, x, state):
-        out, state = super().step(x, state)
-        return out, tuple(part.detach() for part in state)
-
-
-@symptom("`ValueError`: the state that step returns is detached")
-def test_truncation_detaches_between_calls_and_not_in_the_step(x):
-    with pytest.raises(ValueError, match="no gradient reaches an earlier timestep"):
-        trained(build(Detaching), chunked_rate(), x)
-
-    def windows(loop, **kept):
-        def loss(module, x):
-            total, state = 0, module.initial_state(x)
-            for window in x.split(10):
-                made, state = loop(module.step, window, state, outputs="sum", **kept)
-                total, state = total + made.square().sum(), tuple(part.detach() for part in state)
-            return total
-
-        return loss
-
-    cut = trained(build(), windows(run_timesteps), x)
-    assert compare(cut, trained(build(), windows(checkpoint_timesteps), x)).bit_equal
-    without_time = trained(
-        build(Detaching), windows(run_timesteps), x
-    )  # the result of detaching inside the step
-    assert compare(cut, without_time).worst > 0.01
+    for levels in (1, 2):
+        assert compare(reference, trained(build(Handed), chunked_rate(levels=levels), x)).bit_equal
 
 
 @symptom("`ValueError`: step writes into the state that it is given")
@@ -212,9 +135,6 @@ def test_a_step_that_writes_into_its_state_is_refused(x):
     assert compare(reference, unchecked).worst > 0.1
 
 
-# Memory that is not freed.
-
-
 @symptom("memory still grows with the number of timesteps")
 def test_a_mean_computed_in_the_loop_holds_less_than_stacked_outputs():
     def stacked(**kept):
@@ -230,21 +150,6 @@ def test_a_mean_computed_in_the_loop_holds_less_than_stacked_outputs():
     long, twice = currents(2 * STEPS, 64), 2 * STEPS * 64 * WIDTH * 4
     assert peak(build(), stacked(), long) - peaks[0] > twice  # T outputs, and their stack
     assert peak(build(), chunked_rate(), long) < 1.45 * peaks[2]  # the root of two
-
-
-@symptom("a checkpoint for each timestep saves little")
-def test_a_checkpoint_per_timestep_holds_a_state_per_timestep():
-    x = currents(STEPS, 64)
-    plain, best = peak(build(), rate(), x), peak(build(), chunked_rate(), x)
-    assert peak(build(), chunked_rate(chunk_size=1), x) > 0.6 * plain
-    assert best < 0.4 * plain
-
-    def whole(module, x):
-        return checkpoint(rate(), module, x, use_reentrant=False, preserve_rng_state=False)
-
-    assert (
-        peak(build(), whole, x) >= plain
-    )  # one checkpoint around the loop is recomputed as a whole
 
 
 class Loop(nn.Module):
@@ -298,47 +203,6 @@ def test_a_loop_in_forward_becomes_one_line():
     for module in (build(OneLine), method):
         assert compare(reference, trained(module, loss, x)).bit_equal
         assert peak(module, loss, x) < 0.45 * plain
-
-
-# Hooks, counts and dimensions.
-
-
-@symptom("a recorder or hook has more entries than there are timesteps")
-def test_hooks_run_again_in_recompute_but_outputs_are_recorded_once(x):
-    def recorded(loop):
-        module, entries = build(), []
-        module.last.register_forward_hook(lambda _, __, out: entries.append(out.detach()))
-        made, _ = loop(module.step, x, module.initial_state(x))
-        made.sum().backward()
-        return entries, made
-
-    plain, wanted = recorded(run_timesteps)
-    entries, made = recorded(checkpoint_timesteps)
-    assert len(plain) == STEPS < len(entries)
-    assert not all(
-        map(torch.equal, entries[:STEPS], plain)
-    )  # the first entries come from the check, and the rest are out of order
-    assert torch.equal(made, wanted)
-
-
-@symptom("firing rates stop at 256 timesteps in bfloat16")
-def test_spikes_are_counted_in_single_precision():
-    weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
-    spikes = torch.ones(600, 1, dtype=torch.bfloat16)
-
-    def count(outputs, *, cast=False):
-        def step(x, state):
-            state = state + 0 * weight
-            return (x * weight).float() if cast else x * weight, state
-
-        return checkpoint_timesteps(
-            step, spikes, weight.detach() * 0, chunk_size=20, outputs=outputs
-        )[0].item()
-
-    assert count("sum") == 256
-    assert count("mean") == pytest.approx(256 / 600, rel=0.01)  # the sum is divided afterwards
-    assert count("sum", cast=True) == 600
-    assert count("mean", cast=True) == 1
 
 
 @symptom("`must match the size`, or samples and timesteps trade places")

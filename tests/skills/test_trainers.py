@@ -5,8 +5,6 @@ python -m pytest tests/skills/test_trainers.py
 
 import functools
 import inspect
-import io
-import types
 
 import pytest
 import torch
@@ -14,9 +12,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from tree import ROOT
 
@@ -210,26 +205,6 @@ def test_trainer_has_the_same_losses_and_weights_with_its_switch_and_with_ours(t
     assert torch.equal(nn.utils.parameters_to_vector(bare.parameters()), ours[1])
 
 
-def test_trainer_counts_tokens_only_where_the_model_takes_the_count(tmp_path):
-    class Deaf(transformers.LlamaForCausalLM):
-        accepts_loss_kwargs = False
-
-    large = change(llama(), tmp_path, samples=6, microbatches=1, max_grad_norm=0)
-    assert off(change(llama(), tmp_path, samples=1, microbatches=6, max_grad_norm=0), large) < 1e-5
-    deaf = llama()
-    deaf.__class__ = Deaf
-    assert off(change(deaf, tmp_path, samples=1, microbatches=6, max_grad_norm=0), large) > 0.3
-
-
-def test_trainer_divides_a_short_window_by_its_own_size(tmp_path):
-    batches = change(llama(), tmp_path, samples=4, microbatches=1)
-    assert off(change(llama(), tmp_path, samples=1, microbatches=4), batches) < 1e-5
-
-
-def test_trainer_clips_unless_max_grad_norm_is_0():
-    assert transformers.TrainingArguments.__dataclass_fields__["max_grad_norm"].default == 1.0
-
-
 def test_chunked_loss_keeps_the_trainers_token_count(tmp_path):
     model = llama()
     apply_chunked_loss(model)
@@ -240,26 +215,6 @@ def test_chunked_loss_keeps_the_trainers_token_count(tmp_path):
 # Accelerate.
 
 ONES = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=1)
-
-
-def test_accelerate_divides_a_short_window_by_the_full_number_of_steps():
-    accelerator = package("accelerate").Accelerator(cpu=True, gradient_accumulation_steps=4)
-    layer = nn.Linear(4, 1, bias=False)
-    layer, optimizer, loader = accelerator.prepare(
-        layer, torch.optim.SGD(layer.parameters(), lr=0.0), ONES
-    )
-    gradients = []
-    for (batch,) in loader:
-        with accelerator.accumulate(layer):
-            accelerator.backward(layer(batch).sum())
-            if accelerator.sync_gradients:
-                gradients.append(float(layer.weight.grad[0, 0]))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert gradients == [
-        1.0,
-        0.5,
-    ]  # a mean over the window's own microbatches would also give 1.0
 
 
 def test_our_windows_under_accelerate_divide_by_their_own_terms():
@@ -279,42 +234,6 @@ def test_our_windows_under_accelerate_divide_by_their_own_terms():
                 optimizer.step()
                 optimizer.zero_grad()
     assert gradients == [1.0, 1.0]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.drop, self.down = nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return x + self.down(self.drop(F.gelu(self.up(x))))
-
-
-def dropout_step(change):
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), Block())
-    model = change(model) or model
-    torch.manual_seed(1)
-    model(torch.randn(8, 16)).square().mean().backward()
-    return model, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
-def test_accelerate_under_fsdp2_draws_another_dropout_mask_in_backward():
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    package("accelerate")
-    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
-
-    plugin = types.SimpleNamespace(
-        auto_wrap_policy=policy,
-        transformer_cls_names_to_wrap=["Block"],
-        activation_checkpointing_offload=False,
-    )
-    accelerator = types.SimpleNamespace(state=types.SimpleNamespace(fsdp_plugin=plugin))
-    _, plain = dropout_step(lambda model: None)
-    theirs, gradients = dropout_step(lambda model: fsdp2_apply_ac(accelerator, model))
-    assert off(gradients, plain) > 0.3
-    assert "_checkpoint_wrapped_module" in next(theirs.named_parameters())[0]
-    assert torch.equal(dropout_step(lambda model: recompute_blocks(model) and None)[1], plain)
 
 
 def test_accelerate_finds_recomputed_blocks_by_the_name_of_their_class():
@@ -338,66 +257,3 @@ def test_accelerate_finds_recomputed_blocks_by_the_name_of_their_class():
     with pytest.raises(ValueError, match="Could not find the transformer layer class"):
         found(model, None)
     assert found(model, ["RecomputeLlamaDecoderLayer"]) == blocks
-
-
-# Lightning.
-
-
-@pytest.mark.filterwarnings("default")  # Lightning 2.6 calls a function that torch 2.13 deprecates
-def test_lightning_clips_once_and_divides_a_short_window_by_the_full_number_of_batches():
-    lightning = package("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.clipped = nn.Linear(4, 1, bias=False), []
-
-        def training_step(self, batch, index):
-            return self.layer(batch[0]).sum()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-        def configure_gradient_clipping(
-            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
-        ):
-            self.clipped.append(float(self.layer.weight.grad[0, 0]))
-
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    module = Module()
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, accumulate_grad_batches=4, **quiet
-    )
-    trainer.fit(module, ONES)
-    assert module.clipped == [1.0, 0.5]
-
-    saved = io.BytesIO()
-    torch.save(trainer._checkpoint_connector.dump_checkpoint(weights_only=False), saved)
-    saved.seek(0)
-    assert not any("rng" in key or "random" in key for key in torch.load(saved, weights_only=False))
-
-
-def test_lightning_syncs_every_microbatch_of_a_model_that_fully_shard_divided():
-    package("lightning")
-    from lightning.pytorch.strategies import ModelParallelStrategy, ParallelStrategy
-
-    class Asked(Exception):
-        pass
-
-    def ask(*arguments):
-        raise Asked
-
-    held_back = ParallelStrategy.block_backward_sync
-    assert ModelParallelStrategy.block_backward_sync is held_back
-    with (
-        pytest.raises(Asked),
-        held_back(types.SimpleNamespace(model=types.SimpleNamespace(no_sync=ask))),
-    ):
-        pass
-    with held_back(
-        types.SimpleNamespace(model=types.SimpleNamespace(set_requires_gradient_sync=ask))
-    ):
-        pass  # Lightning does not call what fully_shard has instead of no_sync
-    assert not hasattr(FSDPModule, "no_sync")

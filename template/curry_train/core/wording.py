@@ -197,9 +197,13 @@ def provenance(device: "torch.device") -> dict[str, Any]:
     }
 
 
+# A mapping that is longer than this in JSON has a line for each of its names.
+LONGEST_ROW = 120
+
+
 def write_json(path: str, data: dict[str, Any]) -> None:
     """Write JSON to a file, or to standard output if the path is `-`."""
-    text = json.dumps(data, indent=2) + "\n"
+    text = _one_row_a_line(data) + "\n"
     if path == "-":
         sys.stdout.write(text)
         return
@@ -208,6 +212,22 @@ def write_json(path: str, data: dict[str, Any]) -> None:
     except OSError as error:
         # The error of a full disk names no file.
         raise OSError(error.errno, error.strerror, path) from error
+
+
+def _one_row_a_line(value: Any, indent: str = "") -> str:
+    """Render JSON with each item of a list of rows on a line of its own, as short mappings are."""
+    inner = indent + "  "
+    text = json.dumps(value)
+    if isinstance(value, dict) and len(indent + text) > LONGEST_ROW:
+        lines = [
+            f"{inner}{json.dumps(name)}: {_one_row_a_line(item, inner)}"
+            for name, item in value.items()
+        ]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        lines = [f"{inner}{json.dumps(item)}" for item in value]
+        return "[\n" + ",\n".join(lines) + f"\n{indent}]"
+    return text
 
 
 def _as_typed(arguments: list[str]) -> list[str]:

@@ -1,0 +1,101 @@
+"""Read the pages of the project: fenced blocks, and figures that they quote from recorded runs.
+
+A figure stands behind its paragraph, `(evidence/FILE.json: dotted.key 33.8, other.key 12)`, or is a
+link titled with its key, `[33.8%](evidence/FILE.json "dotted.key")`, which a browser shows as the
+figure alone. It equals the record, rounded to the digits of the page.
+Proof: `python -m pytest tests/skills/test_pages.py`.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tree import ROOT
+
+FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)")
+LINK = re.compile(r"\[([^\]]*)\]\((evidence/[\w./-]+\.json) \"([^\"]*)\"\)")
+MARK = re.compile(r"\((evidence/[\w./-]+\.json):\s([^)]*)\)")
+OPENING = re.compile(r"(?<!\])\(evidence/")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+RECORD_KEYS = {"command", "date", "device", "torch", "python"}
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """List the README and the pages of docs/ and skills/."""
+    found = [*root.glob("docs/**/*.md"), *root.glob("skills/**/*.md")]
+    return [root / "README.md", *sorted(found)]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `line` is the line of its opening fence, counted from 1."""
+
+    language: str
+    line: int
+    text: str
+
+
+def fenced_blocks(page: str, *, language: str | None = None) -> list[Block]:
+    """List the blocks of a page in order, those of one language when it is given."""
+    blocks: list[Block] = []
+    opening: re.Match[str] | None = None
+    start, inside = 0, [""]
+    for number, line in enumerate(page.splitlines(), start=1):
+        found = FENCE.fullmatch(line)
+        if opening is None:
+            if found:
+                opening, start, inside = found, number, []
+        elif found and found["fence"].startswith(opening["fence"]) and not found["info"].strip():
+            info = opening["info"].split()
+            blocks.append(Block(info[0] if info else "", start, "".join(inside)))
+            opening = None
+        else:
+            inside.append(line.removeprefix(opening["indent"]) + "\n")
+    if opening is not None:
+        raise ValueError(f"the block that opens on line {start} is never closed")
+    return [block for block in blocks if language in (None, block.language)]
+
+
+def quoted_figures(text: str) -> list[tuple[str, str, str]]:
+    """List what a page quotes, as record, key and shown number."""
+    found = [(file, key, shown) for shown, file, key in LINK.findall(text)]
+    for file, figures in MARK.findall(text):
+        for figure in re.split(r",\s", figures):
+            key, _, shown = figure.partition(" ")
+            found.append((file, key, shown))
+    return found
+
+
+def wrong_figures(text: str, root: Path = ROOT) -> Iterator[str]:
+    """Yield the marks that cannot be read, and the figures that differ from their record."""
+    unread = len(OPENING.findall(text)) - len(MARK.findall(text))
+    if unread:
+        yield f"{unread} marks can't be read: write (evidence/FILE.json: dotted.key VALUE)"
+    for file, key, shown in quoted_figures(text):
+        try:
+            recorded = recorded_figure(root / file, key)
+        except (FileNotFoundError, KeyError, IndexError, TypeError, ValueError) as error:
+            yield f"{file}: {key} is not recorded: {error!r}"
+            continue
+        number = NUMBER.search(shown)
+        if isinstance(recorded, bool) or not isinstance(recorded, int | float):
+            yield f"{file}: {key} is {recorded!r}: quote a number"
+        elif number is None:
+            yield f"{file}: {key} has no number next to it but {shown!r}"
+        elif rounded(recorded, like=number[0]) != float(number[0].replace(",", "")):
+            yield f"{file}: {key} is {recorded} and the page quotes {shown}"
+
+
+def recorded_figure(path: Path, key: str) -> object:
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    for step in key.split("."):
+        recorded = recorded[int(step) if isinstance(recorded, list) else step]
+    return recorded
+
+
+def rounded(recorded: float, *, like: str) -> float:
+    """Round to as many significant digits as `like` shows."""
+    digits = re.sub(r"e.*|\D", "", like).lstrip("0")
+    return float(f"{recorded:.{max(len(digits), 1) - 1}e}")

@@ -1,0 +1,275 @@
+"""Pages keep what they promise: commands and code run, figures are recorded, names exist.
+
+Run: `python -m pytest tests/skills/test_pages.py`.
+"""
+
+import json
+import os
+import pkgutil
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import torch
+import yaml
+from pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
+from symptoms import rows_of, rows_with_a_test
+from tree import ROOT, skills
+from warm_python import warm_python
+
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
+NAMES = [skill.name for skill in skills(ROOT)]
+MODULE_LINK = "https://github.com/curry-train/curry-train/blob/main/template/"
+
+# Commands and code.
+
+# Blocks that take longest, each with tests of its own; `make long` runs them as written.
+LONG_BLOCKS = (
+    "# my_trainer.py",
+    "# my_accelerate.py",
+    "# my_lightning.py",
+    "python my_trainer.py",
+    "python my_accelerate.py",
+    "python my_lightning.py",
+    "curry-train memory --trainer my_trainer:make_trainer",
+    "curry-train runs spike-check",
+    "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
+    "--explain --plot",
+    "curry-train savings --out savings --model transformer",
+)
+# Replaces the script that pip writes for the entry point, with the python of the test.
+INSTALLED_COMMAND = """\
+#!/bin/sh
+exec python -c 'from curry_train.cli.main import main; main(prog_name="curry-train")' "$@"
+"""
+
+
+def blocks_of(language):
+    return [
+        pytest.param(
+            page,
+            block.text,
+            id=f"{page}:{block.line}",
+            marks=[pytest.mark.long] if block.text.startswith(LONG_BLOCKS) else [],
+        )
+        for page, text in TEXTS.items()
+        for block in fenced_blocks(text, language=language)
+    ]
+
+
+def python_files_of(page):
+    """Return the Python blocks that open with `# name.py`: files that the commands use."""
+    sources = [block.text for block in fenced_blocks(TEXTS[page], language="python")]
+    return {found[1]: source for source in sources if (found := re.match(r"# (\w+\.py)\n", source))}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """Copy the bundle, with a `python` that has torch, and a user's package to add to."""
+    root = tmp_path_factory.mktemp("bundle") / "bundle"
+    ignored = shutil.ignore_patterns(
+        ".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, root, ignore=ignored)
+    for page in TEXTS:
+        for name, source in python_files_of(page).items():
+            (root / name).write_text(source)
+    (root / "my_package").mkdir()
+    (root / "my_package" / "__init__.py").touch()
+    (root / "bin").mkdir()
+    (root / "bin" / "python").symlink_to(warm_python())
+    (root / "bin" / "curry-train").write_text(INSTALLED_COMMAND)
+    (root / "bin" / "curry-train").chmod(0o755)
+    return root
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("page", "block"), blocks_of("bash"))
+def test_command_runs(page, block, copy):
+    environment = os.environ | {
+        "PATH": f"{copy / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(copy / "template"),
+    }
+    makefile = (ROOT / "Makefile").read_text()
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        if words[0] == "make" and len(words) == 2:  # CI runs these themselves
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), f"no target {words[1]}"
+            continue
+        assert words[0] in ("python", "make", "curry-train", "cd")
+        if words[1] in ("validate", "gen-tests"):
+            line = line.replace("--model transformer", "--model mlp")  # the smallest
+        # Use the packages that are installed already.
+        command = f"{line} PYTHON=python" if words[0] == "make" else line
+        ended = subprocess.run(
+            command, shell=True, cwd=copy, env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
+
+
+def test_the_failed_gate_that_the_readme_shows_fails_so(copy):
+    line = "curry-train validate --model my_model.py:build --impl my_window.py:train_window"
+    assert f"`{line}`" in TEXTS["README.md"]
+    path = f"{copy / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(copy / "template")}
+    ended = subprocess.run(
+        line, shell=True, cwd=copy, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 1
+    (shown,) = [
+        block.text
+        for block in fenced_blocks(TEXTS["README.md"], language="text")
+        if "FAILED" in block.text
+    ]
+    # The first line names the machine.
+    assert ended.stdout.split("\n")[1:] == shown.split("\n")[1:]
+
+
+@pytest.mark.parametrize(("page", "block"), blocks_of("python"))
+def test_python_runs(page, block, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+    for name, source in python_files_of("README.md").items():
+        (tmp_path / name).write_text(source)
+    ended = subprocess.run(
+        [warm_python(), "-c", block],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_blocks_are_read_with_their_language_and_line():
+    page = (
+        "text\n```bash\nmake test\n```\n- item\n"
+        "  ~~~~python title\n  x = '''\n  ~~~\n  '''\n  ~~~~\n```\nplain\n```\n"
+    )
+    assert [(block.language, block.line, block.text) for block in fenced_blocks(page)] == [
+        ("bash", 2, "make test\n"),
+        ("python", 6, "x = '''\n~~~\n'''\n"),
+        ("", 11, "plain\n"),
+    ]
+    with pytest.raises(ValueError, match="opens on line 1 is never closed"):
+        fenced_blocks("```bash\nmake test\n")
+
+
+# Figures.
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_quoted_figures_are_the_recorded_ones(page):
+    assert list(wrong_figures(TEXTS[page])) == []
+
+
+def test_records_have_their_origin_and_pages_quote_them():
+    records = sorted(ROOT.glob("evidence/**/*.json"))
+    assert len(records) >= 10
+    for path in records:
+        lacking = RECORD_KEYS - set(json.loads(path.read_text(encoding="utf-8")))
+        assert not lacking, f"{path.name} lacks {lacking}: record it with the run"
+    assert sum(len(quoted_figures(text)) for text in TEXTS.values()) >= 50
+
+
+def test_the_plan_that_the_page_shows_is_the_recorded_one():
+    record = json.loads((ROOT / "evidence/plan.json").read_text())
+    shown = [block.text.rstrip("\n") for block in fenced_blocks(TEXTS["docs/plan.md"])]
+    assert record["text"] in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("(evidence/run.json: held.percent 33.8, runs.0.seconds 0.051)", None),
+        ('[34%](evidence/run.json "held.percent")', None),
+        ("a [record](evidence/run.json) and a plain evidence/run.json", None),
+        ("(evidence/run.json: held.percent 33.9)", "is 33.82 and the page quotes 33.9"),
+        # The zero claims a third digit.
+        ("(evidence/run.json: held.percent 33.0)", "is 33.82"),
+        ("(evidence/gone.json: held.percent 34)", "is not recorded"),
+        ("(evidence/run.json: runs.7.seconds 34)", "is not recorded"),
+        ("(evidence/run.json: runs.0.name 34)", "quote a number"),
+        ("(evidence/run.json: held.percent)", "no number next to it"),
+        ("34% (evidence/run.json held.percent)", "can't be read"),
+        ('[33.9%](evidence/run.json "held.percent")', "is 33.82"),
+    ],
+)
+def test_a_planted_wrong_figure_is_caught(tmp_path, text, problem):
+    record = {"held": {"percent": 33.82}, "runs": [{"name": "mlp", "seconds": 0.0512}]}
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence/run.json").write_text(json.dumps(record))
+    found = list(wrong_figures(text, tmp_path))
+    assert len(found) == (problem is not None)
+    assert problem is None or problem in found[0]
+
+
+# Skills.
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_skill_is_short_and_leads_to_its_module_and_gates(name):
+    text = TEXTS[f"skills/{name}/SKILL.md"]
+    module = yaml.safe_load(text.split("---\n")[1])["metadata"]["module"]
+    assert len(text.split()) <= 1000
+    assert f"[{module}]({MODULE_LINK}{module})" in text
+    assert f"curry-train validate --gate {name} " in text
+    assert "gen-tests" in text
+
+
+def test_descriptions_of_all_skills_are_short_together():
+    assert sum(len(skill.frontmatter["description"]) for skill in skills(ROOT)) <= 1400
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_symptoms_are_those_that_users_meet_and_tests_name_their_rows(name):
+    rows = rows_of(name)
+    assert 4 <= len(rows) <= 10
+    tested = rows_with_a_test(name.replace("-", "_"))
+    assert len(tested) >= 3 or name == "grad-accum"
+    assert [row for row in tested if row not in rows] == []
+
+
+SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+DOTTED = re.compile(r"\b(?:torch|aten|curry_train)(?:\.\w+)+\b(?<!\.py)(?!\.)")
+CALLED = re.compile(r"(?<![\w.])([a-z]\w*_\w*|[A-Z]\w+[a-z]\w*)\(")
+ABSENT = {"torch._dynamo.config.activation_memory_budget"}  # the page is about that
+SOURCE = "\n".join(
+    path.read_text(encoding="utf-8")
+    for path in [*ROOT.glob("template/curry_train/**/*.py"), *ROOT.glob("scripts/*.py")]
+)
+OF_TORCH = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.utils), *dir(torch.nn.functional)}
+
+
+def exists(dotted):
+    """Return whether a dotted name of torch, its operations or the package exists."""
+    if dotted.startswith("aten."):
+        return hasattr(torch.ops.aten, dotted.split(".")[1])
+    try:
+        pkgutil.resolve_name(dotted)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def unknown_names(text):
+    for span in SPAN.findall(re.sub(r"(?s)```.*?```", "", text)):
+        yield from (
+            name for name in DOTTED.findall(span) if name not in ABSENT and not exists(name)
+        )
+        for name in CALLED.findall(span):
+            if name not in OF_TORCH and not re.search(rf"\b{name}\b", SOURCE):
+                yield name
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if not page.endswith("trainers.md")])
+def test_names_in_the_text_exist(page):
+    assert list(unknown_names(TEXTS[page])) == []
+
+
+@pytest.mark.parametrize("name", ["torch.gelu", "aten.gelu_forward", "recompute_block(model)"])
+def test_a_planted_name_that_is_not_there_is_caught(name):
+    assert list(unknown_names(f"Use `{name}`, not `torch.nn.functional.gelu`.")) == [
+        name.split("(")[0]
+    ]
