@@ -63,8 +63,8 @@ def quoted_figures(text: str) -> list[tuple[str, str, str]]:
     found = [(file, key, shown) for shown, file, key in LINK.findall(text)]
     for file, figures in MARK.findall(text):
         for figure in re.split(r",\s", figures):
-            key, _, shown = figure.partition(" ")
-            found.append((file, key, shown))
+            key, *shown = figure.split(maxsplit=1)
+            found.append((file, key, " ".join(shown)))
     return found
 
 

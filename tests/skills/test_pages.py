@@ -123,8 +123,11 @@ def test_the_failed_gate_that_the_readme_shows_fails_so(copy):
         for block in fenced_blocks(TEXTS["README.md"], language="text")
         if "FAILED" in block.text
     ]
-    # The first line names the machine.
-    assert ended.stdout.split("\n")[1:] == shown.split("\n")[1:]
+    # The first line names the machine; errors depend on its threads.
+    found, expected = (
+        re.sub(r"\d\.\de-\d+", "ERROR", text).split("\n")[1:] for text in (ended.stdout, shown)
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize(("page", "block"), blocks_of("python"))
