@@ -74,18 +74,18 @@ class Generators:
     The tensors among `values` give the devices whose generators are included.
     """
 
-    def __init__(self, values: Iterable[Any] = (), *, devices: Iterable[int] = ()) -> None:
+    def __init__(self, values: Iterable[Any] = ()) -> None:
         tensors = [value for value in values if isinstance(value, Tensor)]
         self._values = {value.device: value for value in tensors if value.device.type != "cpu"}
-        self._given = list(devices)
         others = [value for device, value in self._values.items() if device.type != "cuda"]
         self._other_devices, self._other_states = get_device_states(*others)
-        found = [device.index for device in self._values if device.type == "cuda"]
-        self._states = generator_states([*self._given, *found])
+        self._states = generator_states(
+            [device.index for device in self._values if device.type == "cuda"]
+        )
 
     def moved(self) -> bool:
         """Return whether a generator was used since the snapshot."""
-        return not self.are_as(Generators(self._values.values(), devices=self._given))
+        return not self.are_as(Generators(self._values.values()))
 
     def are_as(self, other: "Generators") -> bool:
         """Return whether two snapshots hold the same states."""
