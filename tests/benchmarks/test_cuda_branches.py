@@ -344,7 +344,8 @@ def test_recompute_draws_again_from_the_device_of_its_tensors(generators):
     assert not taken.moved()
     draw(generators, 1)
     assert taken.moved()
-    with taken.again():
+    with rerun.generators_kept():
+        taken.restore()
         assert generators[1].tolist() == [1, 0]
         draw(generators, 1)
     assert generators[1].tolist() == [2, 1]

@@ -25,10 +25,7 @@ unwatched = torch._C.DisableTorchFunction
 
 
 def generator_states(devices: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return the states of the generators of torch, CUDA, Python and, if it is loaded, NumPy.
-
-    Of CUDA those of `devices`, by default of all once CUDA is in use.
-    """
+    """Return the states of torch, Python, NumPy if it is loaded, and CUDA, by default all of it."""
     if devices is None:
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     numpy = sys.modules.get("numpy")
@@ -44,44 +41,38 @@ def generator_states(devices: Iterable[int] | None = None) -> dict[str, Any]:
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Set generators to states that `generator_states` returned."""
+    setters: dict[str, Any] = {"python": random.setstate, "torch": torch.set_rng_state}
+    if "numpy" in states:
+        setters["numpy"] = importlib.import_module("numpy").random.set_state
     with unwatched():
         for name, state in states.items():
-            if name == "python":
-                random.setstate(state)
-            elif name == "numpy":
-                importlib.import_module("numpy").random.set_state(state)
-            elif name == "torch":
-                torch.set_rng_state(state)
+            if name in setters:
+                setters[name](state)
             else:
                 torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
 
 
 def same_state(one: Any, other: Any) -> bool:
     """Compare two states of generators: tensors, arrays and numbers in dicts and tuples."""
-    if isinstance(one, Mapping):
-        same_keys = isinstance(other, Mapping) and one.keys() == other.keys()
-        return same_keys and all(same_state(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and torch.equal(one, other)
-    if hasattr(one, "tobytes") and other is not None:
-        return bool(one.tobytes() == other.tobytes())
-    return bool(one == other)
+    parts = tree_leaves(one)
+    others = tree_leaves(other)
+    return len(parts) == len(others) and all(map(_same_part, parts, others))
+
+
+def _same_part(one: Any, other: Any) -> bool:
+    equal = one == other
+    return bool(equal.all() if hasattr(equal, "all") else equal)
 
 
 class Generators:
-    """A snapshot of the generators of torch, Python and, if it is loaded, NumPy.
-
-    The tensors among `values` give the devices whose generators are included.
-    """
+    """A snapshot of the generators; the tensors among `values` give the devices to include."""
 
     def __init__(self, values: Iterable[Any] = ()) -> None:
         tensors = [value for value in values if isinstance(value, Tensor)]
         self._values = {value.device: value for value in tensors if value.device.type != "cpu"}
         others = [value for device, value in self._values.items() if device.type != "cuda"]
         self._other_devices, self._other_states = get_device_states(*others)
-        self._states = generator_states(
-            [device.index for device in self._values if device.type == "cuda"]
-        )
+        self._states = generator_states(one.index for one in self._values if one.type == "cuda")
 
     def moved(self) -> bool:
         """Return whether a generator was used since the snapshot."""
@@ -89,11 +80,8 @@ class Generators:
 
     def are_as(self, other: "Generators") -> bool:
         """Return whether two snapshots hold the same states."""
-        return (
-            self._other_devices == other._other_devices
-            and all(map(torch.equal, self._other_states, other._other_states))
-            and same_state(self._states, other._states)
-        )
+        own = self._states, self._other_devices, self._other_states
+        return same_state(own, (other._states, other._other_devices, other._other_states))
 
     def restore(self) -> None:
         """Set the generators to these states."""
@@ -101,13 +89,6 @@ class Generators:
         if self._other_devices:
             (kind,) = {device.type for device in self._values} - {"cpu", "cuda", "meta"}
             set_device_states(self._other_devices, self._other_states, device_type=kind)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Use these states inside the context, and restore the current ones afterwards."""
-        with generators_kept():
-            self.restore()
-            yield
 
 
 @contextlib.contextmanager

@@ -551,7 +551,8 @@ class _Chunk:
             if self.loop.left_behind:
                 stack.enter_context(put_back_later(self.loop.left_behind))
             if self.drawn_from is not None:
-                stack.enter_context(self.drawn_from.again())
+                stack.enter_context(generators_kept())
+                self.drawn_from.restore()
             return self._run(leaves, again=True)
 
     def _run(self, leaves: Sequence[Any], *, again: bool) -> tuple[Any, ...]:
