@@ -12,7 +12,7 @@ from offloaded_ranks import offloaded
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from curry_train.plan.device import PROFILES
-from curry_train.plan.estimate import Sketch
+from curry_train.plan.estimate import Sketch, count_window, time_of_window
 from curry_train.plan.fewest import fewest_gpus
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.planner import plan
@@ -25,11 +25,9 @@ from curry_train.plan.rank_time import (
     Collective,
     Links,
     StepCourse,
-    count_window,
     links_of,
     parse_links,
     time_of_course,
-    time_of_window,
 )
 from curry_train.plan.saved import Plan
 from curry_train.workloads.models import mlp

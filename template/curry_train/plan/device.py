@@ -8,11 +8,10 @@ Proof: `python -m pytest tests/plan/test_device_profile.py tests/bench/test_benc
 """
 
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -205,31 +204,6 @@ class DeviceProfile:
         It reads gradients and parameters, and writes state and parameters.
         """
         return (2 * fixed_bytes + gradient_bytes) / self.bytes_per_second
-
-    def to_json(self) -> str:
-        """Write the profile as JSON text."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> "DeviceProfile":
-        """Read a profile that `to_json` wrote."""
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"the profile is not JSON ({error}): give the text that to_json wrote"
-            ) from error
-        names = {field.name for field in fields(cls)}
-        if isinstance(values, dict) and names - set(values) == {"usable_bytes"}:
-            # Profiles of earlier releases do not have it.
-            values["usable_bytes"] = None
-        if not isinstance(values, dict) or set(values) != names:
-            found = sorted(values) if isinstance(values, dict) else type(values).__name__
-            raise ValueError(
-                f"a profile has the fields {sorted(names)}, got {found}: give the text that "
-                "to_json wrote"
-            )
-        return cls(**values)
 
 
 def _is_number(value: Any) -> bool:

@@ -16,7 +16,7 @@ import random
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -34,6 +34,7 @@ from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .cuda_step import StepTrace, trace_of
+from .device import DeviceProfile
 from .optimizers import (
     OptimizerFactory,
     ValuesInSteps,
@@ -60,6 +61,7 @@ from .rank_step import (
     one_rank,
     record_rank_step,
 )
+from .rank_time import Links, RankSeconds, StepCourse, time_of_course
 from .record import OptimizerSteps, RankStorages, StepLives
 from .shapes import (
     LARGEST_DRAW,
@@ -74,9 +76,6 @@ from .shapes import (
     who_needs_values,
 )
 from .timeline import record_step_storages, timeline_of
-
-if TYPE_CHECKING:
-    from .rank_time import StepCourse
 
 # Trial step: check whether a training step can be estimated from shapes alone.
 
@@ -195,8 +194,8 @@ class StepEstimate:
     # Of a rank: a microbatch before the last of a window, and when both wait for collectives.
     middle_bytes: int = 0
     host_bytes: int = 0  # that FSDP2 and the optimizer hold on the host
-    course: "StepCourse | None" = None
-    middle_course: "StepCourse | None" = None
+    course: StepCourse | None = None
+    middle_course: StepCourse | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -552,3 +551,42 @@ def _gradients_at(lives: StepLives, index: int) -> int:
 def _bytes(module: nn.Module, *, trained: bool) -> int:
     """Sum the bytes of the parameters, or of the trainable ones only."""
     return sum(local_bytes(p) for p in module.parameters() if p.requires_grad or not trained)
+
+
+# Times of one rank of several.
+
+
+def time_of_window(
+    step: StepEstimate,
+    profile: DeviceProfile,
+    links: Links,
+    *,
+    dtype: str,
+    steps: int,
+    scale: float = 1.0,
+) -> RankSeconds:
+    """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
+    options: dict[str, Any] = {"dtype": dtype, "scale": scale}
+    assert step.course is not None, "only a step of one rank of several has a course"
+    last = time_of_course(step.course, profile, links, **options)
+    found = last
+    if not step.host_bytes:
+        # An optimizer on the host takes a time that no rate of a GPU gives.
+        here = profile.optimizer_seconds(step.fixed, step.gradients)
+        found += RankSeconds(optimizer=here)
+    if steps > 1:
+        middle = time_of_course(step.middle_course or step.course, profile, links, **options)
+        found += middle.times(steps - 1)
+    return found
+
+
+def count_window(step: StepEstimate, steps: int) -> dict[str, dict[str, int]]:
+    """Count the collectives of `steps` microbatches by kind, with their bytes."""
+    assert step.course is not None, "only a step of one rank of several has a course"
+    counts = step.course.by_kind()
+    if steps > 1:
+        for kind, count in (step.middle_course or step.course).by_kind().items():
+            total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
+            for name, number in count.items():
+                total[name] += (steps - 1) * number
+    return counts

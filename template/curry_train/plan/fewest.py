@@ -26,7 +26,7 @@ from ..primitives.chunked_loss import UnsuitableHead
 from ..workloads.workload import Workload
 from .cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from .device import DeviceProfile
-from .estimate import Sketch, StepEstimate
+from .estimate import Sketch, StepEstimate, time_of_window
 from .parallel import Sharding, offload_note
 from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
@@ -35,7 +35,6 @@ from .rank_time import (
     Links,
     RankSeconds,
     links_of,
-    time_of_window,
 )
 
 TABLE_WIDTH = 80

@@ -16,7 +16,7 @@ import functools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory, make_optimizer
 from .parallel import Sharding
 from .profiler import Timeline
+from .rank_time import Links
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -51,9 +52,6 @@ from .whole_step import (
     WholeSteps,
     order,
 )
-
-if TYPE_CHECKING:
-    from .rank_time import Links
 
 # Explain a plan: why a candidate won, or what would help where nothing fits.
 
@@ -257,7 +255,7 @@ class Planner:
         seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
-        links: "Links | None" = None,
+        links: Links | None = None,
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device

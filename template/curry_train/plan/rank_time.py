@@ -14,7 +14,7 @@ Proof: `python -m pytest tests/plan/test_rank_time.py`.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch.distributed as dist
@@ -349,61 +349,6 @@ def _computed(course: StepCourse, times: Any) -> float:
     The copies around collectives run on streams of their own, beside the computation.
     """
     return float(times[numpy.array(course.streams) == 0].sum())
-
-
-def time_of_window(
-    step: "Microbatches",
-    profile: DeviceProfile,
-    links: Links,
-    *,
-    dtype: str,
-    steps: int,
-    scale: float = 1.0,
-) -> RankSeconds:
-    """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
-    options: dict[str, Any] = {"dtype": dtype, "scale": scale}
-    assert step.course is not None, "only a step of one rank of several has a course"
-    last = time_of_course(step.course, profile, links, **options)
-    found = last
-    if not step.host_bytes:
-        # An optimizer on the host takes a time that no rate of a GPU gives.
-        here = profile.optimizer_seconds(step.fixed, step.gradients)
-        found += RankSeconds(optimizer=here)
-    if steps > 1:
-        middle = time_of_course(step.middle_course or step.course, profile, links, **options)
-        found += middle.times(steps - 1)
-    return found
-
-
-def count_window(step: "Microbatches", steps: int) -> dict[str, dict[str, int]]:
-    """Count the collectives of `steps` microbatches by kind, with their bytes."""
-    assert step.course is not None, "only a step of one rank of several has a course"
-    counts = step.course.by_kind()
-    if steps > 1:
-        for kind, count in (step.middle_course or step.course).by_kind().items():
-            total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
-            for name, number in count.items():
-                total[name] += (steps - 1) * number
-    return counts
-
-
-class Microbatches(Protocol):
-    """The figures of an estimated step from which its time follows."""
-
-    @property
-    def fixed(self) -> int: ...
-
-    @property
-    def gradients(self) -> int: ...
-
-    @property
-    def host_bytes(self) -> int: ...
-
-    @property
-    def course(self) -> StepCourse | None: ...
-
-    @property
-    def middle_course(self) -> StepCourse | None: ...
 
 
 class _Clocks:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -22,9 +22,10 @@ from .. import primitives
 from .chain import Chain, Integers, PricedChain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .cuda_step import StepTrace
-from .estimate import Sketch, StepEstimate
+from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .parallel import Sharding, offload_note
 from .rank_step import ForcedRouting
+from .rank_time import Links, RankSeconds, links_of
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -33,9 +34,6 @@ from .saved import (
     Option,
     apply_options,
 )
-
-if TYPE_CHECKING:
-    from .rank_time import Links, RankSeconds
 
 # Limits of one search.
 MOST_STEPS = 6  # whole steps that are estimated
@@ -69,7 +67,7 @@ class WholeSteps:
         *,
         chain: Callable[[Candidate], Chain],
         overhead: Callable[[StepEstimate], int] = lambda step: 0,
-        links: "Links | None" = None,
+        links: Links | None = None,
     ) -> None:
         # None for those of the device.
         self._links = links
@@ -375,7 +373,7 @@ class WholeSteps:
             return candidate.steps * of_microbatch + chain.optimizer_seconds
         return self.rank_seconds(candidate, of_microbatch).total
 
-    def rank_seconds(self, candidate: Candidate, of_microbatch: float) -> "RankSeconds":
+    def rank_seconds(self, candidate: Candidate, of_microbatch: float) -> RankSeconds:
         """Predict the time of an optimizer step of one rank of several.
 
         A step that was not estimated waits as the plain step of the chain's size does.
@@ -394,19 +392,14 @@ class WholeSteps:
 
     def _window(
         self, chain: Chain, step: StepEstimate, *, steps: int, scale: float = 1.0
-    ) -> "RankSeconds":
-        # Imported here because a plan of one GPU needs no times of ranks.
-        from .rank_time import time_of_window
-
+    ) -> RankSeconds:
         # FSDP2 computes in the dtype of gathered parameters.
         dtype = self.sketch.sharding.precision
         dtype = dtype or str(self.sketch.case.dtype).removeprefix("torch.")
         links = self._links_of(chain)
         return time_of_window(step, chain.profile, links, dtype=dtype, steps=steps, scale=scale)
 
-    def _links_of(self, chain: Chain) -> "Links":
-        from .rank_time import links_of
-
+    def _links_of(self, chain: Chain) -> Links:
         return self._links or links_of(chain.profile.name)
 
     def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
@@ -439,8 +432,6 @@ class WholeSteps:
         step = self._rank_steps.get(self._key(candidate))
         if step is None:
             return None
-        from .rank_time import count_window
-
         chain = self.chain(candidate)
         links = self._links_of(chain)
         seconds = self.priced(candidate).seconds(candidate.options)
