@@ -33,7 +33,6 @@ from curry_train.plan.saved import (
     Plan,
 )
 from curry_train.plan.timeline import record_step_storages, timeline_of
-from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -117,6 +116,7 @@ def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
     assert (whole.microbatch, small.microbatch, small.options) == (8, 4, {})
     assert measured(workload, small) == small.peak_bytes < whole.peak_bytes
     assert "no block is repeated" in small.explain()
+    assert "for cpu, float32, adamw; times follow from rates" in small.explain()
 
 
 class Drawing(nn.Module):
@@ -231,22 +231,6 @@ def test_rows_that_do_not_fit_are_chosen_by_bytes_whatever_the_device(depth):
     assert rows[0]
 
 
-def test_a_plan_that_differs_from_the_applied_one_is_caught():
-    """Apply another choice for one block, or none at all, and find another peak."""
-    workload, _, _, (_, found) = plans("two kinds")
-    name, option = next(
-        (name, option) for name, option in found.options.items() if option.kind != NONE_KIND
-    )
-    for other in (
-        {},
-        found.options | {name: Option(FULL_KIND if option.kind != FULL_KIND else NONE_KIND)},
-    ):
-        changed = Plan.from_json(
-            found.to_json() | {"options": {key: one.to_json() for key, one in other.items()}}
-        )
-        assert measured(workload, changed) != found.peak_bytes
-
-
 # No combination that fits is faster.
 
 
@@ -288,14 +272,6 @@ def slower_plans(planner, found, *, steps=1, size=MICRO):
 def test_no_combination_of_options_that_fits_is_faster(workload, without, steps):
     with all_choices(workload, without=without, steps=steps) as (planner, found):
         assert slower_plans(planner, found, steps=steps) == []
-
-
-def test_a_chain_that_is_not_corrected_by_the_whole_step_is_slower(monkeypatch):
-    """Plant a chain that is not corrected: it overestimates, so budgets stay unused."""
-    monkeypatch.setattr(whole_step, "MOST_STEPS", 1)
-    monkeypatch.setattr(WholeSteps, "_variants", lambda *_: [])
-    with all_choices(net(64, 64, 64), without=(SAC_KIND,)) as (planner, found):
-        assert slower_plans(planner, found)
 
 
 @pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.long)])

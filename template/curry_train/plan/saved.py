@@ -352,7 +352,8 @@ class Plan:
             f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"{1e3 * self.step_seconds:,.1f} ms"
         )
-        lines = textwrap.wrap(first, 80) + self._time_lines()
+        lines = textwrap.wrap(first, 80) + textwrap.wrap(self._assumed(), 80)
+        lines += self._time_lines()
 
         shown = self.candidates[:most]
         if shown:
@@ -377,6 +378,11 @@ class Plan:
         for reason in self.settings.get("left_out", ()):
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
+
+    def _assumed(self) -> str:
+        """Name what the plan is for, and where its times are from."""
+        names = [self.settings.get(name) for name in ("device", "dtype", "optimizer")]
+        return f"for {', '.join(str(name) for name in names)}; times follow from rates, unmeasured"
 
     def _time_lines(self) -> list[str]:
         """Describe the time of a rank in 80 columns; empty for one rank."""
