@@ -104,20 +104,6 @@ def test_the_least_peak_is_exact_and_holds_least():
     assert large.fastest(least - 1) is None
 
 
-@pytest.mark.parametrize("field", ["transient", "standing", "head"])
-def test_a_chain_that_forgets_bytes_is_above_the_budget(field):
-    above = 0
-    for seed in range(100):
-        found, budget = small_chain(seed)
-        empty = {"transient": lambda one: 0 * one.transient, "standing": lambda one: 0}
-        blocks = found.blocks
-        if field in empty:
-            blocks = [PricedBlock(**vars(one) | {field: empty[field](one)}) for one in found.blocks]
-        options = chain(blocks, 0 if field == "head" else found.head).fastest(budget)
-        above += options is not None and by_hand(found, options)[0] > budget
-    assert above
-
-
 def test_sums_that_only_differ_in_their_last_bytes_are_distinguished():
     """Catch a search that rounds each block up: no options, or slower ones."""
     found = chain(block(name, [(GIB + 1, 0, 0.0), (GIB, 0, 1.0)]) for name in range(20))

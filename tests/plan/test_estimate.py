@@ -22,8 +22,6 @@ from transformers import (
 )
 
 from curry_train.core.measure import LiveStorages
-from curry_train.plan import estimate, shapes
-from curry_train.plan import estimate as trial
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
 from curry_train.plan.timeline import record_step_storages, timeline_of
@@ -480,63 +478,3 @@ def test_errors_of_the_user_are_raised_unchanged():
     with pytest.raises(WorkloadError, match="no workload is called"), Sketch("absent"):
         pass
     assert type(torch.zeros(2)) is torch.Tensor
-
-
-# Planted faults.
-
-
-def gradients_are_freed(monkeypatch):
-    def timeline(lives, model):
-        lives.lives = [life for life in lives.lives if life.owner[0] != "gradients"]
-        return timeline_of(lives, model)
-
-    monkeypatch.setattr(estimate, "timeline_of", timeline)
-
-
-def the_state_is_forgotten(monkeypatch):
-    made = estimate.make_optimizer
-    monkeypatch.setattr(
-        estimate, "make_optimizer", lambda _, module, **options: made("sgd", module, **options)
-    )
-
-
-def the_second_step_is_like_the_first(monkeypatch):
-    needs = trial.needs_rehearsal
-    monkeypatch.setattr(estimate, "needs_rehearsal", lambda case: needs(case) and False)
-
-
-def recurrent_kernels_are_decomposed(monkeypatch):
-    monkeypatch.delitem(shapes.FAKE_METHODS, torch._VF.lstm)
-
-
-def larger_tensors_go_unseen(monkeypatch):
-    monkeypatch.setattr(trial, "_KERNEL_SIZED_PACKETS", set())
-
-
-def one_block(monkeypatch):
-    monkeypatch.setattr(estimate, "_bytes", lambda module, *, trained: 0)
-
-
-def check_optimizer(name="adamw"):
-    check_workload(mlp(depth=2, width=32), optimizer=name)
-
-
-@pytest.mark.parametrize(
-    ("plant", "caught_by"),
-    [
-        (gradients_are_freed, check_optimizer),
-        (the_state_is_forgotten, check_optimizer),
-        (the_state_is_forgotten, lambda: check_optimizer("sgd-momentum")),
-        (one_block, test_optimizer_state_by_arithmetic),
-        (the_second_step_is_like_the_first, lambda: check_workload(named("averages"))),
-        (the_second_step_is_like_the_first, lambda: check_workload(named("unused"))),
-        (the_second_step_is_like_the_first, lambda: check_workload(named("skips-layers"))),
-        (recurrent_kernels_are_decomposed, lambda: check_reason("lstm")),
-        (larger_tensors_go_unseen, lambda: check_reason("bag")),
-        (larger_tensors_go_unseen, lambda: check_reason("fold")),
-    ],
-)
-def test_planted_faults_change_the_figures(monkeypatch, plant, caught_by):
-    plant(monkeypatch)
-    with pytest.raises(AssertionError):
-        caught_by()

@@ -5,7 +5,6 @@ python -m pytest tests/plan/test_menu.py
 
 import contextlib
 import functools
-import itertools
 import pickle
 from collections import Counter
 from dataclasses import replace
@@ -347,34 +346,6 @@ def test_a_block_that_does_not_run_by_itself_is_planned_as_it_is():
     assert left_out == tuple(
         f"layers.{index} does not run by itself (call prepare() first): it is planned as it is"
         for index in range(2)
-    )
-
-
-# Sets of calls that a policy may keep.
-
-
-def test_no_set_of_calls_is_better_than_another_in_bytes_and_flops():
-    calls = [("matmul", 100, 10), ("matmul", 10, 100), ("attention", 50, 60), ("matmul", 100, 200)]
-    named = [((family, index), made, flops) for index, (family, made, flops) in enumerate(calls)]
-    found = costs._unbeaten(named)
-    points = [
-        (
-            sum(made for name, made, _ in named if name in keep),
-            sum(flops for name, _, flops in named if name in keep),
-        )
-        for keep in found
-    ]
-    assert len(found) == len(set(found)) >= 4
-    assert points == sorted(points)  # more bytes, fewer recomputed FLOPs
-    assert all(first[1] < second[1] for first, second in itertools.pairwise(points))
-
-
-def test_many_calls_are_ordered_by_flops_per_byte():
-    named = [(("matmul", index), 100, index) for index in range(40)]
-    found = costs._unbeaten(named)
-    assert len(found) <= costs.MOST_SETS
-    assert all(
-        keep == tuple(("matmul", 39 - place) for place in range(len(keep))) for keep in found
     )
 
 
