@@ -450,11 +450,12 @@ def _from(first: int, life: Life) -> Life:
 
 
 def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
-    """Return shape, stride and dtype of each tensor, and of its part on this rank, as a key."""
-    return tuple(
-        None if one is None else tuple((t.shape, t.stride(), t.dtype) for t in local_tensors(one))
-        for one in tensors
-    )
+    """Return class, shape, stride and dtype of each tensor, and of its part on this rank."""
+    found: list[Any] = []
+    for tensor in tensors:
+        parts = [] if tensor is None else local_tensors(tensor)
+        found.append((type(tensor), *((one.shape, one.stride(), one.dtype) for one in parts)))
+    return tuple(found)
 
 
 # Cost of an operation: its FLOPs, and the bytes it reads and writes.
