@@ -14,9 +14,10 @@ import math
 import os
 import pickle
 import stat
+import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,8 @@ MOST_ELEMENTS_AT_ONCE = 2**26
 # An index or a pickle inside of a file is read whole; a larger one is not read at all.
 MOST_INDEX_BYTES = 2**25
 MOST_PICKLE_BYTES = 2**28
+# One that is no larger can't take much memory or time.
+SMALL_PICKLE_BYTES = 2**16
 # Keys of nested containers that are visited; shared containers could give endlessly many.
 MOST_KEYS = 500_000
 DEEPEST_KEY_PATH = 60
@@ -92,6 +95,7 @@ class Inert:
 DAMAGE = (
     *(RefusedPickle, SafetensorError, zipfile.BadZipFile, OSError, EOFError, LookupError),
     *(ValueError, TypeError, RuntimeError, AttributeError, AssertionError, MemoryError),
+    struct.error,
 )
 
 
@@ -138,9 +142,10 @@ def _read(stream: BinaryIO, path: Path, content: FileContent, *, values: bool) -
     elif head.startswith(LEGACY_MAGIC):
         content.format = "torch.save file (before torch 1.6)"
         content.unknown.append("this format has no hash: a changed bit can't be told")
-        add_names(stream.read(MOST_PICKLE_BYTES), content, num_pickles=NUM_LEGACY_PICKLES)
+        pickled = stream.read(MOST_PICKLE_BYTES)
         stream.seek(0)
-        _add_tree(_load(stream, content), content, values=values)
+        tree = _load(stream, pickled, content, num_pickles=NUM_LEGACY_PICKLES)
+        _add_tree(tree, content, values=values)
     elif head[8:9] == b"{":
         content.format = "safetensors"
         content.unknown.append("safetensors has no hash: a changed bit can't be told")
@@ -165,19 +170,39 @@ def add_names(data: bytes, content: FileContent, *, num_pickles: int = 1) -> Any
         content.names |= reader.named
 
 
-def _load(source: Any, content: FileContent, *, mapped: bool = False) -> Any:
-    """Load a file of torch.save, with inert objects in place of the names that it imports."""
-    # torch's own functions, which it knows, come before these.
-    inert: list[Any] = [(type("Inert", (Inert,), {"named": name}), name) for name in content.names]
-    with torch.serialization.safe_globals(inert), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _load(
+    source: Any,
+    pickled: bytes,
+    content: FileContent,
+    *,
+    num_pickles: int = 1,
+    mapped: bool = False,
+) -> Any:
+    """Load a file of torch.save, with inert objects in place of names that torch does not know.
+
+    A small pickle is tried without them first: most name torch's own functions alone.
+    """
+    if len(pickled) <= SMALL_PICKLE_BYTES:
         try:
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
-        except pickle.UnpicklingError as error:
-            # torch adds advice to its reason.
-            reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
-            content.unknown.append(f"its tensors can't be told ({reason:.200})")
-            return {}
+            return _torch_load(source, (), mapped=mapped)
+        except pickle.UnpicklingError:
+            if hasattr(source, "seek"):
+                source.seek(0)
+    add_names(pickled, content, num_pickles=num_pickles)
+    inert = [(type("Inert", (Inert,), {"named": name}), name) for name in content.names]
+    try:
+        return _torch_load(source, inert, mapped=mapped)
+    except pickle.UnpicklingError as error:
+        # torch adds advice to its reason.
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
+        content.unknown.append(f"its tensors can't be told ({reason:.200})")
+        return {}
+
+
+def _torch_load(source: Any, inert: Sequence[Any], *, mapped: bool) -> Any:
+    with torch.serialization.safe_globals([*inert]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 # The zip format of torch.save: one record for each storage, with its CRC-32.
@@ -198,13 +223,14 @@ def _read_zip(stream: Any, path: Path | None, content: FileContent, *, values: b
             raise DamagedFile("its data.pkl is too large to be read")
         # It was compared above; with it, a record whose number is another one can't be read.
         del record.CRC
-        add_names(archive.read(record), content)
+        pickled = archive.read(record)
         if name.replace("data.pkl", "constants.pkl") in names:
             content.format = "TorchScript file"
+            add_names(pickled, content)
             content.unknown.append("it holds code too: its tensors can't be told")
             return
     stream.seek(0)
-    tree = _load(path or stream, content, mapped=path is not None)
+    tree = _load(path or stream, pickled, content, mapped=path is not None)
     if type(tree) is dict and "pytorch-lightning_version" in tree:
         content.format = "Lightning checkpoint"
     _add_tree(tree, content, values=values)
