@@ -5,6 +5,7 @@ python -m pytest tests/cli/test_train_command.py
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from warm_python import warm_python
+
+from curry_train.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -51,6 +55,18 @@ def command(*words, cwd, command=None, **options):
     return process.returncode, out, error
 
 
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Run the command in this process; return its status, output and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        ended = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["train", *words])
+        return ended.exit_code, ended.stdout, ended.stderr
+
+    return run
+
+
 def wait_for(path, text, process):
     until = time.monotonic() + 200
     while time.monotonic() < until and process.poll() is None:
@@ -60,18 +76,16 @@ def wait_for(path, text, process):
     pytest.fail(f"{path} never had {text}: {process.communicate(timeout=10)}")
 
 
-def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
+def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path, train):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
-    status, out, error = command(
-        *TINY, "--json", "end.json", "--seed", "3", cwd=tmp_path, command=TRAIN
-    )
+    status, out, error = train(*TINY, "--json", "end.json", "--seed", "3")
     assert (status, error) == (0, "")
     assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp"
     ended = json.loads((tmp_path / "end.json").read_text())
     assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
     assert 4 < ended["dev_loss"] < 6
     assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()
-    status, out, _ = command(*TINY, "--resume", "latest", cwd=tmp_path)
+    status, out, _ = train(*TINY, "--resume", "latest")
     assert status == 0
     assert (
         out.splitlines()[-1]
@@ -79,8 +93,8 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     )
 
 
-def test_json_on_standard_output_is_alone_there(tmp_path):
-    status, out, error = command(*TINY, "steps=1", "--json", "-", cwd=tmp_path)
+def test_json_on_standard_output_is_alone_there(train):
+    status, out, error = train(*TINY, "steps=1", "--json", "-")
     assert (status, json.loads(out)["step"]) == (0, 1)
     assert "1 steps done" in error
 
@@ -99,36 +113,32 @@ def test_json_on_standard_output_is_alone_there(tmp_path):
         (["model=mlp"], "use data.source=workload"),
     ],
 )
-def test_a_mistake_gets_its_message_and_status_2(tmp_path, words, message):
-    status, out, error = command(*TINY, *words, cwd=tmp_path)
+def test_a_mistake_gets_its_message_and_status_2(tmp_path, train, words, message):
+    status, out, error = train(*TINY, *words)
     assert (status, out) == (2, "")
     assert message in " ".join(error.split())
     assert "Traceback" not in error
     assert not list((tmp_path).glob("runs/*"))
 
 
-def test_the_resolved_configuration_is_shown(tmp_path):
-    status, out, _ = command("--show-config", "optimizer.learning_rate=3e-4", cwd=tmp_path)
+def test_the_resolved_configuration_is_shown(train):
+    status, out, _ = train("--show-config", "optimizer.learning_rate=3e-4")
     assert status == 0
     assert "learning_rate: 0.0003" in out
 
 
-def test_a_loss_that_is_not_finite_ends_with_status_1(tmp_path):
-    status, _, error = command(
-        *TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9", cwd=tmp_path
-    )
+def test_a_loss_that_is_not_finite_ends_with_status_1(train):
+    status, _, error = train(*TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9")
     assert status == 1
     assert "The weights were not changed" in " ".join(error.split())
     assert "Traceback" not in error
 
 
-def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(tmp_path):
+def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train, monkeypatch):
     """Report at the end of the run that the background save failed."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import shutil\n"
-        "shutil.disk_usage = lambda path: shutil._ntuple_diskusage(10**6, 10**6, 0)\n"
-    )
-    status, _, error = command(*TINY, "steps=2", cwd=tmp_path, folders=[tmp_path], command=TRAIN)
+    full = shutil._ntuple_diskusage(10**6, 10**6, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    status, _, error = train(*TINY, "steps=2")
     assert status == 1, error
     assert "nothing was written" in " ".join(error.split())
     assert "Traceback" not in error
@@ -184,12 +194,11 @@ def test_torchrun_with_a_wrong_configuration_gets_the_right_command(tmp_path):
     assert "ranks were started and parallel is none" in " ".join(error.split())
 
 
-def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(tmp_path):
+def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(train):
     words = ["--model", "mlp", "data.source=workload", "batch_size=8", "microbatch=8", "name=a"]
-    first = start(*words, "steps=1", "optimizer.learning_rate=2e-3", cwd=tmp_path)
-    assert first.communicate()[1] == ""
-    again = start(*words, "steps=2", "--resume", "latest", cwd=tmp_path)
-    output, error = again.communicate()
-    assert again.returncode == 0, error
+    words.append("evaluate.every=null")
+    assert train(*words, "steps=1", "optimizer.learning_rate=2e-3")[0] == 0
+    status, output, error = train(*words, "steps=2", "--resume", "latest")
+    assert status == 0, error
     text = " ".join((output + error).split())
     assert "optimizer.learning_rate: 0.002 -> 0.003" in text
