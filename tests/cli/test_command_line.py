@@ -203,12 +203,13 @@ def folder_with_runs(tmp_path_factory):
     (folder / "src/mylib").mkdir(parents=True)
     (folder / "src/mylib/__init__.py").touch()
     (folder / "train.py").write_text(SCRIPT)
-    words = ["train", "name=run", "steps=2", "batch_size=2", "microbatch=2", "evaluate.every=null"]
+    words = ["train", "name=run", "steps=2", "batch_size=2", "microbatch=2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         # Tests of the wheel build it.
         patch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
-        for arguments in (words, words, ["new", "my-run"]):
+        trained = [*words, "evaluate.every=null"]
+        for arguments in (trained, trained, ["new", "my-run"]):
             ended = CliRunner().invoke(main, arguments)
             assert ended.exit_code == 0, ended.output
     return folder
@@ -225,13 +226,7 @@ for _ in range(4):
     optimizer.zero_grad()
 """
 
-SLOW_EXAMPLES = {
-    ("bench",),
-    ("grad-flow",),
-    ("runs", "spike-check"),
-    ("runs", "resume-check"),
-    ("train",),
-}
+SLOW_EXAMPLES = {("bench",), ("runs", "spike-check"), ("runs", "resume-check"), ("train",)}
 
 
 def example_cases():

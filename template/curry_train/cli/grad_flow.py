@@ -41,7 +41,7 @@ DEFAULT_LEARNING_RATE = 1e-3
 LOOP_NOT_RUN = "\nyour loop was not run: these steps train the model with the loss read off it"
 
 
-@click.command("grad-flow", cls=ScreenCommand, example="--model transformer --plot flow.png")
+@click.command("grad-flow", cls=ScreenCommand, example="--model mlp --steps 5 --plot flow.png")
 @training_options("spec")
 @run_options
 @click.option(
