@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from curry_train.bench import report, savings
+from curry_train.bench import savings
 from curry_train.bench.steps import TrainingStep
 from curry_train.core import measure, parity, rerun
 from curry_train.core.wording import provenance
@@ -437,22 +437,6 @@ def test_what_operations_use_inside_is_part_of_a_peak(counted):
     found = timeline._peak(record, 0, owners)
     assert found.bytes_alive == 900
     assert found.owners[timeline.ALLOCATOR_GROUP] == 300
-
-
-def test_a_clock_that_may_not_be_read_is_none(monkeypatch):
-    class Refused(Exception):
-        pass
-
-    def refuse(on):
-        raise Refused
-
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: object())
-    library = SimpleNamespace(NVMLError=Refused)
-    monkeypatch.setattr(report.importlib, "import_module", lambda name: library)
-    monkeypatch.setattr(torch.cuda, "clock_rate", lambda on: 1980)
-    assert report._megahertz(CUDA) == 1980
-    monkeypatch.setattr(torch.cuda, "clock_rate", refuse)
-    assert report._megahertz(CUDA) is None
 
 
 def test_a_gate_that_would_not_fit_the_device_says_so(monkeypatch):
