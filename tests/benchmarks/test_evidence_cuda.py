@@ -29,7 +29,7 @@ def test_the_numbers_of_a_history_are_replayed_exactly():
         reserved=found.reserved_bytes,
         allocated=found.allocated_bytes,
     )
-    numbers["reserved_end"] = training.allocator.reserved
+    numbers["reserved_end"] = recorder.allocator.reserved
     replayed = cuda_traces.replay(numbers)
     assert replayed.exact, replayed
     assert replayed.allocations > 100
