@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
+from .core.generators import buffers_kept, generators_kept
 from .core.memory_recorder import memory_record
-from .core.rerun import buffers_kept, generators_kept
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from .runs.attach import AttachedRun, Stop
 from .runs.layout import SavedCheckpoint

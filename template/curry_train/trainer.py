@@ -31,9 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, OptimizerConfig
 from .core.blocks import NoBlocks, find_blocks
+from .core.generators import seed_generators, untouched
 from .core.measure import Loss
 from .core.memory_recorder import memory_record
-from .core.rerun import seed_generators, untouched
 from .core.timing import find_device
 from .data import Dataset, Stream
 from .loop import RunReport, StepReport, mean_loss, run_training_steps

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from curry_train import trainer
 from curry_train.config import Config, load_config
+from curry_train.core.generators import seed_generators, seeded
 from curry_train.core.measure import Loss
-from curry_train.core.rerun import seed_generators, seeded
 from curry_train.core.timing import NoSuchDevice
 from curry_train.data import Dataset, Stream
 from curry_train.loop import mean_loss

@@ -22,8 +22,8 @@ from curry_train.bench.steps import (
     find_lever,
     python_calls,
 )
+from curry_train.core.generators import seeded
 from curry_train.core.measure import bytes_on_device, peak_of_step
-from curry_train.core.rerun import seeded
 from curry_train.plan import device as peak_rate
 from curry_train.plan.device import PROFILES
 from curry_train.workloads.models import mlp, transformer

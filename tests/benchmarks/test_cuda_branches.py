@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from curry_train.bench import savings
 from curry_train.bench.steps import TrainingStep
-from curry_train.core import measure, parity, rerun
+from curry_train.core import generators as core_generators
+from curry_train.core import measure, parity
 from curry_train.core.wording import provenance
 from curry_train.gates import memory_plan
 from curry_train.gates.verdict import NotApplicable
@@ -329,7 +330,7 @@ def draw(states, index):
 
 def test_the_generators_of_all_devices_are_restored(generators):
     before = {index: state.clone() for index, state in generators.items()}
-    with rerun.generators_kept():
+    with core_generators.generators_kept():
         draw(generators, 0)
         draw(generators, 1)
     assert all(torch.equal(generators[index], state) for index, state in before.items())
@@ -339,12 +340,12 @@ def test_recompute_draws_again_from_the_device_of_its_tensors(generators):
     class OnSecond(torch.Tensor):
         device = torch.device("cuda", 1)
 
-    taken = rerun.Generators([torch.ones(1).as_subclass(OnSecond)])
+    taken = core_generators.Generators([torch.ones(1).as_subclass(OnSecond)])
     draw(generators, 0)
     assert not taken.moved()
     draw(generators, 1)
     assert taken.moved()
-    with rerun.generators_kept():
+    with core_generators.generators_kept():
         taken.restore()
         assert generators[1].tolist() == [1, 0]
         draw(generators, 1)

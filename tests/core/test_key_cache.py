@@ -23,9 +23,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.core.rerun import seeded
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import NONE_KIND
 from curry_train.primitives import apply_sac, checkpointed, offload_blocks, recompute_blocks

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from curry_train.core.generators import seeded
 from curry_train.core.parity import NothingToCompare, check_comparable, compare, record_step
-from curry_train.core.rerun import seeded
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
 from curry_train.workloads.workload import Case
 

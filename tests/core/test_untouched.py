@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.rerun import Generators, generators_kept, seeded
+from curry_train.core.generators import Generators, generators_kept, seeded
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, pretended
 from curry_train.primitives import recompute_blocks

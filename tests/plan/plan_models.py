@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.core.rerun import seeded
+from curry_train.core.generators import seeded
 from curry_train.workloads.workload import Workload, default_workload
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from curry_train.core.generators import seeded
 from curry_train.core.measure import LiveStorages, count_flops
 from curry_train.core.parity import compare, record_step
-from curry_train.core.rerun import seeded
 from curry_train.plan import costs
 from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
 from curry_train.plan.device import find_profile

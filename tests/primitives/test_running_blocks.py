@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from curry_train.core.blocks import NoBlocks, find_blocks
+from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.core.rerun import seeded
 from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.offload import offload_blocks
 from curry_train.primitives.recompute import recompute_blocks

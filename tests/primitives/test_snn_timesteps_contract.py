@@ -16,9 +16,9 @@ from hypothesis.strategies import integers
 from snn_models import WIDTH, Net, build, currents
 from torch import nn
 
+from curry_train.core.generators import seeded
 from curry_train.core.measure import LiveStorages, measure_memory
 from curry_train.core.parity import compare, record
-from curry_train.core.rerun import seeded
 from curry_train.gates.same_training import sample_of
 from curry_train.gates.snn_timesteps import schedule_peak_bytes, times_again
 from curry_train.primitives import snn_timesteps

@@ -5,9 +5,9 @@ python -m pytest tests/primitives/test_snn_timesteps_long.py
 
 import pytest
 
+from curry_train.core.generators import untouched
 from curry_train.core.measure import FlopCount, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.core.rerun import untouched
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import load_workload, snn_long

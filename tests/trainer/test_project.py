@@ -28,7 +28,7 @@ WORDS = (
 BY_THE_TRAINER = """
 import sys
 from curry_train.config import load_config
-from curry_train.core.rerun import seeded
+from curry_train.core.generators import seeded
 from curry_train.plan import Plan
 from curry_train.trainer import TrainingTask, train
 from data import open_data

@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 
 from curry_train.cli.main import main
-from curry_train.core.rerun import seeded
+from curry_train.core.generators import seeded
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 from curry_train.workloads.workload import (
     IGNORED_TARGET,

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ..core.generators import seed_generators, seeded
 from ..core.measure import is_out_of_memory
-from ..core.rerun import seed_generators, seeded
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.device import peak_rate
 from ..primitives.grad_accum import NonFiniteWindow, WindowResult

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..core.blocks import NoBlocks, find_blocks
+from ..core.generators import seeded, untouched
 from ..core.measure import (
     Flops,
     Memory,
@@ -32,7 +33,6 @@ from ..core.measure import (
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
-from ..core.rerun import seeded, untouched
 from ..core.timing import paired_ratio, time_in_turns
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
-from ..core.rerun import seeded, untouched
 from ..core.wording import did_you_mean
 from ..plan.optimizers import make_optimizer
 from ..plan.saved import Plan

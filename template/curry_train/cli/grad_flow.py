@@ -11,7 +11,7 @@ from dataclasses import replace
 import click
 import torch
 
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..core.wording import provenance, write_json
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table

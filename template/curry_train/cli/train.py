@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from ..config import Config, DataConfig, load_config
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..core.timing import NoSuchDevice
 from ..core.wording import format_bytes, format_count, format_duration, provenance, write_json
 from ..data import (

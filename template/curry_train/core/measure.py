@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .blocks import find_blocks
 from .blocks import tensors_in as tensors_in
-from .rerun import buffers_kept, seeded, untouched
+from .generators import buffers_kept, seeded, untouched
 
 # FLOPs of single operations: torch's formulas, attention and grouped matrix products.
 

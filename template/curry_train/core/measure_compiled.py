@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from .generators import untouched
 from .measure import (
     ATTENTION_BACKWARD_PACKETS,
     ATTENTION_PACKETS,
@@ -35,7 +36,6 @@ from .measure import (
     Memory,
     measure_memory,
 )
-from .rerun import untouched
 
 # Memory and FLOPs of compiled steps, from profiler events.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .rerun import generator_states, same_state
+from .generators import generator_states, same_state
 
 # If every weight changed by its own size, the gradient has to change the loss by this share at
 # least, and by so many units of rounding. The gradients of constant losses are below that.

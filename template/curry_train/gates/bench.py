@@ -18,10 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..bench.report import Bench, Figures, measure_levers
 from ..bench.steps import MEASURED_OUTCOME, Lever, TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
+from ..core.generators import seeded
 from ..core.measure import FlopCount, count_flops
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record
-from ..core.rerun import seeded
 from ..core.timing import FASTER_VERDICT, SLOWER_VERDICT, Ratio, paired_ratio, time_in_turns
 from ..plan.optimizers import make_optimizer
 from ..plan.timeline import record_step_storages, timeline_of

@@ -17,7 +17,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..core.wording import unheard
 from ..runs.attach import saving
 from ..runs.layout import MANIFEST_FILE_NAME, SavedCheckpoint

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES, NothingToCompare, check_comparable
-from ..core.rerun import seeded
 from ..primitives.grad_accum import (
     GradientAccumulation,
     NonFiniteWindow,

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..core.generators import seeded, untouched
 from ..core.measure import LiveStorages, Loss, tensors_in
 from ..core.parity import GRADIENT_TOLERANCES, StepRecord, compare, record
-from ..core.rerun import seeded, untouched
 from ..primitives.grad_flow import GradFlow, LayerFlow, Update, ValueSpread
 from ..primitives.grad_flow_probe import choose_layers
 from ..primitives.recompute import recompute_blocks

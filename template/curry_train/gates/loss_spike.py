@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..core.wording import unheard
 from ..runs.attach import saving
 from ..runs.policy import SavingPolicy

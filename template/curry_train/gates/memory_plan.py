@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.blocks import NoBlocks, find_blocks
+from ..core.generators import seeded, untouched
 from ..core.measure import Memory, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
@@ -24,7 +25,6 @@ from ..core.parity import (
     compare,
     record_step,
 )
-from ..core.rerun import seeded, untouched
 from ..plan.optimizers import OptimizerFactory, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import FULL_KIND, OFFLOAD_KIND, SAC_KIND, Option, Plan, apply_options

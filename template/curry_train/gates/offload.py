@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.blocks import find_blocks
+from ..core.generators import seeded
 from ..core.measure import LiveStorages
 from ..core.measure_compiled import (
     CompileFailed,
@@ -25,7 +26,6 @@ from ..core.measure_compiled import (
     with_own_code,
 )
 from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
-from ..core.rerun import seeded
 from ..core.wording import format_bytes
 from ..primitives.offload import (
     DUPLICATE_REASON,

@@ -21,9 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..core.blocks import find_blocks
+from ..core.generators import seeded
 from ..core.measure import Memory, count_flops, forward_flops, measure_memory, recompute_flops
 from ..core.parity import Parity, StepRecord, check_comparable, compare, record
-from ..core.rerun import seeded
 from ..plan.profiler import MemoryProfiler
 from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks

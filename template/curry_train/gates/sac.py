@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 
 from ..bench.steps import python_calls
 from ..core.blocks import find_blocks, refuse
+from ..core.generators import seeded, untouched
 from ..core.measure import (
     REST_LAYER,
     FlopCount,
@@ -33,7 +34,6 @@ from ..core.measure import (
 )
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import StepRecord, compare, record_step
-from ..core.rerun import seeded, untouched
 from ..primitives import sac
 from ..primitives.regions import apply_regions
 from ..primitives.regions_report import report_regions

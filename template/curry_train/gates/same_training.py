@@ -23,6 +23,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ..core.blocks import NoBlocks, find_blocks
+from ..core.generators import seeded, untouched
 from ..core.measure import LiveStorages, Loss
 from ..core.parity import (
     OUTER_BOUND,
@@ -32,7 +33,6 @@ from ..core.parity import (
     compare,
     record,
 )
-from ..core.rerun import seeded, untouched
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
 from .verdict import Verdict, not_applicable, shared_result

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
-from ..core.rerun import seeded, untouched
 from ..primitives import snn_timesteps
 from ..primitives.hidden_state import HiddenState, TimestepFunction, check_step, roots_of, take_step
 from ..primitives.snn_timesteps import (

@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.blocks import find_blocks
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .verdict import (

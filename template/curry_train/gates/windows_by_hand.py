@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
-from ..core.rerun import seeded
 from ..primitives.grad_accum import GradientAccumulation, Window
 from ..workloads.workload import Case, batch_size
 from .verdict import NotApplicable, Verdict

@@ -7,8 +7,8 @@ Proof: `python -m pytest tests/plan/test_available.py`.
 
 import torch
 
+from ..core.generators import seeded
 from ..core.measure import LiveStorages
-from ..core.rerun import seeded
 from ..core.wording import format_bytes
 from ..primitives.host_memory import available_host_bytes
 from ..workloads.workload import Case

@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 from ..core.blocks import match_inside
+from ..core.generators import seeded
 from ..core.measure import LiveStorages, OperationMode, has_wrapper, operation_flops, tensors_in
-from ..core.rerun import seeded
 from ..primitives import sac
 from ..primitives.checkpointed import TORCH_ATTRIBUTES
 from .device import DeviceProfile

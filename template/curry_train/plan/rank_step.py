@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from ..core.generators import seeded
 from ..core.measure import (
     REST_LAYER,
     Loss,
@@ -34,7 +35,6 @@ from ..core.measure import (
     divide,
     local_tensors,
 )
-from ..core.rerun import seeded
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
 from .profiler import (

@@ -34,8 +34,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from ..core.generators import seeded
 from ..core.measure import local_tensors
-from ..core.rerun import seeded
 from ..core.wording import format_bytes
 from ..workloads.optimizers import SteppedOnHost
 from ..workloads.workload import Case, map_tensors

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.generators import seeded
 from ..core.measure import (
     Life,
     Loss,
@@ -22,7 +23,6 @@ from ..core.measure import (
     divide,
     tensors_in,
 )
-from ..core.rerun import seeded
 from ..primitives.grad_accum import StepInBackward
 from ..workloads.optimizers import SteppedOnHost
 from .optimizers import copy_optimizer, copy_steps, take_eagerly

@@ -31,6 +31,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.generators import seeded, untouched
 from ..core.measure import Loss
 from ..core.measure_compiled import (
     BudgetUnsafe,
@@ -39,7 +40,6 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.rerun import seeded, untouched
 from .sac import EXPENSIVE_OPERATIONS, draws
 
 # Compile functions under an activation memory budget, recomputing no random operation.

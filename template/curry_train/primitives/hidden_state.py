@@ -26,7 +26,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
-from ..core.rerun import Generators, generators_kept, is_batch_norm
+from ..core.generators import Generators, generators_kept
+from ..core.rerun import is_batch_norm
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 

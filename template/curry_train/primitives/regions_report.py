@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.blocks import CONTAINER_TYPES, class_as_written
-from ..core.rerun import untouched
+from ..core.generators import untouched
 from .regions import REGIONS_ATTRIBUTE, Regions
 
 EXPENSIVE_NODES = (

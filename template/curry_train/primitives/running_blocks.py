@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import NoBlocks, find_blocks, kind_of, refuse
+from ..core.generators import buffers_kept, seeded
 from ..core.measure import Loss, as_trained
 from ..core.measure_compiled import holds_compiled_code
-from ..core.rerun import buffers_kept, seeded
 
 # Blocks that run: record one forward, and choose among the modules that it calls.
 

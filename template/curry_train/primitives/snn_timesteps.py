@@ -30,12 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ..core.generators import Generators, generators_kept
 from ..core.rerun import (
-    Generators,
     check_unchanged,
     function_modes,
     function_modes_as,
-    generators_kept,
     mark_returned_once,
     statistics_kept,
 )

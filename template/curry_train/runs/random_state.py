@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ..core.rerun import generator_states, set_generator_states
+from ..core.generators import generator_states, set_generator_states
 from .ranks import DamagedCheckpoint
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 from .optimizers import OptimizerLike, OptimizersLike, stepped_on_host
 from .workload import (

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 # Loads snn_timesteps when the loop over time runs.
 from .. import primitives
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..core.wording import did_you_mean
 from ..primitives.cross_entropy import IGNORED_TARGET
 from .shrink import split_shrink

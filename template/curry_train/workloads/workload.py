@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from ..core.blocks import class_as_written
-from ..core.rerun import seeded
+from ..core.generators import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.running_blocks import BlockChoice, choose_blocks
 
