@@ -254,7 +254,7 @@ FAULTS = [
     planted("recompute.long-run", "late", patches=long_run_of(later(20)), hint="step 11 of 12"),
     planted("recompute.long-run", "no-op", patches=long_run_of(foreign.nothing), hint="ran twice"),
     parity("two-ranks", "synced-again", synced_again, hint="collectives", model="mlp"),
-    parity("two-ranks", "own-weights", with_own_weights, hint="did not receive grad", model="mlp"),
+    parity("two-ranks", "own-weights", with_own_weights, hint="not used in", model="mlp"),
     planted("recompute.profiler", "double", profiler=DoubleCounting, hint="counted twice"),
     planted(
         "recompute.profiler",

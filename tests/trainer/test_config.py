@@ -137,7 +137,7 @@ def test_a_misspelled_key_is_named_with_the_right_one(word, message):
         ),
         (
             ["recompute={strategy: sequential, use_reentrant: true}"],
-            "recompute: use_reentrant must be False",
+            "recompute: use_reentrant=True has no effect with sequential",
         ),
     ],
 )

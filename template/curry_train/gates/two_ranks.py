@@ -57,6 +57,8 @@ LEAST_SECONDS = 180.0
 MOST_STEPS = 300
 # Lines of a failed rank's log that go into the error.
 LAST_LINES = 12
+# In the error of a rank whose peer has ended.
+LOST_CONNECTION = "Connection closed by peer"
 # The interpreter that runs the ranks.
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
@@ -297,7 +299,8 @@ class RankProcesses:
             )
         if -signal.SIGKILL in codes:
             raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
-        # Both ranks often fail alike.
+        # The others lose their connection to the rank that failed first.
+        failures.sort(key=lambda failure: LOST_CONNECTION in failure[0])
         reasons = dict.fromkeys(reason for reason, _ in failures if reason)
         hints = [hint for _, hint in failures if hint]
         raise RankFailed("; ".join(reasons), hint=hints[0] if hints else "run it on one rank")
