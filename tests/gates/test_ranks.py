@@ -53,7 +53,7 @@ def test_each_rank_returns_its_result_and_syncs_are_counted():
 
 
 def test_the_error_of_a_rank_is_raised_with_its_message():
-    with pytest.raises(RuntimeError, match="^ValueError: rank 1 does not like it"):
+    with pytest.raises(RuntimeError, match=r"^ValueError: rank 1 does not like it"):
         run_on_ranks(f"{__file__}:fails_on_one_rank", timeout=60)
 
 
