@@ -34,6 +34,7 @@ LONG_BLOCKS = (
     "python my_accelerate.py",
     "python my_lightning.py",
     "curry-train memory --trainer my_trainer:make_trainer",
+    "curry-train plan --model my_llama.py:build",
     "curry-train runs spike-check",
     "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
     "--explain --plot",
