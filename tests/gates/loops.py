@@ -322,7 +322,26 @@ def warmed_up_from_zero():
         scheduler.step()
 
 
+def adversarial_in_turns():
+    """As Wasserstein's, with several steps of one optimizer for each of the other."""
+    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
+    judge = classifier(classes=1)
+    of_generator, of_judge = adamw(generator), adamw(judge)
+    ones = torch.ones(8, 1)
+    for number, (real, _) in enumerate(loader()):
+        fake = generator(torch.randn(8, 4))
+        of_judge.zero_grad()
+        F.binary_cross_entropy_with_logits(judge(real), ones).backward()
+        F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones).backward()
+        of_judge.step()
+        if number % 2:
+            of_generator.zero_grad()
+            F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
+            of_generator.step()
+
+
 HEALTHY = [
+    adversarial_in_turns,
     two_optimizers, perceptual, policy_by_minibatches, sums_of_two_losses,
     contrastive_with_cached_gradients, steps_in_hooks, experts, warmed_up_from_zero,
     plain, accumulated, tokens_weighted, scaled, adversarial, averaged, with_closure,

@@ -86,12 +86,17 @@ def _stepping(trace: Trace) -> list[Optimizer]:
     return list({id(step.optimizer): step.optimizer for step in trace.of(Step)}.values())
 
 
-def _microbatches(window: Sequence[Event]) -> list[list[Backward]]:
+def _reaching(optimizer: Optimizer, window: Sequence[Event]) -> list[Backward]:
+    """Return the backward calls of a window that made gradients of an optimizer."""
+    calls = [event for event in window if isinstance(event, Backward)]
+    return [call for call in calls if id(optimizer) in call.reached]
+
+
+def _microbatches(optimizer: Optimizer, window: Sequence[Event]) -> list[list[Backward]]:
     """Return the backward calls of a window by the line that made them."""
     lines = defaultdict[str, list[Backward]](list)
-    for event in window:
-        if isinstance(event, Backward):
-            lines[event.place].append(event)
+    for call in _reaching(optimizer, window):
+        lines[call.place].append(call)
     # A closure that an optimizer calls several times is no accumulation.
     return [calls for calls in lines.values() if not all(call.in_step for call in calls)]
 
@@ -99,7 +104,10 @@ def _microbatches(window: Sequence[Event]) -> list[list[Backward]]:
 def accumulation(trace: Trace) -> Fault | None:
     """Each term of the losses of a window weighs as in one batch."""
     several = [
-        calls for _, window in _windows(trace) for calls in _microbatches(window) if len(calls) > 1
+        calls
+        for optimizer, window in _windows(trace)
+        for calls in _microbatches(optimizer, window)
+        if len(calls) > 1
     ]
     if not several:
         raise NotApplicable("each step has one backward call of a line", required="several")
@@ -140,7 +148,7 @@ def accumulation(trace: Trace) -> Fault | None:
 def zeroed(trace: Trace) -> Fault | None:
     """Gradients are set to zero once per window, before its first backward call."""
     for optimizer, window in _windows(trace):
-        calls = [event for event in window if isinstance(event, Backward)]
+        calls = _reaching(optimizer, window)
         if not calls:
             continue
         step = window[-1]
@@ -151,12 +159,9 @@ def zeroed(trace: Trace) -> Fault | None:
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
         own = _parameter_ids(optimizer)
-        last = max(place for place, event in enumerate(window) if isinstance(event, Backward))
-        first_of_line = next(
-            place
-            for place, event in enumerate(window)
-            if isinstance(event, Backward) and event.place == window[last].place
-        )
+        last = window.index(calls[-1])
+        of_line = [call for call in calls if call.place == calls[-1].place]
+        first_of_line = window.index(of_line[0])
         for place, event in enumerate(window):
             if isinstance(event, Zero) and not event.in_step and event.parameters & own:
                 if place > last:

@@ -58,7 +58,7 @@ def users_place() -> str:
     return ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Event:
     """A call that the loop made, at a line of the user's."""
 
@@ -67,7 +67,7 @@ class Event:
     in_step: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Forward(Event):
     """A call of a module that is inside of no other one, with gradients."""
 
@@ -79,7 +79,7 @@ class Forward(Event):
     autocast: torch.dtype | None
 
 
-@dataclass
+@dataclass(eq=False)
 class LossCall(Event):
     """A call of one of torch's loss functions, with what was found in its arguments."""
 
@@ -99,7 +99,7 @@ class LossCall(Event):
     node: Any
 
 
-@dataclass
+@dataclass(eq=False)
 class Backward(Event):
     """A call of backward on a loss."""
 
@@ -110,9 +110,11 @@ class Backward(Event):
     clean: frozenset[int]
     # The one loss function that the loss is a multiple of, if so.
     loss: LossCall | None
+    # Optimizers whose gradients it changed.
+    reached: frozenset[int] = frozenset()
 
 
-@dataclass
+@dataclass(eq=False)
 class Clip(Event):
     """A clipping of gradients."""
 
@@ -121,14 +123,14 @@ class Clip(Event):
     is_scaled: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Zero(Event):
     """A call that sets gradients to zero or None, after gradients were there."""
 
     parameters: frozenset[int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Step(Event):
     """A step of an optimizer, with what it did to parameters."""
 
@@ -141,14 +143,14 @@ class Step(Event):
     by_scaler: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Schedule(Event):
     """A step of a learning rate's schedule."""
 
     scheduler: LRScheduler
 
 
-@dataclass
+@dataclass(eq=False)
 class Scaling(Event):
     """A call of a gradient scaler."""
 
@@ -346,29 +348,39 @@ class Observer:
         return facts
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(tensors: Any, *args: Any, **options: Any) -> Any:
-            given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            loss = given[0]
-            if self.depth == 0 and loss.numel() == 1:
-                self._note_graphs(loss)
-                clean = frozenset(id(one) for one in self.trace.optimizers if _is_clean(one))
-                # One of which the loss is a multiple, among those since the last backward.
-                of_loss = [one for one in self.losses if is_multiple(loss, one.node)]
-                self.trace.events.append(
-                    Backward(
-                        **self._at(),
-                        value=float(loss.detach()),
-                        scale=self._scale(),
-                        in_autocast=torch.is_autocast_enabled(loss.device.type),
-                        clean=clean,
-                        loss=of_loss[0] if len(of_loss) == 1 else None,
-                    )
-                )
+        def run(tensors: Any, *args: Any, **options: Any) -> None:
+            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+            if self.depth or loss.numel() != 1:
+                backward(tensors, *args, **options)
+                return
+            event = self._backward_event(loss)
+            optimizers = list(self.trace.optimizers)
+            before = [_gradient_versions(one) for one in optimizers]
             backward(tensors, *args, **options)
-            if self.depth == 0:
-                self.losses.clear()
+            after = [_gradient_versions(one) for one in optimizers]
+            event.reached = frozenset(
+                id(one)
+                for one, old, new in zip(optimizers, before, after, strict=True)
+                if old != new
+            )
+            self.losses.clear()
 
         return run
+
+    def _backward_event(self, loss: Tensor) -> Backward:
+        self._note_graphs(loss)
+        # One of which the loss is a multiple, among those since the last backward.
+        of_loss = [one for one in self.losses if is_multiple(loss, one.node)]
+        event = Backward(
+            **self._at(),
+            value=float(loss.detach()),
+            scale=self._scale(),
+            in_autocast=torch.is_autocast_enabled(loss.device.type),
+            clean=frozenset(id(one) for one in self.trace.optimizers if _is_clean(one)),
+            loss=of_loss[0] if len(of_loss) == 1 else None,
+        )
+        self.trace.events.append(event)
+        return event
 
     def _scale(self) -> float:
         is_on = self.scaler is not None and self.scaler.is_enabled()
@@ -571,6 +583,17 @@ def _parameters(owner: Any) -> Iterator[Tensor]:
     else:
         for group in owner.param_groups:
             yield from group["params"]
+
+
+def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int] | None]:
+    """Return what changes with each gradient that is made or added to."""
+    versions: list[tuple[int, int] | None] = []
+    for parameter in _parameters(optimizer):
+        grad = parameter.grad
+        # A sharded gradient has its values in a tensor of its own.
+        local = getattr(grad, "_local_tensor", grad)
+        versions.append(None if local is None else (id(local), local._version))
+    return versions
 
 
 def _is_clean(optimizer: Optimizer) -> bool:
