@@ -3,11 +3,14 @@
 Run: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from curry_train.gates.loop_run import LoopFailed, preflight_program
+from curry_train.gates import loop_run
+from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program
 
 SCRIPT = """\
 import os
@@ -173,3 +176,41 @@ def test_the_loop_of_a_trainer_is_checked(folder, source, kind, expected):
     Path("mine.py").write_text(source)
     assert set(failed("trainer", f"mine.py:{kind}")) == expected
     assert files(folder) == {"train.py", "log.txt", "mine.py"}
+
+
+# Changes of what was there before, and whether the loop goes on.
+CHANGES = [
+    ("with open('link.txt', 'a') as file: file.write('more')", True),
+    ("os.remove('link.txt')", True),
+    ("os.replace('log.txt', 'link.txt')", True),
+    ("os.makedirs('new/deep'); open('new/deep/a', 'w').close(); os.rename('new', 'newer')", True),
+    ("os.rename('kept', 'moved')", False),
+    ("__import__('shutil').rmtree('kept', ignore_errors=True)", False),
+    ("os.remove('kept/empty.txt'); os.rmdir('kept')", False),
+]
+
+
+@pytest.mark.parametrize(("change", "goes_on"), CHANGES)
+def test_nothing_that_was_there_is_lost(folder, change, goes_on):
+    Path("kept").mkdir()
+    Path("kept/empty.txt").touch()
+    Path("target.txt").write_text("target")
+    Path("link.txt").symlink_to("target.txt")
+    before = files(folder)
+    changed = ChangedFiles()
+    with changed.noticed(), nullcontext() if goes_on else pytest.raises(RuntimeError, match="kept"):
+        exec(change, {"os": os})  # noqa: S102 - the change of a user's script
+    changed.put_back()
+    assert files(folder) == before
+    assert Path("link.txt").readlink() == Path("target.txt")
+    assert Path("target.txt").read_text() == "target"
+    assert Path("log.txt").read_text() == "before\n"
+
+
+def test_a_file_too_large_for_a_copy_is_not_changed(folder, monkeypatch):
+    monkeypatch.setattr(loop_run, "LARGEST_COPY", 3)
+    changed = ChangedFiles()
+    with changed.noticed(), pytest.raises(RuntimeError, match=r"log\.txt, which is too large"):
+        Path("log.txt").write_text("after")
+    changed.put_back()
+    assert Path("log.txt").read_text() == "before\n"

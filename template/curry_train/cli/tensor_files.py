@@ -33,7 +33,7 @@ MOST_ELEMENTS_AT_ONCE = 2**26
 # An index or a pickle inside of a file is read whole; a larger one is not read at all.
 MOST_INDEX_BYTES = 2**25
 MOST_PICKLE_BYTES = 2**28
-# One that is no larger can't take much memory or time.
+# Smaller pickles can't take much memory or time.
 SMALL_PICKLE_BYTES = 2**16
 # Keys of nested containers that are visited; shared containers could give endlessly many.
 MOST_KEYS = 500_000

@@ -40,7 +40,7 @@ TOLERANCE = 0.02
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, where, and what to do."""
+    """A fault of the loop: the line, the measured figure, and advice."""
 
     place: str
     measured: str
@@ -208,7 +208,7 @@ def _parameter_ids(optimizer: Optimizer) -> set[int]:
 
 
 def moves(trace: Trace) -> Fault | None:
-    """What is trained moves, and nothing that is frozen does."""
+    """Trained parameters move, and frozen ones do not."""
     steps: list[Step] = trace.of(Step)
     if frozen := [step for step in steps if step.frozen_moved]:
         names = [trace.names.get(one, "?") for one in frozen[0].frozen_moved]
@@ -222,18 +222,9 @@ def moves(trace: Trace) -> Fault | None:
     for one in _stepping(trace):
         own = [step for step in steps if step.optimizer is one]
         if len(own) > 1 and not any(step.moved for step in own):
-            reason = (
-                "its learning rate is 0"
-                if not any(map(any, (s.rates for s in own)))
-                else (
-                    "no parameter of it has a gradient"
-                    if not any(s.with_gradient for s in own)
-                    else "its updates are 0"
-                )
-            )
             return Fault(
                 own[0].place,
-                f"no parameter of {type(one).__name__} moves: {reason}",
+                f"no parameter of {type(one).__name__} moves: {_why_nothing_moves(own)}",
                 "give it the parameters of the model that is trained, and a learning rate",
             )
     held = _held(trace)
@@ -253,6 +244,14 @@ def moves(trace: Trace) -> Fault | None:
             "use_reentrant=False, or model.enable_input_require_grads(); else remove the no_grad",
         )
     return None
+
+
+def _why_nothing_moves(steps: Sequence[Step]) -> str:
+    if not any(any(step.rates) for step in steps):
+        return "its learning rate is 0"
+    if not any(step.with_gradient for step in steps):
+        return "no parameter of it has a gradient"
+    return "its updates are 0"
 
 
 def _named(names: Sequence[str], most: int = 2) -> str:
@@ -489,7 +488,7 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "accumulation": ("a window's gradient is that of the same samples in one batch", accumulation),
     "zeroed": ("gradients are set to zero once per step", zeroed),
     "optimizer": ("each parameter with a gradient is in an optimizer", optimizer),
-    "moves": ("what is trained moves, what is frozen does not", moves),
+    "moves": ("trained parameters move, frozen ones do not", moves),
     "schedule": ("one step of the schedule per optimizer step, after it", schedule),
     "clipping": ("clipped once, after the last backward, before the step", clipping),
     "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),

@@ -29,6 +29,8 @@ from .verdict import Verdict, error_in_a_line, where_to_look
 
 # Services that a loop may report to.
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disabled"}
+# Of files, in bytes.
+LARGEST_COPY = 2**30
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -36,9 +38,7 @@ class LoopFailed(RuntimeError):
     """The user's training raised an error before it could be checked; the text says where."""
 
 
-def preflight_program(
-    kind: str, words: Sequence[str], *, num_steps: int, timeout: float | None = None
-) -> list[Verdict]:
+def preflight_program(kind: str, words: Sequence[str], *, num_steps: int) -> list[Verdict]:
     """Check the loop of a `script` with its arguments, or of a `trainer` factory."""
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         result = Path(folder, "verdicts.json")
@@ -46,10 +46,9 @@ def preflight_program(
         subprocess.run(
             [*command, *words],
             env=os.environ | OFFLINE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            # What the script prints is no result of the command: it goes to standard error.
+            # Standard output is for the result; the script prints to standard error.
             stdout=2,
             check=False,
-            timeout=timeout,
         )
         if not result.exists():
             raise LoopFailed("its process ended before a step, as where memory runs out")
@@ -114,12 +113,17 @@ def _nothing_saved() -> Iterator[None]:
 
 
 class ChangedFiles:
-    """Files and folders that Python code makes, changes or removes, to be put back."""
+    """Files and folders that Python code makes or changes, to be put back.
+
+    Where that is not possible the change is refused: folders that were there before can't be moved
+    or removed, nor large files changed.
+    """
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="preflight-files-"))
         self.is_noticing = False
-        self.copies: dict[Path, Path | None] = {}
+        # What was there before the first change: a copy, the target of a link, or nothing.
+        self.before: dict[Path, Path | str | None] = {}
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
@@ -134,41 +138,73 @@ class ChangedFiles:
         if not self.is_noticing:
             return
         if event == "open" and isinstance(args[2], int) and args[2] & WRITES:
+            self._note(args[0], follows_links=True)
+        elif event in ("os.mkdir", "os.truncate"):
             self._note(args[0])
-        elif event in ("os.mkdir", "os.remove", "os.truncate", "os.symlink", "os.link"):
-            self._note(args[1] if event in ("os.symlink", "os.link") else args[0])
-        elif event == "os.rename":
-            self._note(args[0])
+        elif event in ("os.symlink", "os.link"):
             self._note(args[1])
+        elif event in ("os.remove", "os.rmdir", "shutil.rmtree") and args[1] in (None, -1):
+            self._note(args[0], goes=True)
+        elif event == "os.rename":
+            self._note(args[0], goes=True)
+            self._note(args[1], goes=True)
 
-    def _note(self, path: Any) -> None:
-        """Copy a file before its first change."""
+    def _note(self, path: Any, *, goes: bool = False, follows_links: bool = False) -> None:
+        """Note what is at a path before its first change, or refuse the change."""
         if not isinstance(path, str | bytes | os.PathLike):
             return
-        place = Path(os.path.abspath(os.fsdecode(path)))
-        is_other = place.is_relative_to("/dev") or place.is_relative_to("/proc")
-        if is_other or place in self.copies or place.is_relative_to(self.folder):
-            return
+        text = os.fsdecode(path)
+        place = Path(os.path.realpath(text) if follows_links else os.path.abspath(text))
         self.is_noticing = False
         try:
-            copy = self.folder / str(len(self.copies))
-            is_file = place.is_file() and not place.is_symlink()
-            self.copies[place] = Path(shutil.copy2(place, copy)) if is_file else None
-            if place.is_dir():
-                del self.copies[place]
+            if not self._is_made(place):
+                self.before[place] = self._kept(place, goes=goes)
         finally:
             self.is_noticing = True
 
+    def _is_made(self, place: Path) -> bool:
+        """Return whether the loop has made it, or it is noted already or no file of the user's."""
+        others = (self.folder, "/dev", "/proc")
+        if place in self.before or any(place.is_relative_to(other) for other in others):
+            return True
+        return any(self.before.get(parent, place) is None for parent in place.parents)
+
+    def _kept(self, place: Path, *, goes: bool) -> Path | str | None:
+        if place.is_symlink():
+            return str(place.readlink())
+        if place.is_dir():
+            if goes:
+                raise RuntimeError(
+                    f"the loop moves or removes the folder {place}, which was there before: give "
+                    "it another one"
+                )
+            return place  # it stays
+        if not place.exists():
+            return None
+        if place.stat().st_size > LARGEST_COPY:
+            raise RuntimeError(
+                f"the loop changes {place}, which is too large to be put back: give it another file"
+            )
+        return Path(shutil.copy2(place, self.folder / str(len(self.before))))
+
     def put_back(self) -> None:
         self.is_noticing = False
-        for place, copy in self.copies.items():
+        for place, kept in self.before.items():
+            if kept == place:
+                continue
             with contextlib.suppress(OSError):
-                if copy is not None:
-                    shutil.copy2(copy, place)
-                elif place.is_dir() and not place.is_symlink():
+                if isinstance(kept, Path):
+                    # Another file or a link may be there by now.
+                    if place.is_symlink():
+                        place.unlink()
+                    shutil.copy2(kept, place)
+                    continue
+                if place.is_dir() and not place.is_symlink():
                     shutil.rmtree(place)
                 else:
-                    place.unlink()
+                    place.unlink(missing_ok=True)
+                if kept is not None:
+                    place.symlink_to(kept)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

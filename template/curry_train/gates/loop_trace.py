@@ -15,7 +15,6 @@ import gc
 import inspect
 import re
 import sys
-import sysconfig
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -35,16 +34,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from .verdict import LIBRARIES
+
 LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div")
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
-
-LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
-    "<",
-)
 
 
 def users_place() -> str:
@@ -233,7 +228,7 @@ class Observer:
             replace(nn.Module, "__call__", self._module)
             replace(Optimizer, "__init__", self._made)
             replace(torch.autograd, "backward", self._backward)
-            # What is compiled can't be observed, and computes the same.
+            # Compiled code can't be observed; the same code runs uncompiled.
             replace(torch, "compile", lambda _: _uncompiled)
             replace(nn.Module, "compile", lambda _: lambda *args, **options: None)
             for name in LOSSES:
@@ -325,8 +320,7 @@ class Observer:
         if target.is_floating_point():
             return facts
         tokens = self.tokens
-        missing = -1 if tokens is None else target.numel() % len(tokens)
-        if tokens is None or missing:
+        if tokens is None or target.numel() % len(tokens):
             return facts
         targets = target.reshape(len(tokens), -1)
         counted = targets != options.get("ignore_index", -100)

@@ -188,12 +188,18 @@ def error_in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+# Where files are that are not the user's.
+LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    "<",
+)
+
+
 def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")]
-    libraries = (str(Path(__file__).parents[1]), *installed, "<")
-    own = [frame for frame in frames if not frame.filename.startswith(libraries)]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
     if own:
         return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
     return f"no line of yours: it was raised in {frames[-1].filename}, line {frames[-1].lineno}"
