@@ -336,7 +336,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 # The wheel
 
-SOURCES_OF_WHEEL = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES_OF_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
 LEAST_SETUPTOOLS = 77
 # Files of an installed package that belong to its installation.
 WRITTEN_BY_INSTALLERS = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
