@@ -133,18 +133,37 @@ def test_a_chunk_as_long_as_the_loop_and_a_loop_without_training_run_once():
     assert recorder.num_timesteps == STEPS
 
 
-class Forgetful(Neurons):
-    """Neurons that hold their voltage themselves, which a recomputed step would read too late."""
+class Storing(Neurons):
+    """Neurons that store their voltage themselves, or in a list inside of a list."""
+
+    def __init__(self, in_list):
+        super().__init__()
+        self.voltage = torch.zeros(16, 32)
+        self.voltages = [[self.voltage]]
+        self.in_list = in_list
 
     def step(self, x, state):
-        self.voltage = 0.9 * getattr(self, "voltage", 0.0) + self.inner(x)
+        before = self.voltages[0][0] if self.in_list else self.voltage
+        self.voltage = self.voltages[0][0] = 0.9 * before + self.inner(x)
         return self.outer(torch.sigmoid(self.voltage)), state
 
 
-def test_hidden_state_and_useless_settings_are_refused():
+def test_what_a_module_stores_is_restored_and_state_elsewhere_is_refused():
     inputs = torch.randn(STEPS, 16, 8)
-    with pytest.raises(ValueError, match="voltage"):
-        checkpoint_timesteps(Forgetful().step, inputs, torch.zeros(1), chunk_size=4)
+    gradients = []
+    for loop in (plain_loop, checkpoint_timesteps):
+        torch.manual_seed(0)
+        model = Storing(in_list=False)
+        options = {"chunk_size": 4} if loop is checkpoint_timesteps else {}
+        loop(model.step, inputs, torch.zeros(1), **options)[0].square().mean().backward()
+        gradients.append(model.inner.weight.grad)
+    assert torch.equal(*gradients)
+    with pytest.raises(ValueError, match="outside of its modules"):
+        checkpoint_timesteps(Storing(in_list=True).step, inputs, torch.zeros(1), chunk_size=4)
+
+
+def test_useless_settings_are_refused():
+    inputs = torch.randn(STEPS, 16, 8)
     for options in ({"chunk_size": 0}, {"levels": 3}):
         with pytest.raises(ValueError, match=next(iter(options))):
             checkpoint_timesteps(Neurons().step, inputs, torch.zeros(16, 32), **options)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from ..core.blocks import Derived, become, find_blocks, restore
 from ..core.generators import untouched
-from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged
+from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged, is_active
 from .host_memory import HostCopies, HostPool, in_binary_units
 
 # Storages offloaded to the host between forward and backward, and their saved tensors.
