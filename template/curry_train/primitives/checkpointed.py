@@ -10,8 +10,8 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,6 +21,7 @@ from torch.nn.parameter import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ..core.blocks import tensors_in
 from ..core.rerun import function_modes, function_modes_as, mark_returned_once, statistics_kept
 from .block_state import BlockState
 
@@ -75,7 +76,7 @@ class FlatCall:
                 self.leaves[index] = TENSOR_PLACEHOLDER
         if self.shape is None:
             return tensors
-        return [*tensors, *_in_dataclasses(self.leaves, set())]
+        return [*tensors, *(one for one in tensors_in(self.leaves) if not one.is_inference())]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.inputs is not None:
@@ -100,19 +101,6 @@ class FlatCall:
             self.second,
         ):
             return self.run(*values[:num_args], **kwargs)
-
-
-def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in dataclasses, which pytree opens only if their class is registered."""
-    for leaf in leaves:
-        if not is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in seen:
-            continue
-        seen.add(id(leaf))
-        values = tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
-        for value in values:
-            if isinstance(value, Tensor) and not value.is_inference():
-                yield value
-        yield from _in_dataclasses(values, seen)
 
 
 # Activation checkpointing of one call, on top of `torch.utils.checkpoint`.
