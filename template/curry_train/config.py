@@ -147,8 +147,6 @@ def _path(inside: str, key: object) -> str:
 
 # Learning rate schedule: warm-up, then a cosine or linear decay.
 
-SCHEDULE_SHAPES = ("cosine", "linear", "constant")
-
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
@@ -160,13 +158,9 @@ class LearningRateSchedule:
     steps: int
     warmup_steps: int = 0
     least: float = 0.1
-    shape: str = "cosine"
+    shape: Literal["cosine", "linear", "constant"] = "cosine"
 
     def __post_init__(self) -> None:
-        if self.shape not in SCHEDULE_SHAPES:
-            raise ValueError(
-                f"shape must be one of {', '.join(SCHEDULE_SHAPES)}; got {self.shape!r}"
-            )
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
                 f"warmup_steps must be from 0 to the {self.steps} steps of the run; "

@@ -273,10 +273,6 @@ class Stream:
                 positions.append(position)
         return [int(sample) for sample in self.order(positions)]
 
-    def samples(self, position: int) -> NDArray[numpy.int64]:
-        """Return the samples of all ranks in the window that starts at `position`."""
-        return self.order(self.window(position)[0])
-
     def __iter__(self) -> Iterator[Any]:
         """Yield microbatches without end; `position` moves with the last one of a window."""
         while True:
