@@ -315,7 +315,7 @@ def _results(loop: Unrolled, run: Loop, seed: int) -> dict[str, list[Any]]:
         if isinstance(leaf, Tensor) and leaf.requires_grad
     )
     leaves = [leaf for leaf in tree_leaves((inputs, state)) if isinstance(leaf, Tensor)]
-    leaves += [one for module in modules_of(loop.step) for one in module.parameters()]
+    leaves += [one for module in modules_of(loop.step, depth=3) for one in module.parameters()]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     gradients: Sequence[Any] = ()
     if isinstance(total, Tensor):

@@ -21,38 +21,46 @@ from ..core.rerun import is_batch_norm, num_recomputed
 # Modules that a plain function uses.
 
 
-def modules_of(function: Any, *, depth: int = 3) -> list[nn.Module]:
+def modules_of(function: Any, *, depth: int = 0) -> list[nn.Module]:
     """Return the modules that a function is bound to, or finds outside of its arguments.
 
-    Functions of its closure and of its own file are searched too, and so are objects.
+    With a depth also those that are found so by the functions of its closure and of its own file,
+    by objects, and in plain lists of modules.
     """
     found: dict[int, nn.Module] = {}
     for value in tree_leaves(list(_used_by(function))):
+        inside: list[Any] = []
         if isinstance(value, nn.Module):
             found[id(value)] = value
+            if depth:
+                own = [vars(module).items() for module in value.modules()]
+                inside = [one for each in own for key, one in each if key not in TORCH_ATTRIBUTES]
         elif depth and isinstance(value, functools.partial | MethodType | FunctionType):
-            found |= {id(module): module for module in modules_of(value, depth=depth - 1)}
-        elif hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
-            inside = tree_leaves(list(vars(value).values()))
-            found |= {id(one): one for one in inside if isinstance(one, nn.Module)}
+            inside = modules_of(value, depth=depth - 1)
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
+            inside = list(vars(value).values())
+        found |= {id(one): one for one in tree_leaves(inside) if isinstance(one, nn.Module)}
     return list(found.values())
 
 
 def _used_by(function: Any) -> Iterator[Any]:
     """Yield the objects that a function is bound to, or finds outside of its arguments."""
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values(), function.func)
-    elif isinstance(function, MethodType):
-        yield from (function.__self__, function.__func__)
-    elif isinstance(function, FunctionType):
-        outside = inspect.getclosurevars(function)
-        yield from outside.nonlocals.values()
-        for value in outside.globals.values():
-            # Functions of other files, such as those of torch, use no module of the model.
-            if getattr(value, "__globals__", function.__globals__) is function.__globals__:
-                yield value
-    else:
+    while isinstance(function, functools.partial | MethodType):
+        if isinstance(function, MethodType):
+            yield function.__self__
+            function = function.__func__
+        else:
+            yield from (*function.args, *function.keywords.values())
+            function = function.func
+    if not isinstance(function, FunctionType):
         yield function
+        return
+    outside = inspect.getclosurevars(function)
+    yield from outside.nonlocals.values()
+    for value in outside.globals.values():
+        # Functions of other files, such as those of torch, use no module of the model.
+        if getattr(value, "__globals__", function.__globals__) is function.__globals__:
+            yield value
 
 
 # Modules and what they hold, at the first call and at the second.
@@ -113,8 +121,6 @@ class BlockState:
                     self.generators.append((value, value.get_state()))
                 elif type(value) in COPIED_CONTAINERS and len(value) <= LONGEST_COPIED:
                     state.containers[name] = value.copy()
-                    entries = value.values() if isinstance(value, dict) else value
-                    modules += [one for one in entries if isinstance(one, nn.Module)]
             # What a module writes is not known before its first call.
             written = written_names.get(module, may_be_written)
             for name, value in (*state.parameters.items(), *may_be_written.items()):

@@ -226,7 +226,7 @@ def measure_costs(step: TimestepFunction, timesteps: Sequence[Any], state: Any) 
     """
     held = []
     generators = Generators(tree_leaves(state))
-    with _trial(modules_of(step)), _AliveBytes() as alive:
+    with _trial(modules_of(step, depth=DEEPEST_SEARCH)), _AliveBytes() as alive:
         for x in _first_timesteps(timesteps):
             _, state = take_step(step, x, state)
             held.append(alive.total)
@@ -306,6 +306,8 @@ def _fitting(peak: int, enough: int, costs: Costs, levels: int) -> int:
 # Find state that a step keeps outside of its modules, which no recomputation could restore.
 
 NUM_CHECKED_STEPS = 3
+# Functions and objects between a step and the modules that it calls.
+DEEPEST_SEARCH = 3
 
 
 class HiddenState(ValueError):
@@ -318,7 +320,7 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
     The first timesteps run twice from the same modules and random numbers. The second run must give
     the same to the bit: outputs, states and what autograd saves.
     """
-    modules = modules_of(step)
+    modules = modules_of(step, depth=DEEPEST_SEARCH)
     for module in modules:
         if any(map(is_lazy, module.parameters())):
             name = type(module).__name__
@@ -431,7 +433,7 @@ def checkpoint_timesteps(
     """
     check_chunks(chunk_size, levels)
     timesteps = slice_time(inputs, time_dim)
-    modules = modules_of(step)
+    modules = modules_of(step, depth=DEEPEST_SEARCH)
     is_eval = modules and not any(module.training for module in modules)
     if is_eval or not torch.is_grad_enabled():
         return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
