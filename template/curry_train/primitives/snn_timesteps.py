@@ -353,15 +353,20 @@ def _checked_run(
     state = _copies(state)
     with _trial(modules), saved_tensors_hooks(note, lambda tensor: tensor):
         for x in map(_copies, _first_timesteps(timesteps)):
-            versions = [(role, one, _version(one)) for role, one in _named_leaves(x, state)]
+            given = [
+                (role, leaf, leaf._version)
+                for role, tree in (("input", x), ("state", state))
+                for leaf in tree_leaves(tree)
+                if isinstance(leaf, Tensor)
+            ]
             try:
                 output, state = take_step(step, x, state)
             except RuntimeError as error:
                 shapes = [tuple(one.shape) for one in tree_leaves(x) if isinstance(one, Tensor)]
                 error.add_note(f"step was given an input of shape {shapes}: is time_dim right?")
                 raise
-            for role, value, version in versions:
-                if _version(value) != version:
+            for role, leaf, version in given:
+                if leaf._version != version:
                     raise ValueError(
                         f"step writes into the {role} that it is given, which is needed again in "
                         "backward: make a new tensor (v = v * decay, not v *= decay)"
@@ -382,15 +387,6 @@ def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 def _first_timesteps(timesteps: Sequence[Any]) -> list[Any]:
     return [timesteps[min(index, len(timesteps) - 1)] for index in range(NUM_CHECKED_STEPS)]
-
-
-def _named_leaves(x: Any, state: Any) -> list[tuple[str, Any]]:
-    leaves = [("input", leaf) for leaf in tree_leaves(x)]
-    return leaves + [("state", leaf) for leaf in tree_leaves(state)]
-
-
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _copies(tree: Any) -> Any:
