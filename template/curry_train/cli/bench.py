@@ -28,7 +28,6 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_bench
 from .options import (
-    UnusableInput,
     blocks_text,
     case_of,
     choose_device,
@@ -221,32 +220,29 @@ def bench_command(
     Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
     """
     place = choose_device(device)
-    try:
-        chosen = [find_lever(name) for name in dict.fromkeys(levers)]
-        workload = load_workload(spec)
-        case = case_of(workload, place, dtype, batch_size, seed, blocks)
-        require_available(case)
-        _check_blocks(case)
-        case, choice = settle_blocks(case)
-        others = [load_workload(other) for other in dict.fromkeys(against)]
-        steps_by = optimizer or workload.optimizer or "adamw"
-        make_optimizer(steps_by, case.build())
-        if plot_path:
-            require_matplotlib()  # after the options are checked, before the work begins
+    chosen = [find_lever(name) for name in dict.fromkeys(levers)]
+    workload = load_workload(spec)
+    case = case_of(workload, place, dtype, batch_size, seed, blocks)
+    require_available(case)
+    _check_blocks(case)
+    case, choice = settle_blocks(case)
+    others = [load_workload(other) for other in dict.fromkeys(against)]
+    steps_by = optimizer or workload.optimizer or "adamw"
+    make_optimizer(steps_by, case.build())
+    if plot_path:
+        require_matplotlib()  # after the options are checked, before the work begins
 
-        with messages_on_screen() as show_message:
-            bench = measure_levers(
-                case,
-                chosen,
-                against=others,
-                optimizer=steps_by,
-                rounds=steps,
-                warmup=warmup,
-                peak=peak,
-                tell=show_message,
-            )
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
+    with messages_on_screen() as show_message:
+        bench = measure_levers(
+            case,
+            chosen,
+            against=others,
+            optimizer=steps_by,
+            rounds=steps,
+            warmup=warmup,
+            peak=peak,
+            tell=show_message,
+        )
 
     echo_notes(workload)
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}")

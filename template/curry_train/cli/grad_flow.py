@@ -20,7 +20,6 @@ from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_flow
 from .options import (
-    UnusableInput,
     case_of,
     choose_device,
     dtype_name,
@@ -115,26 +114,23 @@ def grad_flow_command(
     3 device not available. A dead layer is reported but is no failure.
     """
     place = choose_device(device)
-    try:
-        workload = load_workload(spec)
-        case = case_of(workload, place, dtype, batch_size, seed, blocks)
-        case, _ = settle_blocks(case)
-        module = case.build()
-        sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
-        STRATEGIES[strategy].apply(module, sample)
-        optimizer = _optimizer(workload, module, learning_rate)
-        flow = GradFlow(
-            module,
-            optimizer,
-            every=every,
-            layers=list(layers) or None,
-            blocks=case.blocks,
-        )
-        if plot_path:
-            require_matplotlib()  # after the options are checked, before the work begins
-        losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
+    workload = load_workload(spec)
+    case = case_of(workload, place, dtype, batch_size, seed, blocks)
+    case, _ = settle_blocks(case)
+    module = case.build()
+    sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
+    STRATEGIES[strategy].apply(module, sample)
+    optimizer = _optimizer(workload, module, learning_rate)
+    flow = GradFlow(
+        module,
+        optimizer,
+        every=every,
+        layers=list(layers) or None,
+        blocks=case.blocks,
+    )
+    if plot_path:
+        require_matplotlib()  # after the options are checked, before the work begins
+    losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
 
     echo_notes(workload)
     click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec))

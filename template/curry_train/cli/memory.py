@@ -27,7 +27,6 @@ from ..plan.shapes import host_note
 from ..plan.snapshot import (
     BlockHistory,
     MemorySnapshot,
-    UnusableSnapshot,
     read_snapshot,
 )
 from ..plan.timeline import record_step_storages, timeline_of
@@ -38,7 +37,6 @@ from .figures import plot_course
 from .memory_page import OWNER_COLOURS, course_of_blocks, course_of_timeline, write_page
 from .options import (
     DTYPES,
-    UnusableInput,
     blocks_text,
     case_of,
     choose_device,
@@ -53,7 +51,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, table
+from .screen import ScreenCommand, UnusableInput, fill_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
@@ -398,7 +396,7 @@ def memory_command(
         return
     try:
         report_snapshot(str(snapshot_path), against=against, **outputs)
-    except (UnusableSnapshot, ValueError, RuntimeError, MemoryError) as error:
+    except MemoryError as error:
         raise UnusableInput(str(error)) from error
 
 
@@ -488,8 +486,6 @@ def measure_model(
             accumulated=workload.accumulation > 1,
         )
         timeline = timeline_of(lives, type(module).__name__)
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
     finally:
         stack.close()
 

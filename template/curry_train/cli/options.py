@@ -21,7 +21,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import fill_screen, write_output
+from .screen import UnusableInput, fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -33,12 +33,6 @@ class DeviceMissing(click.ClickException):
     """The requested device is not available."""
 
     exit_code = 3
-
-
-class UnusableInput(click.ClickException):
-    """The user's input can't be used."""
-
-    exit_code = 2
 
 
 def choose_device(name: str) -> torch.device:

@@ -29,7 +29,7 @@ from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
 from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
 from ..trainer import train_run
-from .options import UnusableInput, choose_device, model_option, new_folder
+from .options import choose_device, model_option, new_folder
 from .runs import JSON_OPTION, end
 from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
@@ -267,16 +267,13 @@ def resume_check_command(
     given = [*words, *([f"model={model}"] if model else [])]
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, out)
-        try:
-            show_message = stack.enter_context(messages_on_screen())
-            show_message("straight, killed, resumed")
-            every = save_every or max(1, kill_step // 2)
-            facts = provenance(choose_device(load_config(config, given).device))
-            result = resume_check(
-                folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
-            )
-        except ValueError as error:
-            raise UnusableInput(str(error)) from error
+        show_message = stack.enter_context(messages_on_screen())
+        show_message("straight, killed, resumed")
+        every = save_every or max(1, kill_step // 2)
+        facts = provenance(choose_device(load_config(config, given).device))
+        result = resume_check(
+            folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
+        )
 
     repeated = result.killed_at - result.resumed_from
     console = Console(highlight=False)

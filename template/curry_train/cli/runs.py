@@ -29,13 +29,13 @@ from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
 from ..runs.policy_config import PolicyConfig
-from ..runs.ranks import DamagedCheckpoint, RunError, StateMismatch
+from ..runs.ranks import DamagedCheckpoint, StateMismatch
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
 from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
-from .options import UnusableInput, dtype_option, json_option, model_option
-from .screen import LazyGroup, fill_screen, messages_on_screen, table
+from .options import dtype_option, json_option, model_option
+from .screen import LazyGroup, UnusableInput, fill_screen, messages_on_screen, table
 
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
 
@@ -280,13 +280,10 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     CHECKPOINT is latest, or a folder such as rollback/step-00000500.dcp.
     """
     saved = _open(run)
-    try:
-        if checkpoint is None:
-            folders = [row["folder"] for row in checkpoint_rows(saved)]
-        else:
-            folders = [saved.folder_of(checkpoint)]
-    except (ValueError, DamagedCheckpoint) as error:
-        raise UnusableInput(str(error)) from error
+    if checkpoint is None:
+        folders = [row["folder"] for row in checkpoint_rows(saved)]
+    else:
+        folders = [saved.folder_of(checkpoint)]
 
     errors: dict[str, str | None] = {}
     with messages_on_screen() as show_message:
@@ -401,7 +398,7 @@ def export_parameters(
     `strip` a prefix of the exported names that is left out.
     """
     if folder.exists():
-        raise FileExistsError(f"{folder} exists: give a new folder")
+        raise ValueError(f"{folder} exists: give a new folder")
     state = ParametersOnly(strip=strip)
     run.load(run.folder_of(checkpoint), state)
     staged = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
@@ -456,7 +453,10 @@ def _write_shards(
 @click.argument("checkpoint", default="latest")
 @click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")
 @click.option(
-    "--model-config", metavar="FILE", help="A config.json of Hugging Face to put beside them."
+    "--model-config",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A config.json of Hugging Face to put next to them.",
 )
 @click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
 @click.option("--shard-bytes", metavar="NUMBER", default="5e9", help="Most bytes of a file.")
@@ -476,17 +476,14 @@ def export_command(
     verified. Parameters that share values are written once, under the first name.
     """
     saved = _open(run)
-    try:
-        files = export_parameters(
-            saved,
-            checkpoint,
-            Path(out),
-            config=model_config,
-            strip=strip,
-            shard_bytes=int(float(shard_bytes)),
-        )
-    except (RunError, ValueError, OSError) as error:
-        raise UnusableInput(printable(str(error), longest=1000)) from error
+    files = export_parameters(
+        saved,
+        checkpoint,
+        Path(out),
+        config=model_config,
+        strip=strip,
+        shard_bytes=int(float(shard_bytes)),
+    )
 
     names = {name: len(shard) for name, shard in files.items()}
     console = Console(highlight=False)
@@ -522,15 +519,12 @@ def estimate_command(
     KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
     estimated, 1 the volume of --folder is too small, 2 wrong usage.
     """
-    try:
-        if (parameters is None) == (model is None):
-            raise ValueError("give --parameters or --model")
-        number = _count(model) if model else int(float(parameters or 0))
-        block: dict[str, Any] = {}
-        set_words(block, [word.removeprefix("checkpoint.") for word in words])
-        estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
-    except (ValueError, OverflowError) as error:
-        raise UnusableInput(str(error)) from error
+    if (parameters is None) == (model is None):
+        raise ValueError("give --parameters or --model")
+    number = _count(model) if model else int(float(parameters or 0))
+    block: dict[str, Any] = {}
+    set_words(block, [word.removeprefix("checkpoint.") for word in words])
+    estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
     console = Console(highlight=False)
     console.print(estimate_table(estimate), markup=False)
     for line in estimate.advice:

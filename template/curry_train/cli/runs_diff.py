@@ -17,8 +17,7 @@ import numpy
 from ..core.wording import format_bytes, format_seconds, write_json
 from ..runs.history import Attempt, History, Marks, read_history
 from ..runs.journal import find_journal, finite, printable
-from ..runs.ranks import RunError
-from .options import UnusableInput, json_option
+from .options import json_option
 from .screen import ScreenCommand, fill_screen, table
 
 # Compare two runs by their journals: configuration, code, losses, costs and events.
@@ -324,10 +323,7 @@ def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     A run is a name in --runs, a folder or a journal; NAME@2 is the run as its second attempt left
     it. Exit status: 0 compared, 2 a run can't be read.
     """
-    try:
-        histories = [read_history(find_journal(name, root=root), name=name) for name in (a, b)]
-    except (RunError, ValueError) as error:
-        raise UnusableInput(fill_screen(printable(str(error), longest=1000), indent="")) from error
+    histories = [read_history(find_journal(name, root=root), name=name) for name in (a, b)]
     found = difference(*histories)
     click.echo(diff_text(found, histories))
     if json_path:

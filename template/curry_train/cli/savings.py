@@ -45,7 +45,6 @@ from ..workloads.workload import Case
 from .figures import plot_savings
 from .options import (
     DTYPES,
-    UnusableInput,
     blocks_option,
     blocks_text,
     choose_device,
@@ -59,7 +58,14 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import SCREEN_WIDTH, ScreenCommand, fill_screen, progress_on_screen, table
+from .screen import (
+    SCREEN_WIDTH,
+    ScreenCommand,
+    UnusableInput,
+    fill_screen,
+    progress_on_screen,
+    table,
+)
 
 # Table of savings, at most 80 columns wide.
 
@@ -257,27 +263,24 @@ def savings_command(
         click.echo(_redraw(redraw, out))
         return
     place = choose_device(device)
+    names = choose_strategies(strategies)
+    cases, choices = _cases(models or ("transformer",), place, options)
+    if limit is not None:
+        check_limit(limit, place)
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
+    facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
     try:
-        names = choose_strategies(strategies)
-        cases, choices = _cases(models or ("transformer",), place, options)
-        if limit is not None:
-            check_limit(limit, place)
-        is_new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
-        facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
-        try:
-            rows = _measure(cases, names, repeats=repeats, limit=limit)
-        except BaseException:
-            if is_new:
-                out.rmdir()
-            raise
-        data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
-        write_json(str(out / "savings.json"), data)
-        title = f"{facts['device']}, torch {facts['torch']}"
-        picture = _write_picture(rows, out / "savings.png", device=title)
-    except (ValueError, OSError) as error:
-        raise UnusableInput(str(error)) from error
+        rows = _measure(cases, names, repeats=repeats, limit=limit)
+    except BaseException:
+        if is_new:
+            out.rmdir()
+        raise
+    data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
+    write_json(str(out / "savings.json"), data)
+    title = f"{facts['device']}, torch {facts['torch']}"
+    picture = _write_picture(rows, out / "savings.png", device=title)
     if json_path:
         write_json(json_path, data)
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():

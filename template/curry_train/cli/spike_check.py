@@ -33,7 +33,6 @@ from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
 from .figures import plot_runs
 from .options import (
-    UnusableInput,
     choose_device,
     json_option,
     model_option,
@@ -352,21 +351,18 @@ def spike_check_command(
 
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, keep_path)
-        try:
-            settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
-            check_settings(settings, at=at, num_windows=windows)
-            load_workload(settings.model)  # a wrong model is reported before a missing package
-            if plot_path:
-                _require_matplotlib()
-            facts = provenance(choose_device(settings.device))
-            watch = stack.enter_context(_progress(steps))
-            result = spike_check(
-                folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
-            )
-            if plot_path:
-                _draw(result, folder, plot_path)
-        except (ValueError, RunError) as error:
-            raise UnusableInput(str(error)) from error
+        settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
+        check_settings(settings, at=at, num_windows=windows)
+        load_workload(settings.model)  # a wrong model is reported before a missing package
+        if plot_path:
+            require_matplotlib()
+        facts = provenance(choose_device(settings.device))
+        watch = stack.enter_context(_progress(steps))
+        result = spike_check(
+            folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
+        )
+        if plot_path:
+            _draw(result, folder, plot_path)
 
     for line in describe_spike_check(result):
         console.print(fill_screen(line, indent=""), markup=False)
@@ -421,13 +417,6 @@ def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
         f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
         f"(spike.least_rise), {limit.by_level:.2g}{drift}"
     )
-
-
-def _require_matplotlib() -> None:
-    try:
-        require_matplotlib()
-    except RuntimeError as error:
-        raise UnusableInput(str(error)) from error
 
 
 def _draw(found: SpikeCheck, folder: Path, path: str) -> None:

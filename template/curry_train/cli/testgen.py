@@ -30,7 +30,6 @@ from ..gates.verdict import no_such_gate
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
-    UnusableInput,
     batch_size_option,
     blocks_option,
     device_option,
@@ -41,7 +40,7 @@ from .options import (
     settle_blocks,
     trainer_option,
 )
-from .screen import ScreenCommand, literal, render_template, write_output
+from .screen import ScreenCommand, UnusableInput, literal, render_template, write_output
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -253,20 +252,17 @@ def testgen_command(
         raise click.UsageError("give either --model or --trainer")
     recipe = Recipe(model or f"{TRAINER_PREFIX}{trainer}", out=Path(out), **options)
     shown = PurePath(os.path.relpath(out)).as_posix()
-    try:
-        # A device such as /dev/full may have no end.
-        found = recipe.out.read_text(encoding="utf-8") if recipe.out.is_file() else None
-        if check and found is None:
-            raise UnusableInput(f"there is no {shown} to check: leave out --check to write it")
-        if not (check or overwrite or found is None or is_rendered(found)):
-            raise UnusableInput(
-                f"{shown} was not written by this command: choose another --out, or add --overwrite"
-            )
-        text = render(recipe, command=_command_words(context))
-        if not check:
-            write_output(recipe.out, text)
-    except (ValueError, OSError) as error:
-        raise UnusableInput(str(error)) from error
+    # A device such as /dev/full may have no end.
+    found = recipe.out.read_text(encoding="utf-8") if recipe.out.is_file() else None
+    if check and found is None:
+        raise UnusableInput(f"there is no {shown} to check: leave out --check to write it")
+    if not (check or overwrite or found is None or is_rendered(found)):
+        raise UnusableInput(
+            f"{shown} was not written by this command: choose another --out, or add --overwrite"
+        )
+    text = render(recipe, command=_command_words(context))
+    if not check:
+        write_output(recipe.out, text)
     if check:
         _report_differences(shown, differences(found or "", text))
     else:

@@ -49,7 +49,6 @@ from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
-    UnusableInput,
     case_of,
     choose_device,
     dtype_name,
@@ -59,7 +58,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, progress_on_screen
+from .screen import ScreenCommand, UnusableInput, fill_screen, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -349,18 +348,15 @@ def validate_command(
     console = Console(highlight=False)
     facts = provenance(place)
     forward_seconds = 0.0
-    try:
-        cases = []
-        looks: dict[str, FirstLook] = {}
-        for workload in _named_once([load_workload(spec) for spec in specs]):
-            wanted = (dtype, batch_size, seed, blocks)
-            case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
-            require_available(case)
-            case, looks[workload.name], seconds = _look(case)
-            cases.append(case)
-            forward_seconds += seconds
-    except ValueError as error:
-        raise UnusableInput(str(error)) from error
+    cases = []
+    looks: dict[str, FirstLook] = {}
+    for workload in _named_once([load_workload(spec) for spec in specs]):
+        wanted = (dtype, batch_size, seed, blocks)
+        case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
+        require_available(case)
+        case, looks[workload.name], seconds = _look(case)
+        cases.append(case)
+        forward_seconds += seconds
 
     is_long = _announce_time(console, forward_seconds, gates, shrinks=bool(shrink))
     if is_long:
