@@ -9,7 +9,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,7 @@ def savings_command(
         if is_new:
             out.rmdir()
         raise
-    data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
+    data = facts | {"limit_bytes": limit, "rows": [asdict(row) for row in rows]}
     write_json(str(out / "savings.json"), data)
     title = f"{facts['device']}, torch {facts['torch']}"
     picture = _write_picture(rows, out / "savings.png", device=title)
