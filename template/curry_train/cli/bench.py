@@ -28,9 +28,8 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_bench
 from .options import (
+    CaseOptions,
     blocks_text,
-    case_of,
-    choose_device,
     echo_notes,
     parsed,
     plot_option,
@@ -206,11 +205,7 @@ def bench_command(
     optimizer: str | None,
     peak: float | str | None,
     plot_path: str | None,
-    blocks: str | None,
-    device: str,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
+    asked: CaseOptions,
     json_path: str | None,
 ) -> None:
     """Time optimizer steps with each lever.
@@ -219,10 +214,9 @@ def bench_command(
 
     Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
     """
-    place = choose_device(device)
     chosen = [find_lever(name) for name in dict.fromkeys(levers)]
     workload = load_workload(spec)
-    case = case_of(workload, place, dtype, batch_size, seed, blocks)
+    case = asked.case(workload)
     require_available(case)
     _check_blocks(case)
     case, choice = settle_blocks(case)
@@ -246,12 +240,12 @@ def bench_command(
 
     echo_notes(workload)
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}")
-    facts = provenance(place)
+    facts = provenance(asked.device)
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])
     if json_path:
         figures = bench.to_json() | {"device": facts["device"]}
-        write_json(json_path, facts | figures | {"seed": seed, "blocks": choice.to_json()})
+        write_json(json_path, facts | figures | {"seed": asked.seed, "blocks": choice.to_json()})
 
 
 def _check_blocks(case: Case) -> None:

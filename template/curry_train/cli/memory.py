@@ -26,7 +26,6 @@ from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
 from ..plan.shapes import host_note
 from ..plan.snapshot import (
     BlockHistory,
-    MemorySnapshot,
     read_snapshot,
 )
 from ..plan.timeline import record_step_storages, timeline_of
@@ -37,9 +36,8 @@ from .figures import plot_course
 from .memory_page import OWNER_COLOURS, course_of_blocks, course_of_timeline, write_page
 from .options import (
     DTYPES,
+    CaseOptions,
     blocks_text,
-    case_of,
-    choose_device,
     dtype_name,
     dtype_to_use,
     echo_notes,
@@ -231,50 +229,22 @@ def _row(name: str, size: int, whole: int) -> list[str]:
 
 
 def figures_of(path: str) -> dict[str, int]:
-    """Return the bytes of a snapshot or a plan by owner, with `allocated` and `reserved`."""
-    if not _is_json(path):
-        owned = OwnedBlocks(_fullest(read_snapshot(path)))
-        history = owned.history
-        totals = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
-        return owned.owners | totals
-    try:
-        data = json.loads(Path(path).read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is neither a snapshot nor a plan: {error}") from error
-    figures = _plan_figures(data) if isinstance(data, dict) else {}
-    if not figures:
-        raise ValueError(
-            f"{path} has no allocated bytes of a plan: write one with "
-            "curry-train plan --target GPU --json PATH"
-        )
-    return figures
-
-
-def _is_json(path: str) -> bool:
+    """Return `allocated` and `reserved` bytes of a plan, or of a snapshot with those by owner."""
     with Path(path).open("rb") as file:
-        return file.read(64).lstrip()[:1] == b"{"
-
-
-def _plan_figures(data: Mapping[str, Any]) -> dict[str, int]:
-    """Return the figures of `plan --json`, `plan --out` or `memory --snapshot --json`."""
-    plan = data.get("plan", data)
-    cuda = plan.get("cuda") if isinstance(plan, dict) else None
-    found = dict(cuda) if isinstance(cuda, dict) else {}
-    names = {
-        "allocated": ("allocated_bytes", "peak_allocated_bytes", "peak_bytes"),
-        "reserved": ("reserved_bytes", "peak_reserved_bytes"),
-    }
-    figures: dict[str, int] = {}
-    for name, keys in names.items():
-        for source in (found, data):
-            values = [source[key] for key in keys if isinstance(source.get(key), int)]
-            if values:
-                figures.setdefault(name, values[0])
-    owners = data.get("owners")
-    if isinstance(owners, list):
-        pairs = [pair for pair in owners if isinstance(pair, list) and len(pair) == 2]
-        figures |= {str(name): size for name, size in pairs if isinstance(size, int)}
-    return figures
+        is_json = file.read(64).lstrip()[:1] == b"{"
+    if is_json:
+        data = json.loads(Path(path).read_text())
+        figures = {name: data.get(f"{name}_bytes") for name in ("allocated", "reserved")}
+        if not all(isinstance(size, int) for size in figures.values()):
+            raise ValueError(
+                f"{path} has no allocated bytes of a plan: write one with "
+                "curry-train plan --target GPU --json PATH"
+            )
+        return figures
+    histories = [BlockHistory(record) for record in read_snapshot(path).devices]
+    history = max(histories, key=lambda history: history.peak_allocated)
+    totals = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
+    return OwnedBlocks(history).owners | totals
 
 
 def comparison(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
@@ -295,12 +265,6 @@ def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
         more = f"{(ours - theirs) / BYTES_PER_MIB:+,.3f}"
         rows.append([printable(name), _mib(ours), _mib(theirs), more])
     return f"against {printable(path)}, MiB:\n{table(rows)}"
-
-
-def _fullest(snapshot: MemorySnapshot) -> BlockHistory:
-    """Return the device that allocated the most."""
-    histories = [BlockHistory(record) for record in snapshot.devices]
-    return max(histories, key=lambda history: history.peak_allocated)
 
 
 def report_snapshot(
@@ -364,7 +328,7 @@ def report_snapshot(
     "--against",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Compare with another snapshot, or with plan.json.",
+    help="Compare with another snapshot, or with what `plan --json` wrote.",
 )
 @click.option("--on-shapes", is_flag=True, help="Run the model without values, in little memory.")
 @run_options
@@ -377,7 +341,8 @@ def memory_command(
     json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
-    **settings: Any,
+    on_shapes: bool,
+    asked: CaseOptions,
 ) -> None:
     """Show what holds the memory of a training step.
 
@@ -392,7 +357,7 @@ def memory_command(
         "html_path": html_path,
     }
     if spec is not None:
-        measure_model(spec, **settings, **outputs)
+        measure_model(spec, asked, on_shapes=on_shapes, **outputs)
         return
     try:
         report_snapshot(str(snapshot_path), against=against, **outputs)
@@ -418,59 +383,51 @@ def _check_usage(
 
 @contextlib.contextmanager
 def _case_to_measure(
-    spec: str,
-    *,
-    on_shapes: bool,
-    device: str,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
-    blocks: str | None,
+    spec: str, asked: CaseOptions, *, on_shapes: bool
 ) -> Iterator[tuple[Case, str | None]]:
     """Provide the case, and why it has no values if it runs on shapes.
 
     With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
     """
-    place = choose_device(device)
     source: str | Workload = spec
     why = "as asked"
     if not on_shapes or is_taken(spec):
         source = load_workload(spec)
-        case = case_of(source, place, dtype, batch_size, seed, blocks)
+        case = asked.case(source)
         missing = missing_room(case)
         if missing is None and not on_shapes:
             yield case, None
             return
         why = missing or why
     own = None if isinstance(source, str) else source
-    precision = DTYPES[dtype or "float32"] if own is None else dtype_to_use(dtype, own)
-    with Sketch(source, dtype=precision, seed=seed, blocks=blocks) as sketch:
+    precision = DTYPES[asked.dtype or "float32"] if own is None else dtype_to_use(asked.dtype, own)
+    with Sketch(source, dtype=precision, seed=asked.seed, blocks=asked.blocks) as sketch:
         if sketch.why_real is not None:
             raise ValueError(f"{spec} does not run on shapes: {sketch.why_real}")
-        size = samples_of(sketch.case.workload, batch_size)
+        size = samples_of(sketch.case.workload, asked.batch_size)
         yield replace(sketch.case, batch_size=size), why
 
 
 def measure_model(
     spec: str,
+    asked: CaseOptions,
     *,
-    blocks: str | None,
+    on_shapes: bool,
     json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
-    **settings: Any,
 ) -> None:
     """Measure one training step of a model, and print what holds its memory."""
     stack = contextlib.ExitStack()
     try:
-        case, why = stack.enter_context(_case_to_measure(spec, blocks=blocks, **settings))
+        case, why = stack.enter_context(_case_to_measure(spec, asked, on_shapes=on_shapes))
         workload = case.workload
         module = case.build()
         batch = case.batch()
         if plot_path:
             # A wrong pattern is reported before a missing package.
             with contextlib.suppress(NoBlocks):
-                find_blocks(module, blocks)
+                find_blocks(module, asked.blocks)
             require_matplotlib()
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss
