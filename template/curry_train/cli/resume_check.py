@@ -24,13 +24,11 @@ from torch import Tensor
 
 from ..config import load_config
 from ..core.wording import provenance
-from ..runs.format import facts_of, read_checkpoint_metadata, read_tensors
 from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
-from ..runs.layout import read_manifest
 from ..runs.store import SavedRun
 from ..trainer import train_run
 from .options import choose_device, model_option, new_folder
-from .runs import JSON_OPTION, end
+from .runs import JSON_OPTION, end, saved_tensors
 from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
 
@@ -113,14 +111,7 @@ def final_tensors(run: Path) -> dict[str, Tensor]:
     if newest is None:
         raise ValueError(f"{run} has no saved state")
 
-    manifest = read_manifest(saved.files, newest.folder)
-    metadata = read_checkpoint_metadata(saved.files, newest.folder, manifest)
-    tensors = {
-        name: torch.empty(facts.shape, dtype=facts.dtype)
-        for name, facts in facts_of(metadata).items()
-    }
-    read_tensors(saved.files, newest.folder, metadata, tensors)
-    return tensors
+    return saved_tensors(saved, newest.folder)
 
 
 def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:

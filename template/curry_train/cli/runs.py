@@ -20,10 +20,12 @@ from ..config import set_words
 from ..core.wording import format_bytes, write_json
 from ..runs.format import (
     MODEL_PREFIX,
-    Contents,
-    Loading,
-    LoadReport,
-    Snapshot,
+    SAFETENSORS_FILE_NAME,
+    SafetensorsReader,
+    TensorFacts,
+    facts_of,
+    read_checkpoint_metadata,
+    read_tensors,
 )
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
@@ -356,31 +358,41 @@ MODEL_FILE_NAME = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 
 
-class ParametersOnly:
-    """Loads the parameters and buffers of a model from a checkpoint, without a model."""
+def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
+    """Verify a checkpoint, and read its tensors without a model."""
+    run.verify(folder)
+    manifest = read_manifest(run.files, folder)
 
-    def __init__(self, *, strip: str = "") -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._prefix = MODEL_PREFIX + strip
+    def empty(found: Mapping[str, TensorFacts]) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(one.shape, dtype=one.dtype) for name, one in found.items()}
 
-    def snapshot(self) -> Snapshot:
-        raise NotImplementedError("the parameters are written as safetensors, and not saved again")
+    if SAFETENSORS_FILE_NAME in manifest.files:
+        reader = SafetensorsReader(run.files, folder)
+        tensors = empty(reader.facts())
+        reader.read_into(tensors)
+        return tensors
+    metadata = read_checkpoint_metadata(run.files, folder, manifest)
+    tensors = empty(facts_of(metadata))
+    read_tensors(run.files, folder, metadata, tensors)
+    return tensors
 
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        targets = {
-            name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in contents.tensors.items()
-            if name.startswith(self._prefix)
-        }
-        if not targets:
-            known = (name for name in contents.tensors if name.startswith(MODEL_PREFIX))
-            first = min(known, default="none").removeprefix(MODEL_PREFIX)
-            wanted = self._prefix.removeprefix(MODEL_PREFIX)
-            raise StateMismatch(f"no parameter's name begins with {wanted!r}: the first is {first}")
-        for name, target in targets.items():
-            self.tensors[name.removeprefix(self._prefix)] = target
-        report = LoadReport(matched=len(targets), wanted=len(targets))
-        return Loading(targets, lambda: None, report)
+
+def _parameters(tensors: Mapping[str, torch.Tensor], strip: str) -> dict[str, torch.Tensor]:
+    """Return the model's tensors whose names begin with a prefix, without it."""
+    of_model = {
+        name.removeprefix(MODEL_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL_PREFIX)
+    }
+    chosen = {
+        name.removeprefix(strip): tensor
+        for name, tensor in of_model.items()
+        if name.startswith(strip)
+    }
+    if not chosen:
+        first = min(of_model, default="none")
+        raise StateMismatch(f"no parameter's name begins with {strip!r}: the first is {first}")
+    return chosen
 
 
 def export_parameters(
@@ -399,12 +411,11 @@ def export_parameters(
     """
     if folder.exists():
         raise ValueError(f"{folder} exists: give a new folder")
-    state = ParametersOnly(strip=strip)
-    run.load(run.folder_of(checkpoint), state)
+    parameters = _parameters(saved_tensors(run, run.folder_of(checkpoint)), strip)
     staged = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     staged.mkdir(parents=True)
     try:
-        files = _write_shards(staged, state.tensors, shard_bytes)
+        files = _write_shards(staged, parameters, shard_bytes)
         if config is not None:
             shutil.copyfile(config, staged / "config.json")
         for path in (*staged.iterdir(), staged):
