@@ -14,9 +14,8 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -106,12 +105,6 @@ class SavingsRow:
         """Description of the case: workload, depth and batch size."""
         depth = f", depth {self.depth}" if self.depth else ""
         return f"{self.workload}{depth}, batch size {self.batch_size}"
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "SavingsRow":
-        """Restore a row from its dictionary."""
-        seconds = data.get("seconds")
-        return cls(**{**data, "seconds": None if seconds is None else StepSeconds(**seconds)})
 
 
 # Find the largest batch whose training step fits into a number of bytes.

@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -61,7 +60,6 @@ from .options import (
 from .screen import (
     SCREEN_WIDTH,
     ScreenCommand,
-    UnusableInput,
     fill_screen,
     progress_on_screen,
     table,
@@ -236,12 +234,6 @@ def _numbers(values: Sequence[str]) -> list[int]:
 @device_option()
 @dtype_option()
 @seed_option()
-@click.option(
-    "--redraw",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="JSON",
-    help="Measure nothing; draw the picture of an earlier savings.json.",
-)
 @json_option()
 def savings_command(
     out: Path,
@@ -251,7 +243,6 @@ def savings_command(
     repeats: int,
     device: str,
     json_path: str | None,
-    redraw: Path | None,
     **options: Any,
 ) -> None:
     """Measure what each strategy saves and costs.
@@ -259,9 +250,6 @@ def savings_command(
     Exit status: 0 measured, 1 a strategy changed the training, 2 wrong usage, 3 device not
     available.
     """
-    if redraw is not None:
-        click.echo(_redraw(redraw, out))
-        return
     place = choose_device(device)
     names = choose_strategies(strategies)
     cases, choices = _cases(models or ("transformer",), place, options)
@@ -343,20 +331,6 @@ def _measure(
                 tell=show_message,
             )
     return rows
-
-
-def _redraw(path: Path, out: Path) -> str:
-    """Draw the figures of an earlier savings.json and return what was written."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        rows = [SavingsRow.from_json(row) for row in data["rows"]]
-        device = f"{data['device']}, torch {data['torch']}"
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnusableInput(
-            f"{path} is no savings.json of this command: {type(error).__name__}: {error}"
-        ) from error
-    out.mkdir(parents=True, exist_ok=True)
-    return _write_picture(rows, out / "savings.png", device=device)
 
 
 def _write_picture(rows: Sequence[SavingsRow], path: Path, *, device: str) -> str:
