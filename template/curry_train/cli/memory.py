@@ -6,9 +6,10 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 """
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,13 @@ from ..runs.journal import printable
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_course
-from .memory_page import OWNER_COLOURS, course_of_blocks, course_of_timeline, write_page
+from .memory_page import (
+    OWNER_COLOURS,
+    MemoryCourse,
+    course_of_blocks,
+    course_of_timeline,
+    write_page,
+)
 from .options import (
     DTYPES,
     CaseOptions,
@@ -49,15 +56,12 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, UnusableInput, fill_screen, table
+from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
 MOST_STEPS = 12
 NAME_WIDTH = 56
-# A larger file is announced with the time that it takes.
-LONG_TO_READ_BYTES = 100 * 2**20
-READ_BYTES_PER_SECOND = 1e7
 # Options of a measured model, which a snapshot has no use for.
 MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 
@@ -267,23 +271,21 @@ def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
     return f"against {printable(path)}, MiB:\n{table(rows)}"
 
 
-def report_snapshot(
-    path: str,
-    *,
-    against: str | None = None,
-    json_path: str | None = None,
-    plot_path: str | None = None,
-    html_path: str | None = None,
-) -> None:
-    """Print who owns the peak of a snapshot; raises UnusableSnapshot."""
-    if plot_path:
-        require_matplotlib()
+@dataclass(frozen=True)
+class Report:
+    """What a command prints, writes as JSON, and draws."""
+
+    text: str
+    results: dict[str, Any]
+    course: Callable[[], MemoryCourse]
+
+
+def report_snapshot(path: str, against: str | None = None) -> Report:
+    """Find out who owns the peak of a snapshot; raises UnusableSnapshot."""
     other = None if against is None else figures_of(against)
-    num_bytes = Path(path).stat().st_size
-    if num_bytes > LONG_TO_READ_BYTES:
-        minutes = num_bytes / READ_BYTES_PER_SECOND / 60
-        click.echo(f"reading {format_bytes(num_bytes)}, about {minutes:.0f} min", err=True)
-    snapshot = read_snapshot(path)
+    with messages_on_screen() as show_message:
+        show_message(f"reading {format_bytes(Path(path).stat().st_size)}")
+        snapshot = read_snapshot(path)
     name = printable(Path(path).name)
     reports = []
     for record in snapshot.devices:
@@ -293,7 +295,8 @@ def report_snapshot(
     fullest = reports[0]
     texts = [report.text() for report in reports]
     texts += [f"note: {note}" for note in snapshot.notes]
-    results = fullest.to_json() | {"snapshot": path, "settings": list(snapshot.notes)}
+    results = provenance(torch.device("cpu")) | fullest.to_json()
+    results |= {"snapshot": path, "settings": list(snapshot.notes)}
     results["devices"] = [report.to_json() for report in reports]
     if other is not None and against is not None:
         history = fullest.history
@@ -301,15 +304,8 @@ def report_snapshot(
         pairs = comparison(fullest.owned.owners | own, other)
         texts.append(comparison_text(pairs, against))
         results["against"] = {name: {"this": a, "other": b} for name, (a, b) in pairs.items()}
-    click.echo("\n\n".join(texts))
-    if plot_path or html_path:
-        course = course_of_blocks(fullest.owned, title=fullest.name)
-        if plot_path:
-            plot_course(course, OWNER_COLOURS, plot_path)
-        if html_path:
-            write_page(course, html_path)
-    if json_path:
-        write_json(json_path, provenance(torch.device("cpu")) | results)
+    course = functools.partial(course_of_blocks, fullest.owned, title=fullest.name)
+    return Report("\n\n".join(texts), results, course)
 
 
 # The command.
@@ -351,18 +347,22 @@ def memory_command(
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
     _check_usage(click.get_current_context(), spec, snapshot_path, against)
-    outputs: dict[str, Any] = {
-        "json_path": json_path,
-        "plot_path": plot_path,
-        "html_path": html_path,
-    }
     if spec is not None:
-        measure_model(spec, asked, on_shapes=on_shapes, **outputs)
-        return
-    try:
-        report_snapshot(str(snapshot_path), against=against, **outputs)
-    except MemoryError as error:
-        raise UnusableInput(str(error)) from error
+        report = measure_model(spec, asked, on_shapes=on_shapes, is_drawn=bool(plot_path))
+    else:
+        if plot_path:
+            require_matplotlib()
+        try:
+            report = report_snapshot(str(snapshot_path), against)
+        except MemoryError as error:
+            raise UnusableInput(str(error)) from error
+    click.echo(report.text)
+    if plot_path:
+        plot_course(report.course(), OWNER_COLOURS, plot_path)
+    if html_path:
+        write_page(report.course(), html_path)
+    if json_path:
+        write_json(json_path, report.results)
 
 
 def _check_usage(
@@ -409,22 +409,16 @@ def _case_to_measure(
 
 
 def measure_model(
-    spec: str,
-    asked: CaseOptions,
-    *,
-    on_shapes: bool,
-    json_path: str | None,
-    plot_path: str | None,
-    html_path: str | None,
-) -> None:
-    """Measure one training step of a model, and print what holds its memory."""
+    spec: str, asked: CaseOptions, *, on_shapes: bool, is_drawn: bool = False
+) -> Report:
+    """Measure one training step of a model, to find out what holds its memory."""
     stack = contextlib.ExitStack()
     try:
         case, why = stack.enter_context(_case_to_measure(spec, asked, on_shapes=on_shapes))
         workload = case.workload
         module = case.build()
         batch = case.batch()
-        if plot_path:
+        if is_drawn:
             # A wrong pattern is reported before a missing package.
             with contextlib.suppress(NoBlocks):
                 find_blocks(module, asked.blocks)
@@ -456,13 +450,8 @@ def measure_model(
         tables.insert(1, fill_screen(f"run on shapes alone, {why}"))
     if optimizer is not None and (note := host_note(optimizer)) is not None:
         tables.append(fill_screen(note))
-    click.echo("\n\n".join(tables))
-    course = course_of_timeline(timeline, lives.lives)
-    if plot_path:
-        plot_course(course, OWNER_COLOURS, plot_path)
-    if html_path:
-        write_page(course, html_path)
-    if json_path:
-        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
-        results = {"profile": profile.to_json(), "timeline": timeline.to_json(), "on_shapes": why}
-        write_json(json_path, facts | {"seed": seed, "blocks": choice.to_json()} | results)
+    facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size, "seed": seed}
+    facts |= {"blocks": choice.to_json(), "on_shapes": why}
+    facts |= {"profile": profile.to_json(), "timeline": timeline.to_json()}
+    course = functools.partial(course_of_timeline, timeline, lives.lives)
+    return Report("\n\n".join(tables), facts, course)
