@@ -336,7 +336,7 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 # The wheel
 
-SOURCES_OF_WHEEL = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES_OF_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
 LEAST_SETUPTOOLS = 77
 # The first second that a zip file can hold, so that equal sources give equal wheels.
 WHEEL_TIME = 315_532_800
