@@ -4,7 +4,7 @@ Proof: `python -m pytest tests/cli/test_bench_command.py`.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import click
 
@@ -53,7 +53,7 @@ def bench_table(bench: Bench) -> str:
         f"{bench.device}: {bench.rounds} rounds after {bench.warmup} to warm up, all "
         "configurations in turns",
         f"one optimizer step is {plain.num_terms:,} {bench.unit} and "
-        f"{_flops(plain.model_flops)} of the model; loading data is not included",
+        f"{format_count(plain.model_flops or 0)}FLOP of the model; loading data is not included",
     ]
     heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
     rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
@@ -131,20 +131,6 @@ def _legend(bench: Bench) -> Iterator[str]:
 
 def _range(lower: float, upper: float, *, scale: int) -> str:
     return f"{three_digits(lower * scale)}-{three_digits(upper * scale)}"
-
-
-def _flops(number: int | None) -> str:
-    scales: Sequence[tuple[float, str]] = (
-        (1e15, "P"),
-        (1e12, "T"),
-        (1e9, "G"),
-        (1e6, "M"),
-        (1e3, "k"),
-    )
-    for size, letter in scales:
-        if number is not None and number >= size:
-            return f"{three_digits(number / size)} {letter}FLOP"
-    return f"{number or 0} FLOP"
 
 
 # Command `bench`: time training steps per lever, or compare models.

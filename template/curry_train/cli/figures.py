@@ -58,7 +58,7 @@ def _frame(axes: Any, x: str, y: str = "", *, grid: str = "both") -> None:
     """Name the axes, and leave out what is above and right of them."""
     axes.set_xlabel(x, fontsize=9, loc="left")
     axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(labelsize=8)
+    axes.tick_params(which="both", labelsize=8)
     axes.grid(axis=grid, color="#E4E4E4", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -226,6 +226,7 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
     names = list(records[-1].layers)
     height = min(22.0, max(3.4, 1.8 + 0.17 * len(names)))
     figure = _new_figure(11 + 0.07 * max(map(len, names)), height, title or "layers by steps")
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     panels = figure.subplots(1, len(PANELS), sharey=True)
@@ -234,21 +235,29 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
         image = _draw_cells(axes, numpy.array(cells, dtype=float))
         bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
         bar.set_label(label, fontsize=10)
-        _frame(axes, "step", grid="both")
+        bar.minorticks_off()
+        lowest, highest = image.get_clim()
+        ticks = numpy.geomspace(lowest, highest, 4)
+        bar.set_ticks(ticks, labels=[f"{tick:.0e}" for tick in ticks], fontsize=8)
+        _frame(axes, "step")
         axes.grid(False)
         last = len(records) - 1
         places = sorted({round(place) for place in numpy.linspace(0, last, min(last + 1, 6))})
-        steps = [f"{records[at].step}{'' if records[at].stepped else ' skipped'}" for at in places]
-        axes.set_xticks(places, steps)
+        axes.set_xticks(places, [str(records[at].step) for at in places])
+        skipped = [at for at, record in enumerate(records) if not record.stepped]
+        look: dict[str, Any] = {"color": NONFINITE_COLOUR, "marker": "v", "linestyle": "none"}
+        if skipped:
+            axes.plot(skipped, [-0.5] * len(skipped), clip_on=False, **look)
 
     rows = range(0, len(names), -(-len(names) // MOST_NAMES))
     panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=7, family="monospace")
     legend = [
+        Line2D([], [], label="skipped step", **look),
         Patch(color=NONFINITE_COLOUR, label="inf or nan"),
         Patch(color=NOT_SEEN_COLOUR, label="not seen"),
         Patch(color=ZERO_COLOUR, label="exactly 0"),
     ]
-    figure.legend(handles=legend, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
+    figure.legend(handles=legend, loc="outside lower right", ncols=4, frameon=False, fontsize=8)
     _save(figure, path)
 
 

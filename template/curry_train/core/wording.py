@@ -105,7 +105,7 @@ def format_seconds(seconds: float) -> str:
 
 def format_count(number: float) -> str:
     """Format a count or a rate: `950`, `1234`, `12.3k`, `1.50M`."""
-    for size, letter in ((1e9, "G"), (1e6, "M")):
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if number >= size:
             return f"{three_digits(number / size)}{letter}"
     return f"{three_digits(number / 1e3)}k" if number >= 1e4 else three_digits(number)
