@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import stat
-import time
 import weakref
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -181,32 +180,6 @@ class Files:
         while not path.exists():
             path = path.parent
         return shutil.disk_usage(path).free
-
-
-# Estimate the duration of a save by timing a small write on the same volume.
-
-DISK_TRIAL_FILE_NAME = ".speed-of-the-disk"
-LEAST_TRIAL_BYTES = 2**20
-MOST_TRIAL_BYTES = 2**29
-# The trial writes 1/16 of the bytes of a save, so that it costs little in comparison.
-DISK_TRIAL_DIVISOR = 16
-# Duration of a save of almost no bytes: naming, writing and syncing the index and the manifest.
-FIXED_SAVE_SECONDS = 0.1
-
-
-def expected_save_seconds(files: Files, num_bytes: int) -> float:
-    """Return the expected seconds of a save of this many bytes by this process.
-
-    The trial file is removed afterwards.
-    """
-    data = memoryview(
-        bytearray(min(max(num_bytes // DISK_TRIAL_DIVISOR, LEAST_TRIAL_BYTES), MOST_TRIAL_BYTES))
-    )
-    began = time.perf_counter()
-    files.write(DISK_TRIAL_FILE_NAME, data)
-    seconds = time.perf_counter() - began
-    files.remove_file(DISK_TRIAL_FILE_NAME)
-    return FIXED_SAVE_SECONDS + seconds * max(1.0, num_bytes / len(data))
 
 
 # Close locks and files of a process in its forked children.

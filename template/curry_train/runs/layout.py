@@ -29,8 +29,6 @@ BEST_KIND = "best-k"
 CHECKPOINT_SUFFIX = ".dcp"
 # Number of existing runs that an error about a missing run names.
 MOST_NAMED_RUNS = 10
-# Metric name of a rollback that holds only parameters; its value is the step.
-PARAMETERS_ONLY_METRIC = "rollback"
 
 _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
 _STEP_PATTERN = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
@@ -76,19 +74,9 @@ class SavedCheckpoint:
     line: int = 0
 
     @property
-    def serves_as(self) -> str:
-        """The kind whose cadence and retention apply to this checkpoint.
-
-        A rollback of parameters only is stored like a best-K checkpoint, but serves as a rollback.
-        """
-        if self.metric is not None and self.metric.name == PARAMETERS_ONLY_METRIC:
-            return "rollback"
-        return self.kind
-
-    @property
     def is_state(self) -> bool:
-        """Whether this is a rollback or recovery, also with parameters only."""
-        return self.serves_as in RESUMABLE_KINDS
+        """Whether training can resume from it: a rollback or a recovery."""
+        return self.kind in RESUMABLE_KINDS
 
 
 def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:

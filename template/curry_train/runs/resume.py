@@ -136,7 +136,7 @@ def choose(
     if text == "latest":
         return _states(run, lambda step: True, "nothing to resume from: start the run anew")
     if text.isdecimal():
-        return _states(run, lambda step: step == int(text), _why_no(int(text), run))
+        return _states(run, lambda step: step == int(text), f"no step {text}; {_others(run)}")
     if text != before and before.isdecimal():
         missing = f"no state from before step {before}; {_others(run)}"
         return _states(run, lambda step: step < int(before), missing)
@@ -185,17 +185,6 @@ def _best(run: SavedRun, config: PolicyConfig) -> ResumeChoice:
             f"the metric in best_k_metric, or resume from latest"
         )
     return ResumeChoice(candidates)
-
-
-def _why_no(step: int, run: SavedRun) -> str:
-    """Describe why a run has no state of this step, for the error if it has none."""
-    parameters = [saved for saved in run.committed(BEST_KIND) if saved.step == step]
-    if not parameters:
-        return f"no step {step}; {_others(run)}"
-    return (
-        f"parameters only of step {step}, without optimizer, generators and position, so training "
-        f"can't resume from it; start a new run from {parameters[-1].location}; {_others(run)}"
-    )
 
 
 def _found(run: SavedRun, folder: str) -> ResumeChoice:

@@ -15,8 +15,6 @@ from .files import Files
 from .format import MODEL_PREFIX, Snapshot
 from .layout import (
     BEST_KIND,
-    PARAMETERS_ONLY_METRIC,
-    RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
 )
@@ -43,16 +41,12 @@ def to_delete(
     line = newest_first(intact)
     keep = _folders_to_keep(intact, line, config)
     superseded = {one.folder for one in everything if line and one.step < line[0].step}
-    covered_metrics = (
-        {config.best_k_metric, PARAMETERS_ONLY_METRIC}
-        if config.best_k
-        else {PARAMETERS_ONLY_METRIC}
-    )
+    covered_metrics = {config.best_k_metric} if config.best_k else set()
     return [
         one
         for one in everything
         if one.folder not in keep
-        and (one.kind in RESUMABLE_KINDS or _metric(one) in covered_metrics)
+        and (one.is_state or _metric(one) in covered_metrics)
         and (one.folder not in damaged or one.folder in superseded)
     ]
 
@@ -62,22 +56,20 @@ def _folders_to_keep(
 ) -> set[str]:
     """Return the folders that the counts of the configuration keep."""
     retention = config.retention
-    parameters = _parameters(intact)
     recoveries = [one for one in line if one.kind == "recovery"]
 
     keep = {one.folder for one in _steps(line, retention.rollback_keep)}
     keep |= {one.folder for one in recoveries[: retention.recovery_keep]}
     keep |= {one.folder for one in best_first(intact, config)[: config.best_k]}
-    keep |= {one.folder for one in parameters[: retention.rollback_keep]}
     if retention.keep_every:
-        permanent = [one for one in [*line, *parameters] if one.step % retention.keep_every == 0]
+        permanent = [one for one in line if one.step % retention.keep_every == 0]
         keep |= {one.folder for one in _steps(permanent, len(permanent))}
     return keep
 
 
 def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the resumable states, newest first; a recovery before a rollback of its step."""
-    resumable = [one for one in saved if one.kind in RESUMABLE_KINDS]
+    resumable = [one for one in saved if one.is_state]
     return sorted(resumable, key=lambda one: (one.step, one.kind == "recovery"), reverse=True)
 
 
@@ -117,12 +109,6 @@ def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:
     for one in line:
         by_step.setdefault(one.step, one)
     return list(by_step.values())[:count]
-
-
-def _parameters(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Return the rollbacks that hold parameters only, newest first."""
-    rollbacks = [one for one in saved if one.kind == BEST_KIND and one.serves_as == "rollback"]
-    return sorted(rollbacks, key=lambda one: one.step, reverse=True)
 
 
 def _metric(saved: SavedCheckpoint) -> str | None:
@@ -171,8 +157,7 @@ def require_room(files: Files, kind: str, num_bytes: int) -> None:
     raise NoRoom(
         f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs "
         f"{_size(needed)} beside the old ones: {_size(needed - free)} are missing. Free them, "
-        f"lower {setting}, set rollback_parameters_only, or move the run to a larger volume; "
-        f"nothing was written"
+        f"lower {setting}, or move the run to a larger volume; nothing was written"
     )
 
 
@@ -244,10 +229,9 @@ def estimate_disk(
         )
     checkpoint = parameters * STATE_BYTES_PER_PARAMETER[dtype]
     best = parameters * WEIGHT_BYTES_PER_PARAMETER[dtype]
-    rollback = best if config.rollback_parameters_only else checkpoint
     retention = config.retention
     kept = {
-        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * rollback,
+        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * checkpoint,
         # A recovery is written at the end of a run, even without `recovery_every`.
         "recovery": retention.recovery_keep * checkpoint,
         "best-k": config.best_k * best,
@@ -260,29 +244,21 @@ def estimate_disk(
         kept,
         total=sum(kept.values()),
         in_flight=checkpoint,
-        advice=_advice(checkpoint, best, config),
+        advice=_advice(checkpoint, config),
     )
 
 
-def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
+def _advice(checkpoint: int, config: PolicyConfig) -> tuple[str, ...]:
     advice = []
     if every := config.retention.keep_every:
         advice.append(
             f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, "
             f"in addition to this estimate"
         )
-    if checkpoint <= LARGE_CHECKPOINT_BYTES:
-        return tuple(advice)
-
-    advice.append(
-        f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than "
-        f"{LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: save it in the background"
-    )
-    if config.rollback_every is not None and not config.rollback_parameters_only:
-        saved_bytes = config.retention.rollback_keep * (checkpoint - best)
+    if checkpoint > LARGE_CHECKPOINT_BYTES:
         advice.append(
-            f"rollback_parameters_only: true takes {best / BYTES_PER_GB:.1f} GB for a rollback and "
-            f"saves {saved_bytes / BYTES_PER_GB:.0f} GB in total; the run can then resume from "
-            "recoveries only, and after a rollback the optimizer starts with fresh state"
+            f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than "
+            f"{LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: save it in the background; with "
+            f"retention.rollback_keep: 2 the run can still go back before a spike"
         )
     return tuple(advice)

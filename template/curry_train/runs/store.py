@@ -230,8 +230,7 @@ class SavedRun:
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        resumable = [saved for saved in self.states() if saved.kind in RESUMABLE_KINDS]
-        return max(resumable, key=_newness, default=None)
+        return max(self.states(), key=_newness, default=None)
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the committed rollbacks and recoveries that were not given up."""
