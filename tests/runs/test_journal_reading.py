@@ -20,7 +20,6 @@ from curry_train.runs.journal import (
     Journal,
     JournalError,
     JournalReading,
-    NewerJournal,
     encode_event,
     event_number,
     find_journal,
@@ -131,17 +130,6 @@ def test_a_file_that_is_not_a_journal_is_an_error(tmp_path, content, message):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
     with pytest.raises(JournalError, match=message):
-        read(path)
-
-
-def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
-    """Refuse it, because an older reader would misread what it does not know."""
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(good(1) + b'{"v":2,"what":"ever"}\n' + good(3))
-    with pytest.raises(
-        NewerJournal,
-        match=r"journal\.jsonl: line 2 was written by a newer version .*\(journal version 2;",
-    ):
         read(path)
 
 

@@ -26,6 +26,7 @@ is rolled back in the same process, and a signal ends the loop instead of the pr
 Proof: `python -m pytest tests/runs`.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -46,7 +47,7 @@ from .background import BackgroundSaver
 from .files import keep_from_children
 from .history import peak_bytes, run_facts
 from .journal import Journal
-from .layout import RESUMABLE_KINDS, SavedCheckpoint
+from .layout import SavedCheckpoint
 from .policy import SavingPolicy, number_of
 from .policy_config import PolicyConfig, SpikeConfig
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
@@ -82,31 +83,34 @@ class AttachedJournal:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
         state: TrainingState,
         resumed: Resumed | None,
         *,
-        config: Mapping[str, Any],
-        ranks: Ranks,
+        runs: str | os.PathLike[str],
+        config: PolicyConfig,
         stream: SampleStream | None,
     ) -> None:
         self._state = state
         self._stream = stream
-        self._journal = Journal(folder, rank=ranks.rank)
+        ranks = Ranks()
+        self._journal = Journal(runs, rank=ranks.rank)
         self.begin_step()
 
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
         )
-        facts = run_facts(config, device=self._device, world_size=ranks.size)
+        facts = run_facts(
+            state.config or {"checkpoint": asdict(config)},
+            device=self._device,
+            world_size=ranks.size,
+        )
         if resumed is None and self._journal.empty:
             self._journal.start(facts=facts)
-        else:
-            if resumed is not None and resumed.report.notes:
-                facts["notes"] = list(resumed.report.notes)
-            self._journal.resume(
-                state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None
-            )
+            return
+        if resumed is not None and resumed.report.notes:
+            facts["notes"] = list(resumed.report.notes)
+        checkpoint = None if resumed is None else resumed.saved.folder
+        self._journal.resume(state.step, facts=facts, checkpoint=checkpoint)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -196,8 +200,8 @@ class AttachedJournal:
         self._journal.write("stop", step=self._state.step, reason=reason[:1000])
         self._journal.close()
 
-    def saved(self, saved: Iterable[SavedCheckpoint]) -> None:
-        """Write an event for every committed checkpoint."""
+    def saved(self, saved: Iterable[SavedCheckpoint], pruned: Iterable[SavedCheckpoint]) -> None:
+        """Write an event for each committed checkpoint, and for each that retention deleted."""
         for checkpoint in saved:
             self._journal.write(
                 "save",
@@ -205,9 +209,6 @@ class AttachedJournal:
                 checkpoint=checkpoint.folder,
                 num_bytes=checkpoint.num_bytes,
             )
-
-    def pruned(self, pruned: Iterable[SavedCheckpoint]) -> None:
-        """Write an event for every checkpoint that the retention deleted."""
         for checkpoint in pruned:
             self._journal.write(
                 "prune",
@@ -398,41 +399,22 @@ class AttachedRun:
         # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
         self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
         self._open = True
-        try:
-            self._begin(config, resume, in_background=in_background, journal=journal)
-        except BaseException:
-            self._stop.release()
-            self.store.close()
-            raise
-
-    def _begin(
-        self,
-        config: PolicyConfig,
-        resume: str | int | None,
-        *,
-        in_background: bool,
-        journal: bool,
-    ) -> None:
-        """Open the folder, load the state to resume from, and open the journal."""
-        runs = self.store.files.location("")
-        self.store.open(wait_seconds=WAIT_SECONDS)
-        self._saver = BackgroundSaver(self.store) if in_background else None
-        self.policy = SavingPolicy(self.store, config, saver=self._saver)
-
-        self.resumed = None if resume is None else self._load(resume)
-        self._resuming = self.resumed is not None and self.resumed.saved.kind in RESUMABLE_KINDS
-        self._watch.begin(self.state, self.store.files)
-        if journal:
-            self._journal = self._ranks.all_do(
-                lambda: AttachedJournal(
-                    runs,
-                    self.state,
-                    self.resumed,
-                    config=self.state.config or {"checkpoint": asdict(config)},
-                    ranks=self._ranks,
-                    stream=self._stream,
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._stop.release)
+            undo.callback(self.store.close)
+            self.store.open(wait_seconds=WAIT_SECONDS)
+            self._saver = BackgroundSaver(self.store) if in_background else None
+            self.policy = SavingPolicy(self.store, config, saver=self._saver)
+            self.resumed = None if resume is None else self._load(resume)
+            self._resuming = self.resumed is not None and self.resumed.saved.is_state
+            self._watch.begin(state, self.store.files)
+            if journal:
+                self._journal = self._ranks.all_do(
+                    lambda: AttachedJournal(
+                        state, self.resumed, runs=runs, config=config, stream=stream
+                    )
                 )
-            )
+            undo.pop_all()
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -714,7 +696,7 @@ class AttachedRun:
             if measured_anywhere and self._ranks.size > 1:
                 # Evaluation often runs on rank 0 alone, so every rank needs its result.
                 own = number_of(notes.metrics[name]) if measured_here else None
-                notes.metrics[name] = self._ranks.exchange(lambda: own, _first)
+                notes.metrics[name] = self._ranks.first_found(lambda: own)
             stands = self._save_noted(notes, stop)
 
         if stop:
@@ -763,8 +745,7 @@ class AttachedRun:
         pruned = self.policy.pruned
         self.policy.pruned = []
         if self._journal is not None:
-            self._journal.saved(saved)
-            self._journal.pruned(pruned)
+            self._journal.saved(saved, pruned)
 
     def _require_no_stream(self, call: str) -> None:
         if self._stream is not None:
@@ -783,9 +764,3 @@ class AttachedRun:
         finally:
             # Until here a signal must not end the process: the last save may be under way.
             self._stop.release()
-
-
-def _first(values: list[float | None]) -> list[float | None]:
-    """Give every rank the first value that is not None."""
-    measured = next((value for value in values if value is not None), None)
-    return [measured] * len(values)

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import shutil
 import stat
 import weakref
@@ -154,9 +155,7 @@ class Files:
         """Rename a folder in place of a link: a copy with `cp -rL`, which may be the only one."""
         path = self.path(key)
         if path.is_dir() and not path.is_symlink():
-            number = 1
-            while (aside := self.path(f"{key}-was-a-folder-{number}")).exists():
-                number += 1
+            aside = path.with_name(f"{key}-was-a-folder-{secrets.token_hex(4)}")
             path.rename(aside)
             logger.warning(
                 "%s was a folder and is %s now: a copy of a run that follows links makes one; "

@@ -7,7 +7,6 @@ manifest.
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.py`.
 """
 
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
+from ..core.wording import nearest
 from .files import Files
 from .ranks import DamagedCheckpoint
 
@@ -111,19 +111,16 @@ def is_leftover(name: str) -> bool:
 
 def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) -> str:
     """List the runs in `root`, the most similar first, for an error about a missing run."""
-    wanted = name.lower()
     runs = sorted(existing)
     if not runs:
         return f"{root} has no run"
-
-    runs.sort(key=lambda run: -difflib.SequenceMatcher(None, wanted, run.lower()).ratio())
-    shown = runs[:MOST_NAMED_RUNS]
-    num_more = len(runs) - MOST_NAMED_RUNS
-    others = f" and {num_more} more" if num_more > 0 else ""
-    if not difflib.get_close_matches(wanted, [shown[0].lower()]):
-        return f"{root} has {', '.join(shown)}{others}"
-    also = f" {root} also has {', '.join(shown[1:])}{others}" if shown[1:] else ""
-    return f"did you mean {shown[0]}?{also}"
+    closest = nearest(name, runs)
+    others = [run for run in runs if run != closest]
+    more = f" and {len(others) - MOST_NAMED_RUNS} more" if len(others) > MOST_NAMED_RUNS else ""
+    shown = ", ".join(others[:MOST_NAMED_RUNS]) + more
+    if closest is None:
+        return f"{root} has {shown}"
+    return f"did you mean {closest}?" + (f" {root} also has {shown}" if shown else "")
 
 
 # Hash files while they are written.

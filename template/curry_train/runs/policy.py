@@ -43,9 +43,7 @@ from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
 from .retention import (
-    bytes_to_write,
     is_among_best,
-    require_room,
     to_delete,
 )
 from .store import Store
@@ -435,11 +433,9 @@ class SavingPolicy:
 
     def _is_sound(self, step: int, state: TakenState, metrics: Mapping[str, Any]) -> bool:
         """Return whether the state of every rank may be saved; note the reason if not."""
-        ranks = Ranks()
         judged = ("loss", self.config.best_k_metric)
-        wrong = ranks.exchange(
-            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design),
-            lambda problems: [_first(problems)] * ranks.size,
+        wrong = Ranks().first_found(
+            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design)
         )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
@@ -450,7 +446,7 @@ class SavingPolicy:
 
         A state that is being read is deleted later. Best-Ks stay.
         """
-        self._settle()
+        self.finish()
         beyond = self._states_from(step + 1)
         if beyond:
             self.store.branch(step, at_once=True)
@@ -467,28 +463,25 @@ class SavingPolicy:
 
     def _branch_off(self, step: int) -> None:
         """Begin a new line of states at this step; the first one saved replaces the later ones."""
-        self._settle()
+        self.finish()
         self._entered = False
         self._branching_at = step
         self._cadence.turned_back()
 
-    def finish(self) -> list[SavedCheckpoint]:
-        """Wait for the save in the background, and return what it committed."""
-        return self._settle()
-
     def _save_due(
         self, step: int, state: SavableState, kinds: tuple[str, ...], value: float
     ) -> list[SavedCheckpoint]:
-        saved = self._settle()
+        saved = self.finish()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
             saved += self._save(kind, step, state, None)
 
-        ranks = Ranks()
         config = self.config
-        if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)):
-            saved += self._settle() + self._save(
+        if Ranks().agree(
+            lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)
+        ):
+            saved += self.finish() + self._save(
                 BEST_KIND, step, state, (config.best_k_metric, value)
             )
         return saved
@@ -496,23 +489,15 @@ class SavingPolicy:
     def _save(
         self, kind: str, step: int, state: SavableState, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
-        ranks = Ranks()
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
         if self._branching_at is not None and kind in RESUMABLE_KINDS:
             self.store.branch(self._branching_at)
             self._branching_at = None
 
-        if ranks.agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
+        if Ranks().agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
 
-        def check_room(sizes: list[int]) -> list[None]:
-            require_room(self.store.files, kind, sizes[0])
-            return [None] * ranks.size
-
-        ranks.exchange(
-            lambda: bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND), check_room
-        )
         committed: list[SavedCheckpoint] = []
         if self.saver is None:
             committed = [self.store.save(kind, step, state, metric=metric)]
@@ -522,7 +507,7 @@ class SavingPolicy:
         self._begun = True
         return self._committed(committed)
 
-    def _settle(self) -> list[SavedCheckpoint]:
+    def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
         if self.saver is None or not self._pending:
             return []
@@ -590,7 +575,3 @@ class SavingPolicy:
     def _note(self, note: str) -> None:
         self.notes.append(note)
         logger.warning("%s", note)
-
-
-def _first(problems: list[str | None]) -> str | None:
-    return next((problem for problem in problems if problem), None)

@@ -1,26 +1,22 @@
-"""Decide which checkpoints stay on the disk, and whether the next one has room.
+"""Decide which checkpoints stay on the disk, and estimate the space that they take.
 
 These are pure functions over the list of saved checkpoints, so that every history can be tested.
 Steps are compared as numbers, never as text. A recovery counts as a rollback too. A damaged
 checkpoint does not count.
 
-Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_free_space.py`.
+Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_disk_estimate.py`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .files import Files
-from .format import MODEL_PREFIX, Snapshot
 from .layout import (
     BEST_KIND,
     Metric,
     SavedCheckpoint,
 )
 from .policy_config import PolicyConfig
-from .ranks import SaveError
-from .values import dump
 
 # Retention: which checkpoints to keep and which to delete.
 
@@ -113,56 +109,6 @@ def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:
 
 def _metric(saved: SavedCheckpoint) -> str | None:
     return saved.metric.name if saved.metric else None
-
-
-# Check for enough free disk space before a checkpoint is written.
-
-# Space for partly filled blocks of the file system, and for its own tables.
-FREE_SPACE_MARGIN_BYTES = 2**15
-# Torch writes each tensor as an archive of its own, and names it in the index.
-TENSOR_OVERHEAD_BYTES = 1800
-SAFETENSORS_OVERHEAD_BYTES = 120
-
-
-class NoRoom(SaveError):
-    """The volume has no room for another checkpoint; nothing was written."""
-
-
-def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
-    """Return about the bytes that a save writes on all ranks together, rather more than fewer.
-
-    Sharded tensors count whole.
-    """
-    overhead = SAFETENSORS_OVERHEAD_BYTES if model_only else TENSOR_OVERHEAD_BYTES
-    num_bytes = 0
-    for name, tensor in snapshot.tensors.items():
-        if not model_only or name.startswith(MODEL_PREFIX):
-            num_bytes += tensor.numel() * tensor.element_size() + overhead
-    num_ranks = int(snapshot.values.get("world_size", 1))
-    values = len(dump([snapshot.values, snapshot.rank_values]))
-    return num_bytes + values + (num_ranks - 1) * len(dump(snapshot.rank_values))
-
-
-def require_room(files: Files, kind: str, num_bytes: int) -> None:
-    """Raise NoRoom if the next checkpoint does not fit beside the old ones.
-
-    An old checkpoint is deleted only after the new one is complete, so both have to fit.
-    """
-    free = files.free_bytes(kind)
-    needed = num_bytes + FREE_SPACE_MARGIN_BYTES
-    if free >= needed:
-        return
-    settings = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}
-    setting = settings.get(kind, "best_k")
-    raise NoRoom(
-        f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs "
-        f"{_size(needed)} beside the old ones: {_size(needed - free)} are missing. Free them, "
-        f"lower {setting}, or move the run to a larger volume; nothing was written"
-    )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 10**9:.2f} GB" if num_bytes >= 10**7 else f"{num_bytes:,} bytes"
 
 
 # Estimate the disk space that a checkpoint policy needs.
