@@ -5,7 +5,6 @@ python -m pytest tests/runs/test_cadence.py
 
 import random
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -121,14 +120,3 @@ def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_on
     )
     wider = int(re.search(r"rollback_every=(\d+)", message)[1])
     assert wider > 1
-
-
-def test_a_cadence_within_the_bound_is_not_mentioned(tmp_path, caplog):
-    state = new_state()
-    config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=1.0)
-    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
-        for step in range(1, 8):
-            time.sleep(0.3)
-            state.step = step
-            policy.after_step(step, state, {"loss": 1.0})
-    assert "rollback_every" not in caplog.text

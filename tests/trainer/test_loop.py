@@ -140,14 +140,14 @@ def test_a_signal_ends_the_run_after_its_step_and_saves(number):
 def test_a_second_interrupt_ends_the_run_at_once():
     with Stop(STOP_SIGNALS) as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.reason == "SIGINT"
+        assert stop.number == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_stop_in_the_last_step_is_a_finished_run():
     stop = Stop()
-    asks = [lambda report: stop.ask("asked")]
+    asks = [lambda report: setattr(stop, "number", signal.SIGTERM)]
     assert run(*parts(), steps=1, stop=stop, after_step=asks).finished
 
 
@@ -224,7 +224,7 @@ def stopped_on_rank_1():
 
     def ask(report):
         if rank == 1 and report.step == 3:
-            stop.ask("SIGTERM")
+            stop.number = signal.SIGTERM
 
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     report = run(module, optimizer, steps=20, stop=stop, after_step=[ask])

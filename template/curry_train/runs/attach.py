@@ -221,19 +221,18 @@ class AttachedJournal:
 # End a training loop between two steps, on a signal or on request.
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Stands for a request that is no signal, where the ranks exchange the reason as a number.
-ASKED_NUMBER = 255
 
 
 class Stop:
-    """A request to end the training after the current step; the first reason counts.
+    """A signal to end the training after the current step; the first one counts.
 
     It handles `signals` until `release` or the end of a `with` statement; a second SIGINT
     interrupts at once. Only the main thread can handle signals.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
-        self.reason: str | None = None
+        # The signal that was received, or 0.
+        self.number = 0
         self._previous: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in signals:
@@ -246,24 +245,9 @@ class Stop:
     def __exit__(self, *raised: object) -> None:
         self.release()
 
-    @property
-    def number(self) -> int:
-        """The reason as a number: 0 for none, the signal's number, or `ASKED_NUMBER`."""
-        if self.reason is None:
-            return 0
-        numbers = {each.name: int(each) for each in STOP_SIGNALS}
-        return numbers.get(self.reason, ASKED_NUMBER)
-
-    def ask(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
     def agreed(self, ranks: Ranks) -> str | None:
-        """Give every rank the reason to stop of any rank, or None if there is none."""
-        if ranks.size == 1:
-            return self.reason
+        """Give every rank the name of the signal that reached any rank, or None without one."""
         number = ranks.highest([self.number])[0]
-        if number == ASKED_NUMBER:
-            return "asked"
         return signal.Signals(number).name if number else None
 
     def release(self) -> None:
@@ -278,9 +262,9 @@ class Stop:
         self.release()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.reason and number == signal.SIGINT:
+        if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.ask(signal.Signals(number).name)
+        self.number = self.number or number
 
 
 # Save and resume a training loop with a few added lines.
@@ -700,7 +684,7 @@ class AttachedRun:
             stands = self._save_noted(notes, stop)
 
         if stop:
-            self._stop.reason = None  # `_close` calls this method once more
+            self._stop.number = 0  # `_close` calls this method once more
             self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
         return stands

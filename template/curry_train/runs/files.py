@@ -210,6 +210,25 @@ def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> in
     return descriptor
 
 
+def lock_here(descriptor: int, *, alone: bool) -> str:
+    """Lock an open file for this process; return why it can't be locked, or an empty text.
+
+    Raises BlockingIOError if another process holds it, with `alone` in any way.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return "this system has none"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        # The file system has no locks.
+        return error.strerror or str(error)
+    return ""
+
+
 def close_here(descriptor: int) -> None:
     _descriptors.discard(descriptor)
     os.close(descriptor)

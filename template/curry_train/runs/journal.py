@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from .files import close_here, keep_from_children, open_here
+from .files import close_here, keep_from_children, lock_here, open_here
 from .layout import describe_existing_runs
 from .ranks import LockedRun, RunError
 
@@ -341,7 +341,6 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
 
 # Open and lock the file of a journal for one writer.
 
-NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 EVENT_LINE_START = b'{"v":'
 
 
@@ -357,31 +356,18 @@ def open_journal(path: Path) -> int:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise JournalError(f"{path} is not a regular file: move it away")
-        _lock(handle, path)
-    except BaseException:
-        close_here(handle)
-        raise
-    return handle
-
-
-def _lock(handle: int, path: Path) -> None:
-    no_lock = "%s has no lock (%s): make sure that only one process writes"
-    try:
-        import fcntl
-    except ImportError:
-        logger.warning(no_lock, path, "this system has none")
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if why := lock_here(handle, alone=True):
+            logger.warning("%s has no lock (%s): make sure that only one process writes", path, why)
     except BlockingIOError:
+        close_here(handle)
         raise LockedRun(
             f"{path} is being written by {_writer(path)}: end it, or pass rank= if this "
             f"is another rank of the same run"
         ) from None
-    except OSError as error:
-        if error.errno not in NO_LOCK:
-            raise
-        logger.warning(no_lock, path, error.strerror)
+    except BaseException:
+        close_here(handle)
+        raise
+    return handle
 
 
 def _writer(path: Path) -> str:

@@ -116,8 +116,9 @@ def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) 
         return f"{root} has no run"
     closest = nearest(name, runs)
     others = [run for run in runs if run != closest]
-    more = f" and {len(others) - MOST_NAMED_RUNS} more" if len(others) > MOST_NAMED_RUNS else ""
-    shown = ", ".join(others[:MOST_NAMED_RUNS]) + more
+    named = others[: MOST_NAMED_RUNS - (closest is not None)]
+    more = f" and {len(others) - len(named)} more" if len(others) > len(named) else ""
+    shown = ", ".join(named) + more
     if closest is None:
         return f"{root} has {shown}"
     return f"did you mean {closest}?" + (f" {root} also has {shown}" if shown else "")
@@ -208,7 +209,6 @@ class HashingStream:
 # Write, read and verify the manifest of a checkpoint.
 
 MANIFEST_FILE_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
 # A checkpoint of 10,000 ranks has a manifest of 1 MB.
 MOST_MANIFEST_BYTES = 2**24
 # Number of damaged files that an error names.
@@ -233,7 +233,6 @@ class Manifest:
     about: Mapping[str, Any] = field(default_factory=dict)
     # The number of the line of states that it belongs to.
     line: int = 0
-    format: int = MANIFEST_FORMAT
 
     @property
     def num_bytes(self) -> int:
@@ -255,11 +254,6 @@ def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     try:
         content = json.loads(data)
-        if content["format"] != MANIFEST_FORMAT:
-            raise DamagedCheckpoint(
-                f"the manifest has format {content['format']!r:.40}, and this version of the "
-                f"package reads only format {MANIFEST_FORMAT}: use the version that wrote it"
-            )
         manifest = Manifest(
             algorithm=content["algorithm"],
             kind=content["kind"],

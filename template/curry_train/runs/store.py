@@ -78,7 +78,7 @@ class Writing:
 
     def __init__(
         self,
-        files: Files,
+        store: "Store",
         ranks: Ranks,
         kind: str,
         step: int,
@@ -86,11 +86,9 @@ class Writing:
         snapshot: Snapshot,
         *,
         folder: str,
-        algorithm: str,
-        line: int,
     ) -> None:
-        self.files = files
-        self.line = line
+        self.files = store.files
+        self.line = store.line
         self.ranks = ranks
         self.kind = kind
         self.step = step
@@ -98,7 +96,7 @@ class Writing:
         self.final = folder_name(kind, step, metric)
         self.folder = folder
 
-        self._new = HashingFolder(files, self.folder, algorithm)
+        self._new = HashingFolder(self.files, self.folder, store.algorithm)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
         ranks_values = ranks.exchange(
@@ -467,17 +465,7 @@ class Store(SavedRun):
         try:
             self.open()
             folder = ranks.agree(lambda: self._prepare(final))
-            return Writing(
-                self.files,
-                ranks,
-                kind,
-                step,
-                checked_metric,
-                snapshot,
-                folder=folder,
-                algorithm=self.algorithm,
-                line=self.line,
-            )
+            return Writing(self, ranks, kind, step, checked_metric, snapshot, folder=folder)
         except Exception as error:
             failed = self._failed(ranks, final, folder, error)
             if isinstance(error, OSError | OtherRank):
