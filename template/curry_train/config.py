@@ -437,7 +437,7 @@ def _require_way_back(policy: PolicyConfig, spike: SpikeConfig) -> None:
     name = "rollback"
     every = policy.rollback_every
     num_retained = policy.retention.rollback_keep
-    if every is None or policy.rollback_parameters_only:
+    if every is None:
         name = "recovery"
         every = policy.recovery_every
         num_retained = policy.retention.recovery_keep

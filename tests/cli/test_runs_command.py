@@ -81,22 +81,6 @@ def test_show_lists_each_checkpoint_and_marks_damage(runs):
     assert "was not finished" in " ".join(output.split())
 
 
-def test_a_rollback_of_parameters_is_listed_and_shown_as_one(tmp_path):
-    with Store(tmp_path / "runs/light-001") as store:
-        store.save("best-k", 50, new_state(), metric=("dev_loss", 0.25))
-        store.save("best-k", 100, new_state(), metric=("rollback", 100.0))
-    _, output = call("list", tmp_path / "runs")
-    assert output.splitlines()[1].split()[:5] == ["light-001", "none", "1", "0", "1"]
-    _, output = call("show", tmp_path / "runs/light-001")
-    assert [line.split()[:2] for line in output.splitlines()[1:3]] == [
-        ["rollback", "100"],
-        ["best-k", "50"],
-    ]
-    assert output.splitlines()[1].endswith("parameters only")
-    assert output.splitlines()[-1] == "nothing to resume from"
-    assert call("verify", tmp_path / "runs/light-001") == (0, "2 of 2 checkpoints intact\n")
-
-
 def test_verify_reads_every_byte(runs):
     assert call("verify", runs / "first-001") == (0, "4 of 4 checkpoints intact\n")
     damage(runs)
@@ -171,7 +155,7 @@ def test_estimate_of_a_policy(tmp_path):
     assert status == 0
     assert "retained in total" in output
     assert "756.0" in output
-    assert "rollback_parameters_only: true" in " ".join(output.split())
+    assert "save it in the background" in " ".join(output.split())
     assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
     assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
     status, output = call(

@@ -307,7 +307,7 @@ def test_a_loop_that_ends_by_steps_is_safe_on_a_finished_run_and_goes_on_bit_equ
 
 
 UNCAUGHT = """
-import sys, unittest.mock
+import errno, sys, unittest.mock
 from curry_train.runs import attach, layout, ranks
 attach.WAIT_SECONDS = 0.1
 from torch import nn
@@ -315,7 +315,8 @@ problem = sys.argv[1]
 options = {"rollback_every": 1}
 if problem == "wrong": options["extra"] = {"more": nn.Linear(1, 1)}
 with attach.saving(nn.Linear(2, 1), runs="run", **options) as run:
-    with unittest.mock.patch("shutil.disk_usage", return_value=unittest.mock.Mock(free=9)):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with unittest.mock.patch("os.fsync", side_effect=full):
         if problem == "full": run.step(loss=1.0)
 if problem == "own": raise ValueError("mine")
 """
@@ -332,7 +333,7 @@ if problem == "own": raise ValueError("mine")
         ("wrong", r"^StateMismatch: .*missing in the checkpoint: extra-more.*begin a new run with"),
         (
             "full",
-            r"^NoRoom: .* has 9 bytes free.*lower retention.rollback_keep",
+            r"^SaveError: .* was not saved: .*No space left.*free some space, or keep fewer",
         ),
         ("own", r"^Traceback"),
     ],

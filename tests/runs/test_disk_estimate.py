@@ -7,7 +7,6 @@ import pytest
 from click.testing import CliRunner
 
 from curry_train.cli.main import main
-from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.retention import BYTES_PER_GB, estimate_disk
 
 SEVEN = 7 * 10**9
@@ -30,15 +29,9 @@ def test_7b_keeps_756_gb_and_not_924_because_best_k_is_parameters_only():
     assert found.to_json() == {"parameters": SEVEN, "dtype": "float32", **facts}
 
 
-def test_above_10_gb_parameters_only_rollbacks_are_proposed_with_their_price():
+def test_above_10_gb_a_save_in_the_background_is_proposed():
     assert estimate_disk(833_000_000).advice == ()
-    message = " ".join(estimate_disk(SEVEN).advice)
-    assert "84.0 GB, more than 10 GB" in message
-    assert "rollback_parameters_only: true takes 28.0 GB for a rollback and saves 280 GB" in message
-    assert "resume from recoveries only" in message
-    taken = estimate_disk(SEVEN, PolicyConfig(rollback_parameters_only=True))
-    assert taken.total == 476 * BYTES_PER_GB
-    assert "rollback_parameters_only" not in " ".join(taken.advice)
+    assert "84.0 GB, more than 10 GB" in " ".join(estimate_disk(SEVEN).advice)
 
 
 def test_wrong_input_is_named():

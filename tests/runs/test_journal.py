@@ -14,7 +14,7 @@ from journals import clock, lines_of, plant
 from tree import ROOT
 
 from curry_train.runs.history import read_history
-from curry_train.runs.journal import Journal, JournalError, JournalReading, NewerJournal
+from curry_train.runs.journal import Journal, JournalError, JournalReading
 from curry_train.runs.ranks import LockedRun
 
 
@@ -126,15 +126,6 @@ def test_a_run_whose_folder_was_renamed_or_copied_goes_on(tmp_path):
         journal.resume(20)
     history = read_history(tmp_path / "run-002")
     assert [attempt.run for attempt in history.attempts] == ["run-001", "run-002"]
-
-
-def test_a_journal_of_a_newer_version_is_refused(tmp_path):
-    path = plant(tmp_path / "run") / "journal.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"v":2}\n')
-    with pytest.raises(
-        NewerJournal, match=r"journal\.jsonl: its end was written by a newer version"
-    ):
-        Journal(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

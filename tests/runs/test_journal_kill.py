@@ -4,15 +4,10 @@ python -m pytest tests/runs/test_journal_kill.py
 """
 
 import os
-import random
 import signal
-import subprocess
-import sys
 import time
 
-import pytest
 from journals import clock, facts, lines_of, plant, train
-from tree import ROOT
 
 from curry_train.runs.journal import Journal, JournalError, JournalReading
 
@@ -58,46 +53,6 @@ def test_a_journal_cut_in_its_first_line_starts_again(tmp_path):
         lines = lines_of(tmp_path / "run")
         assert [line["kind"] for line in lines] == ["start"], length
         assert lines[0]["attempt"] == 1
-
-
-WRITER = """
-import sys
-sys.path.insert(0, {path!r})
-from curry_train.runs.journal import Journal
-with Journal({folder!r}) as journal:
-    journal.start() if journal.empty else journal.resume(journal._last.step)
-    step = 0
-    while True:
-        step += 1
-        figures = dict(grad_norm=1.0, terms=5, seconds=0.1, peak_bytes=2**30)
-        journal.step(step, loss=1.0 / step, learning_rate=1e-3, **figures)
-        if step == 20:
-            print("going", flush=True)
-"""
-
-
-@pytest.mark.timeout(200)
-def test_killed_children_leave_every_step_that_was_written(tmp_path):
-    chance, code = (
-        random.Random(0),
-        WRITER.format(path=str(ROOT / "template"), folder=str(tmp_path)),
-    )
-    for attempt in range(1, 7):
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-        assert process.stdout.readline() == b"going\n"
-        time.sleep(chance.random() / 20)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        reading = JournalReading(tmp_path)
-        events = list(reading)
-        assert reading.num_damaged < attempt
-        assert events[-1].attempt == attempt
-        steps = [
-            event.step for event in events if event.attempt == attempt and event.kind == "step"
-        ]
-        assert steps == list(range(1, len(steps) + 1))
-        assert len(steps) >= 20
 
 
 def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):

@@ -6,21 +6,15 @@ python -m pytest tests/runs/test_journal_reading.py
 import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from journals import plant
-from tree import ROOT
 
 from curry_train.runs.journal import (
     JOURNAL_HEAD_LINES,
     LONGEST_LINE_BYTES,
-    Journal,
     JournalError,
     JournalReading,
-    NewerJournal,
     encode_event,
     event_number,
     find_journal,
@@ -134,17 +128,6 @@ def test_a_file_that_is_not_a_journal_is_an_error(tmp_path, content, message):
         read(path)
 
 
-def test_a_newer_version_is_refused_wherever_it_begins(tmp_path):
-    """Refuse it, because an older reader would misread what it does not know."""
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(good(1) + b'{"v":2,"what":"ever"}\n' + good(3))
-    with pytest.raises(
-        NewerJournal,
-        match=r"journal\.jsonl: line 2 was written by a newer version .*\(journal version 2;",
-    ):
-        read(path)
-
-
 def test_a_missing_journal_is_an_error(tmp_path):
     plant(tmp_path / "runs/run-001")
     (tmp_path / "empty").mkdir()
@@ -185,47 +168,3 @@ def test_text_of_a_file_does_not_move_the_cursor():
     assert printable("a\x1b[2Jb\nc\ud800é") == r"a\x1b[2Jb\nc\ud800é"
     assert printable("x" * 400, longest=10) == "xxxxxxx..."
     assert finite({"a": (1.0, math.nan)}) == {"a": [1.0, "nan"]}
-
-
-MILLION = """
-import sys
-sys.path.insert(0, {path!r})
-from curry_train.runs.history import read_history
-history = read_history({journal!r})
-# This program's own peak; getrusage would count that of the process that started it.
-peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-most = int(peak.split()[1]) // 1024
-print(history.num_events, len(history.steps), most, "torch" in sys.modules)
-"""
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/status").is_file(), reason="the most memory is read from /proc"
-)
-@pytest.mark.parametrize(
-    ("steps", "most_mebibytes"),
-    [(200_000, 71), pytest.param(1_000_000, 120, marks=pytest.mark.long)],
-)
-def test_many_events_stream_in_little_memory(tmp_path, steps, most_mebibytes):
-    """Read in memory that grows only by the figures, 64 bytes per step."""
-    path = tmp_path / "journal.jsonl"
-    with Journal(tmp_path, run="long") as journal:
-        journal.start()
-    first = path.read_bytes()
-    line = (
-        '{"v":1,"time":%d.123,"step":%d,"attempt":1,"kind":"step","loss":%.15g,'
-        '"learning_rate":0.00030000123,"grad_norm":1.0123456789,"terms":524288,'
-        '"seconds":0.12345,"peak_bytes":8e10}\n'
-    )
-    with path.open("w") as file:
-        file.write(first.decode())
-        for step in range(1, steps + 1):
-            file.write(line % (1_700_000_000 + step, step, 2 + 1 / step))
-    code = MILLION.format(path=str(ROOT / "template"), journal=str(path))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    events, read, most, torch_imported = done.stdout.split()
-    assert int(events) == steps + 1
-    assert int(read) == steps
-    assert torch_imported == "False"
-    assert int(most) < most_mebibytes, f"MiB; {steps * 64 // 2**20} of them are the figures"

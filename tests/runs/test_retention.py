@@ -61,12 +61,6 @@ def test_nan_is_never_among_the_best(value, direction):
     assert not is_among_best(value, 1, [], PolicyConfig(best_k_direction=direction))
 
 
-def test_rollbacks_of_parameters_go_by_step():
-    every = [saved("best-k", step, float(step), name="rollback") for step in (9, 10, 11, 8)]
-    config = PolicyConfig(rollback_parameters_only=True, retention=Retention(rollback_keep=2))
-    assert [one.step for one in to_delete(every, config)] == [9, 8]
-
-
 def test_checkpoints_at_multiples_of_keep_every_are_never_deleted():
     config = PolicyConfig(retention=Retention(rollback_keep=2, recovery_keep=1, keep_every=100))
     there = [

@@ -96,7 +96,8 @@ def test_every_model_continues_bit_equal(store, build):
 
 def test_a_tied_weight_is_stored_once(store):
     state = new_state(build=Tied)
-    assert set(state.snapshot().ties.items()) == {("model.head.weight", "model.embed.weight")}
+    values = state.snapshot().values["model"]
+    assert values["model.head.weight"].name == values["model.embed.weight"].name
     assert "model.head.weight" not in state.snapshot().tensors
     saved = store.save("rollback", 1, state)
 
@@ -265,10 +266,13 @@ def test_a_load_writes_into_the_optimizers_tensors(store):
         moments = [one["exp_avg"] for one in optimizer.state.values()]
         return [optimizer.param_groups[0]["lr"], *moments]
 
+    def addresses(state):
+        return [tensor.data_ptr() for tensor in tensors(state)]
+
     state, other = trained(0), trained(1)
-    there = tensors(other)
+    there = addresses(other)
     store.load(store.save("rollback", 1, state), other)
-    assert all(now is before for now, before in zip(tensors(other), there, strict=True))
+    assert addresses(other) == there
     assert all(map(torch.equal, tensors(other), tensors(state)))
 
 

@@ -185,7 +185,7 @@ def test_tensors_that_are_expanded_here_only_are_a_mismatch(store):
     saved = store.save("rollback", 1, new_state(build=lambda: OddModel(filled)))
     other = new_state(seed=1, build=lambda: OddModel(expanded))
     before = values_of(other.model)
-    with pytest.raises(StateMismatch, match=r"model.mask is expanded here, and was not"):
+    with pytest.raises(StateMismatch, match=r"model.mask was \[3, 5\] and is \[3, 1\]"):
         store.load(saved, other)
     assert values_of(other.model) == before
 
@@ -359,7 +359,6 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
             lambda s: s.model.register_buffer("packed", Packed()),
             r"model.packed: a Packed, .* its own class, can't .* adapters, pass trained_only=True",
         ),
-        (lambda s: s.config.update(rule=[print]), r"config\['rule'\]\[0\]: a builtin"),
         (
             lambda s: s.model.register_buffer("b", torch.ones(1, device="meta")),
             r"model.b: a tensor without values \(device meta\)",

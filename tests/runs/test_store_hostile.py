@@ -175,9 +175,9 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):
 
 
 STATES = {
-    "no ranks": {"values": {}, "ranks": [], "ties": {}},
-    "values that are a number": {"values": 3, "ranks": [], "ties": {}},
-    "no ties": {"values": {"step": 1}},
+    "no ranks": {"values": {}, "ranks": []},
+    "values that are a number": {"values": 3, "ranks": []},
+    "ranks left out": {"values": {"step": 1}},
     "a list": [],
 }
 

@@ -50,7 +50,7 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     checkpoints = run.all_committed()
     counts = dict.fromkeys(CHECKPOINT_KINDS, 0)
     for saved in checkpoints:
-        counts[saved.serves_as] += 1
+        counts[saved.kind] += 1
     newest = run.latest()
     return {
         "run": name,
@@ -66,7 +66,7 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     rows = []
     checkpoints = run.all_committed()
     for kind in CHECKPOINT_KINDS:
-        rows += [_checkpoint(run, saved) for saved in checkpoints if saved.serves_as == kind]
+        rows += [_checkpoint(run, saved) for saved in checkpoints if saved.kind == kind]
         rows += [
             {
                 "kind": kind,
@@ -84,10 +84,8 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
 
 def _checkpoint(run: SavedRun, saved: SavedCheckpoint) -> dict[str, Any]:
     metric = None if saved.metric is None else f"{saved.metric.name} {saved.metric.value:.6g}"
-    if saved.serves_as != saved.kind:
-        metric = "parameters only"
     return {
-        "kind": saved.serves_as,
+        "kind": saved.kind,
         "step": saved.step,
         "metric": metric,
         "bytes": saved.num_bytes,

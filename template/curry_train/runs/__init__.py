@@ -20,7 +20,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Journal",
             "JournalError",
             "JournalReading",
-            "NewerJournal",
         ),
         "layout": ("SavedCheckpoint",),
         "policy": ("SavingPolicy",),

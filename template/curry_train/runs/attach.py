@@ -26,6 +26,7 @@ is rolled back in the same process, and a signal ends the loop instead of the pr
 Proof: `python -m pytest tests/runs`.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -46,7 +47,7 @@ from .background import BackgroundSaver
 from .files import keep_from_children
 from .history import peak_bytes, run_facts
 from .journal import Journal
-from .layout import RESUMABLE_KINDS, SavedCheckpoint
+from .layout import SavedCheckpoint
 from .policy import SavingPolicy, number_of
 from .policy_config import PolicyConfig, SpikeConfig
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
@@ -82,31 +83,34 @@ class AttachedJournal:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
         state: TrainingState,
         resumed: Resumed | None,
         *,
-        config: Mapping[str, Any],
-        ranks: Ranks,
+        runs: str | os.PathLike[str],
+        config: PolicyConfig,
         stream: SampleStream | None,
     ) -> None:
         self._state = state
         self._stream = stream
-        self._journal = Journal(folder, rank=ranks.rank)
+        ranks = Ranks()
+        self._journal = Journal(runs, rank=ranks.rank)
         self.begin_step()
 
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
         )
-        facts = run_facts(config, device=self._device, world_size=ranks.size)
+        facts = run_facts(
+            state.config or {"checkpoint": asdict(config)},
+            device=self._device,
+            world_size=ranks.size,
+        )
         if resumed is None and self._journal.empty:
             self._journal.start(facts=facts)
-        else:
-            if resumed is not None and resumed.report.notes:
-                facts["notes"] = list(resumed.report.notes)
-            self._journal.resume(
-                state.step, facts=facts, checkpoint=resumed.saved.folder if resumed else None
-            )
+            return
+        if resumed is not None and resumed.report.notes:
+            facts["notes"] = list(resumed.report.notes)
+        checkpoint = None if resumed is None else resumed.saved.folder
+        self._journal.resume(state.step, facts=facts, checkpoint=checkpoint)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -196,8 +200,8 @@ class AttachedJournal:
         self._journal.write("stop", step=self._state.step, reason=reason[:1000])
         self._journal.close()
 
-    def saved(self, saved: Iterable[SavedCheckpoint]) -> None:
-        """Write an event for every committed checkpoint."""
+    def saved(self, saved: Iterable[SavedCheckpoint], pruned: Iterable[SavedCheckpoint]) -> None:
+        """Write an event for each committed checkpoint, and for each that retention deleted."""
         for checkpoint in saved:
             self._journal.write(
                 "save",
@@ -205,9 +209,6 @@ class AttachedJournal:
                 checkpoint=checkpoint.folder,
                 num_bytes=checkpoint.num_bytes,
             )
-
-    def pruned(self, pruned: Iterable[SavedCheckpoint]) -> None:
-        """Write an event for every checkpoint that the retention deleted."""
         for checkpoint in pruned:
             self._journal.write(
                 "prune",
@@ -220,19 +221,18 @@ class AttachedJournal:
 # End a training loop between two steps, on a signal or on request.
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Stands for a request that is no signal, where the ranks exchange the reason as a number.
-ASKED_NUMBER = 255
 
 
 class Stop:
-    """A request to end the training after the current step; the first reason counts.
+    """A signal to end the training after the current step; the first one counts.
 
     It handles `signals` until `release` or the end of a `with` statement; a second SIGINT
     interrupts at once. Only the main thread can handle signals.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
-        self.reason: str | None = None
+        # The signal that was received, or 0.
+        self.number = 0
         self._previous: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for number in signals:
@@ -245,24 +245,9 @@ class Stop:
     def __exit__(self, *raised: object) -> None:
         self.release()
 
-    @property
-    def number(self) -> int:
-        """The reason as a number: 0 for none, the signal's number, or `ASKED_NUMBER`."""
-        if self.reason is None:
-            return 0
-        numbers = {each.name: int(each) for each in STOP_SIGNALS}
-        return numbers.get(self.reason, ASKED_NUMBER)
-
-    def ask(self, reason: str) -> None:
-        self.reason = self.reason or reason
-
     def agreed(self, ranks: Ranks) -> str | None:
-        """Give every rank the reason to stop of any rank, or None if there is none."""
-        if ranks.size == 1:
-            return self.reason
+        """Give every rank the name of the signal that reached any rank, or None without one."""
         number = ranks.highest([self.number])[0]
-        if number == ASKED_NUMBER:
-            return "asked"
         return signal.Signals(number).name if number else None
 
     def release(self) -> None:
@@ -277,9 +262,9 @@ class Stop:
         self.release()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if self.reason and number == signal.SIGINT:
+        if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.ask(signal.Signals(number).name)
+        self.number = self.number or number
 
 
 # Save and resume a training loop with a few added lines.
@@ -398,41 +383,22 @@ class AttachedRun:
         # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
         self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
         self._open = True
-        try:
-            self._begin(config, resume, in_background=in_background, journal=journal)
-        except BaseException:
-            self._stop.release()
-            self.store.close()
-            raise
-
-    def _begin(
-        self,
-        config: PolicyConfig,
-        resume: str | int | None,
-        *,
-        in_background: bool,
-        journal: bool,
-    ) -> None:
-        """Open the folder, load the state to resume from, and open the journal."""
-        runs = self.store.files.location("")
-        self.store.open(wait_seconds=WAIT_SECONDS)
-        self._saver = BackgroundSaver(self.store) if in_background else None
-        self.policy = SavingPolicy(self.store, config, saver=self._saver)
-
-        self.resumed = None if resume is None else self._load(resume)
-        self._resuming = self.resumed is not None and self.resumed.saved.kind in RESUMABLE_KINDS
-        self._watch.begin(self.state, self.store.files)
-        if journal:
-            self._journal = self._ranks.all_do(
-                lambda: AttachedJournal(
-                    runs,
-                    self.state,
-                    self.resumed,
-                    config=self.state.config or {"checkpoint": asdict(config)},
-                    ranks=self._ranks,
-                    stream=self._stream,
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._stop.release)
+            undo.callback(self.store.close)
+            self.store.open(wait_seconds=WAIT_SECONDS)
+            self._saver = BackgroundSaver(self.store) if in_background else None
+            self.policy = SavingPolicy(self.store, config, saver=self._saver)
+            self.resumed = None if resume is None else self._load(resume)
+            self._resuming = self.resumed is not None and self.resumed.saved.is_state
+            self._watch.begin(state, self.store.files)
+            if journal:
+                self._journal = self._ranks.all_do(
+                    lambda: AttachedJournal(
+                        state, self.resumed, runs=runs, config=config, stream=stream
+                    )
                 )
-            )
+            undo.pop_all()
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -714,11 +680,11 @@ class AttachedRun:
             if measured_anywhere and self._ranks.size > 1:
                 # Evaluation often runs on rank 0 alone, so every rank needs its result.
                 own = number_of(notes.metrics[name]) if measured_here else None
-                notes.metrics[name] = self._ranks.exchange(lambda: own, _first)
+                notes.metrics[name] = self._ranks.first_found(lambda: own)
             stands = self._save_noted(notes, stop)
 
         if stop:
-            self._stop.reason = None  # `_close` calls this method once more
+            self._stop.number = 0  # `_close` calls this method once more
             self._close(signal.Signals(stop).name)
             sys.exit(128 + stop)
         return stands
@@ -763,8 +729,7 @@ class AttachedRun:
         pruned = self.policy.pruned
         self.policy.pruned = []
         if self._journal is not None:
-            self._journal.saved(saved)
-            self._journal.pruned(pruned)
+            self._journal.saved(saved, pruned)
 
     def _require_no_stream(self, call: str) -> None:
         if self._stream is not None:
@@ -783,9 +748,3 @@ class AttachedRun:
         finally:
             # Until here a signal must not end the process: the last save may be under way.
             self._stop.release()
-
-
-def _first(values: list[float | None]) -> list[float | None]:
-    """Give every rank the first value that is not None."""
-    measured = next((value for value in values if value is not None), None)
-    return [measured] * len(values)

@@ -226,8 +226,7 @@ class BackgroundSaver:
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the running save; return on every rank the checkpoint committed last."""
-        ranks = Ranks()
-        return ranks.exchange(self._settle, lambda _: [self._saved] * ranks.size)
+        return Ranks().collect(self._settle, lambda _: self._saved)
 
     def close(self) -> None:
         """Finish the running save and release the thread, the hooks and the buffers."""
@@ -265,18 +264,16 @@ class BackgroundSaver:
 
     def _run(self, writing: Writing) -> None:
         """Write and commit; runs on the background thread, like those of the other ranks."""
-        ranks = self._ranks
 
         def write() -> RankFiles:
             tensors = self._staging.copy()
             _yield_to_training()
             return writing.write(tensors)
 
-        def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
-            return [self.store.commit(writing, parts)] * ranks.size
-
         try:
-            self._saved = ranks.exchange(write, commit)
+            self._saved = self._ranks.collect(
+                write, lambda parts: self.store.commit(writing, parts)
+            )
         except Exception as error:  # noqa: BLE001 - it is raised on the training thread
             self._error = self.store.failed(writing, error)
             self._error.__cause__ = error

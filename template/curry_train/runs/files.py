@@ -10,9 +10,9 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import shutil
 import stat
-import time
 import weakref
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -155,9 +155,7 @@ class Files:
         """Rename a folder in place of a link: a copy with `cp -rL`, which may be the only one."""
         path = self.path(key)
         if path.is_dir() and not path.is_symlink():
-            number = 1
-            while (aside := self.path(f"{key}-was-a-folder-{number}")).exists():
-                number += 1
+            aside = path.with_name(f"{key}-was-a-folder-{secrets.token_hex(4)}")
             path.rename(aside)
             logger.warning(
                 "%s was a folder and is %s now: a copy of a run that follows links makes one; "
@@ -181,32 +179,6 @@ class Files:
         while not path.exists():
             path = path.parent
         return shutil.disk_usage(path).free
-
-
-# Estimate the duration of a save by timing a small write on the same volume.
-
-DISK_TRIAL_FILE_NAME = ".speed-of-the-disk"
-LEAST_TRIAL_BYTES = 2**20
-MOST_TRIAL_BYTES = 2**29
-# The trial writes 1/16 of the bytes of a save, so that it costs little in comparison.
-DISK_TRIAL_DIVISOR = 16
-# Duration of a save of almost no bytes: naming, writing and syncing the index and the manifest.
-FIXED_SAVE_SECONDS = 0.1
-
-
-def expected_save_seconds(files: Files, num_bytes: int) -> float:
-    """Return the expected seconds of a save of this many bytes by this process.
-
-    The trial file is removed afterwards.
-    """
-    data = memoryview(
-        bytearray(min(max(num_bytes // DISK_TRIAL_DIVISOR, LEAST_TRIAL_BYTES), MOST_TRIAL_BYTES))
-    )
-    began = time.perf_counter()
-    files.write(DISK_TRIAL_FILE_NAME, data)
-    seconds = time.perf_counter() - began
-    files.remove_file(DISK_TRIAL_FILE_NAME)
-    return FIXED_SAVE_SECONDS + seconds * max(1.0, num_bytes / len(data))
 
 
 # Close locks and files of a process in its forked children.
@@ -236,6 +208,25 @@ def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> in
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
     _descriptors.add(descriptor)
     return descriptor
+
+
+def lock_here(descriptor: int, *, alone: bool) -> str:
+    """Lock an open file for this process; return why it can't be locked, or an empty text.
+
+    Raises BlockingIOError if another process holds it, with `alone` in any way.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return "this system has none"
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        # The file system has no locks.
+        return error.strerror or str(error)
+    return ""
 
 
 def close_here(descriptor: int) -> None:

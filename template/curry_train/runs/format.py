@@ -42,7 +42,7 @@ from ..core.unpickle import PickleReader
 from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
-from .values import PLAIN_DTYPES
+from .values import PLAIN_DTYPES, dump, load_foreign
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
@@ -161,7 +161,7 @@ def read_checkpoint_metadata(files: Files, folder: str, manifest: Manifest) -> M
         return _checked(_index_of(data), manifest)
     except HostileCheckpoint as error:
         raise HostileCheckpoint(f"{files.location(folder)}: {error}") from error
-    except (ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
+    except (OSError, ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
         raise DamagedCheckpoint(
             f"{files.location(folder)}: {METADATA_FILE_NAME} can't be read "
             f"({type(error).__name__}: {error})"
@@ -325,8 +325,6 @@ class Snapshot:
     values: Mapping[str, Any] = field(default_factory=dict)
     # The values of each rank.
     rank_values: Mapping[str, Any] = field(default_factory=dict)
-    # The further names of a tensor, each with its first name.
-    ties: Mapping[str, str] = field(default_factory=dict)
     # What tensors hold that are saved among the values.
     inline: Mapping[str, Tensor] = field(default_factory=dict)
     # Only these change the tensors: a copy in the background has to end before their next step.
@@ -340,7 +338,6 @@ class Contents:
     tensors: Mapping[str, TensorFacts]
     values: Mapping[str, Any]
     rank_values: Sequence[Mapping[str, Any]] = ()
-    ties: Mapping[str, str] = field(default_factory=dict)
     # True for a best-K.
     model_only: bool = False
 
@@ -400,9 +397,11 @@ class SavableState(Protocol):
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
 SAFETENSORS_FILE_NAME = "model.safetensors"
-# The entry of the header that is no tensor, and our key in it.
+# Tensors that a safetensors file can't hold, by their dtype or name.
+OTHERS_FILE_NAME = "others.pt"
+MOST_OTHERS_BYTES = 2**28
+# The entry of the header that is no tensor.
 SAFETENSORS_NOTES = "__metadata__"
-NOTES_KEY = "curry_train"
 LONGEST_HEADER = 100 * 2**20
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -432,16 +431,24 @@ class SafetensorsLayout:
     """
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
-        parameters = {
-            name.removeprefix(MODEL_PREFIX): tensor
-            for name, tensor in snapshot.tensors.items()
-            if name.startswith(MODEL_PREFIX)
-        }
-        self._names = sorted(parameters, key=lambda name: (-parameters[name].dtype.itemsize, name))
         self._folder = folder
         self._first = ranks.first
-        unsharded = [_whole(parameters[name], keep=ranks.first) for name in self._names]
-        self.tensors: list[Tensor] = [tensor for tensor in unsharded if tensor is not None]
+        whole: dict[str, Tensor] = {}
+        self._others: dict[str, Tensor] = {}
+        for name, tensor in snapshot.tensors.items():
+            if not name.startswith(MODEL_PREFIX):
+                continue
+            # Every rank gathers its shards.
+            value = _whole(tensor, keep=ranks.first)
+            bare = name.removeprefix(MODEL_PREFIX)
+            if value is None:
+                continue
+            if value.dtype in SAFETENSORS_DTYPE_CODES and bare != SAFETENSORS_NOTES:
+                whole[bare] = value
+            else:
+                self._others[bare] = value.detach().clone()
+        self._names = sorted(whole, key=lambda name: (-whole[name].dtype.itemsize, name))
+        self.tensors: list[Tensor] = [whole[name] for name in self._names]
 
     def write(self, tensors: Sequence[Tensor]) -> RankFiles:
         """Write these values in place of `self.tensors`."""
@@ -460,31 +467,24 @@ class SafetensorsLayout:
         return RankFiles(self._folder.entries)
 
     def _header(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the header; what safetensors has no form for is bytes, described in the notes."""
-        header: dict[str, Any] = {}
-        notes: dict[str, Any] = {}
+        header: dict[str, Any] = {SAFETENSORS_NOTES: {"format": "pt"}}
         position = 0
         for name, tensor in zip(self._names, tensors, strict=True):
             end = position + tensor.nbytes
-            code = SAFETENSORS_DTYPE_CODES.get(tensor.dtype)
-            stored = name
-            shape = list(tensor.shape)
-            if code is None or name == SAFETENSORS_NOTES:
-                while stored == SAFETENSORS_NOTES or (stored != name and stored in self._names):
-                    stored += "_"
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                notes[stored] = {"name": name, "dtype": dtype, "shape": shape}
-                code = "U8"
-                shape = [tensor.nbytes]
-            header[stored] = {"dtype": code, "shape": shape, "data_offsets": [position, end]}
+            code = SAFETENSORS_DTYPE_CODES[tensor.dtype]
+            place = [position, end]
+            header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": place}
             position = end
-        metadata = {"format": "pt"}
-        if notes:
-            metadata[NOTES_KEY] = json.dumps(notes)
-        return {SAFETENSORS_NOTES: metadata, **header}
+        return header
 
     def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        return {}
+        """Write the tensors that the file does not hold; called on the first rank."""
+        if not self._others:
+            return {}
+        content = readable(dump(self._others), MOST_OTHERS_BYTES, "what safetensors can't hold")
+        with self._folder.create(OTHERS_FILE_NAME) as stream:
+            stream.write(content)
+        return {OTHERS_FILE_NAME: self._folder.entries[OTHERS_FILE_NAME]}
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
@@ -503,40 +503,32 @@ class SafetensorsReader:
 
     def __init__(self, files: Files, folder: str) -> None:
         self._where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
-        # Of each tensor its facts, and its name in the file.
-        self._places: dict[str, tuple[TensorFacts, str]] = {}
+        # Shape and dtype of each tensor, by its name in a state.
+        self.facts: dict[str, TensorFacts] = {}
+        self._others: dict[str, Tensor] = {}
         try:
+            others = f"{folder}/{OTHERS_FILE_NAME}"
+            if files.kind(others) is not None:
+                self._others = load_foreign(files.read(others, most_bytes=MOST_OTHERS_BYTES))
+            for name, tensor in self._others.items():
+                self.facts[MODEL_PREFIX + name] = TensorFacts(tuple(tensor.shape), tensor.dtype)
             with safe_open(self._where, "pt") as file:
-                notes = json.loads((file.metadata() or {}).get(NOTES_KEY, "{}"))
-                for stored in file.keys():  # noqa: SIM118 - the file is no mapping
-                    found = file.get_slice(stored)
-                    noted = notes.get(stored, {})
-                    shape = noted.get("shape", found.get_shape())
+                for name in file.keys():  # noqa: SIM118 - the file is no mapping
+                    found = file.get_slice(name)
                     dtype = SAFETENSORS_DTYPES[found.get_dtype()]
-                    facts = TensorFacts(
-                        tuple(_size(shape)), _DTYPES[noted["dtype"]] if noted else dtype
-                    )
-                    if noted and facts.num_bytes != math.prod(found.get_shape()):
-                        raise ValueError(f"{stored:.80} does not have the bytes of its shape")
-                    self._places[noted.get("name", stored)] = facts, stored
-        except (ArithmeticError, RecursionError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
+                    self.facts[MODEL_PREFIX + name] = TensorFacts(tuple(found.get_shape()), dtype)
+        except (OSError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
             raise DamagedCheckpoint(f"{self._where}: the header can't be read ({error})") from error
-
-    def facts(self) -> dict[str, TensorFacts]:
-        """Return shape and dtype of each tensor, by its name in a state."""
-        return {MODEL_PREFIX + name: facts for name, (facts, _) in self._places.items()}
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
         """Fill the targets, sharded or not."""
         try:
             with safe_open(self._where, "pt") as file:
                 for name, target in targets.items():
-                    facts, stored = self._places[name.removeprefix(MODEL_PREFIX)]
-                    value = file.get_tensor(stored)
-                    if value.dtype != facts.dtype:
-                        value = value.view(facts.dtype).reshape(facts.shape)
-                    _copy(value, target.detach())
-        except SafetensorError as error:
+                    bare = name.removeprefix(MODEL_PREFIX)
+                    other = self._others.get(bare)
+                    _copy(file.get_tensor(bare) if other is None else other, target.detach())
+        except (OSError, SafetensorError) as error:
             raise DamagedCheckpoint(f"{self._where} can't be read ({error})") from error
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from .files import close_here, keep_from_children, open_here
+from .files import close_here, keep_from_children, lock_here, open_here
 from .layout import describe_existing_runs
 from .ranks import LockedRun, RunError
 
@@ -59,10 +59,6 @@ EVENT_NUMBER_LIMIT = 10**15
 
 class JournalError(RunError):
     """A journal can't be read, or can't be written."""
-
-
-class NewerJournal(JournalError):
-    """The journal was written by a later version of this package."""
 
 
 class Event(NamedTuple):
@@ -104,10 +100,7 @@ def encode_event(
         event["run"] = run
     event.update(facts)
     try:
-        try:
-            line = _ENCODE_JSON(event)
-        except ValueError:
-            line = _ENCODE_JSON(finite(event))
+        line = _ENCODE_JSON(finite(event))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{kind} of step {step} can't be written as JSON ({error}): pass numbers, text, lists "
@@ -148,10 +141,7 @@ _DECODE_JSON = json.JSONDecoder().decode
 
 
 def parse_event(text: bytes, *, line: int) -> Event | str:
-    """Parse a line; return the event, or a description of why the line is not an event.
-
-    Raises NewerJournal.
-    """
+    """Parse a line; return the event, or a description of why the line is not an event."""
     try:
         facts = _DECODE_JSON(text.decode())
     except UnicodeDecodeError:
@@ -166,13 +156,6 @@ def parse_event(text: bytes, *, line: int) -> Event | str:
     step = facts.pop("step", None)
     attempt = facts.pop("attempt", None)
     kind = facts.pop("kind", None)
-    if type(version) is int and version > JOURNAL_VERSION:
-        where = f"line {line}" if line else "its end"
-        raise NewerJournal(
-            f"{where} was written by a newer version of this package (journal version {version}; "
-            f"this package reads up to {JOURNAL_VERSION}): use the version that wrote it, or a "
-            "later one"
-        )
     # True and 1.0 are equal to 1, and no journal has them.
     if type(version) is not int or version != JOURNAL_VERSION or type(kind) is not str:
         return "not an event"
@@ -269,10 +252,7 @@ class JournalReading:
                 self._damage(DamagedLine(number, f"longer than {LONGEST_LINE_BYTES} bytes"))
                 continue
 
-            try:
-                found = parse_event(text, line=number)
-            except NewerJournal as error:
-                raise NewerJournal(f"{self.path}: {error}") from None
+            found = parse_event(text, line=number)
             if isinstance(found, str):
                 if not text.endswith(b"\n"):
                     self.torn = text
@@ -361,7 +341,6 @@ def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
 
 # Open and lock the file of a journal for one writer.
 
-NO_LOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 EVENT_LINE_START = b'{"v":'
 
 
@@ -377,54 +356,32 @@ def open_journal(path: Path) -> int:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise JournalError(f"{path} is not a regular file: move it away")
-        _lock(handle, path)
+        if why := lock_here(handle, alone=True):
+            logger.warning("%s has no lock (%s): make sure that only one process writes", path, why)
+    except BlockingIOError:
+        close_here(handle)
+        raise LockedRun(
+            f"{path} is being written by {_writer(path)}: end it, or pass rank= if this "
+            f"is another rank of the same run"
+        ) from None
     except BaseException:
         close_here(handle)
         raise
     return handle
 
 
-def _lock(handle: int, path: Path) -> None:
-    no_lock = "%s has no lock (%s): make sure that only one process writes"
-    try:
-        import fcntl
-    except ImportError:
-        logger.warning(no_lock, path, "this system has none")
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LockedRun(
-            f"{path} is being written by {_writer(handle)}: end it, or pass rank= if this "
-            f"is another rank of the same run"
-        ) from None
-    except OSError as error:
-        if error.errno not in NO_LOCK:
-            raise
-        logger.warning(no_lock, path, error.strerror)
+def _writer(path: Path) -> str:
+    pids: list[Any] = []
+    with contextlib.suppress(JournalError):
+        pids += [event.facts["pid"] for event in JournalReading(path) if "pid" in event.facts]
+    return f"process {pids[-1]!r:.20}, or a child of it" if pids else "another process"
 
 
-def _writer(handle: int) -> str:
-    with contextlib.suppress(NewerJournal):
-        for event in _from_end(handle):
-            if type(pid := event.facts.get("pid")) is int:
-                return f"process {pid}, or a child of it"
-    return "another process"
-
-
-def last_event(path: Path, handle: int) -> Event | None:
+def last_event(path: Path) -> Event | None:
     """Return the last event; raise JournalError if the file holds something else."""
-    try:
-        for event in _from_end(handle):
-            return event
-    except NewerJournal as error:
-        raise NewerJournal(f"{path}: {error}") from None
     reading = JournalReading(path)
     try:
-        # The last event is far from the end, or there is none.
         return collections.deque(reading, maxlen=1).pop()
-    except NewerJournal:
-        raise
     except JournalError:
         start = reading.torn[: len(EVENT_LINE_START)]
         if reading.num_damaged or not EVENT_LINE_START.startswith(start):
@@ -432,15 +389,6 @@ def last_event(path: Path, handle: int) -> Event | None:
                 f"{path} is not a journal of a run, and was not changed: move it away"
             ) from None
     return None
-
-
-def _from_end(handle: int) -> Iterator[Event]:
-    """Yield the events in the last `2 * LONGEST` bytes, the newest first."""
-    start = max(0, os.fstat(handle).st_size - 2 * LONGEST_LINE_BYTES)
-    lines = os.pread(handle, 2 * LONGEST_LINE_BYTES, start).split(b"\n")
-    for text in reversed(lines[1:] if start else lines):
-        if text and isinstance(event := parse_event(text, line=0), Event):
-            yield event
 
 
 # Write the journal of a run, `journal.jsonl`, with one event per line.
@@ -485,7 +433,7 @@ class Journal:
         handle = open_journal(self.path)
         try:
             if size := os.fstat(handle).st_size:
-                self._last = last_event(self.path, handle)
+                self._last = last_event(self.path)
                 self._torn = os.pread(handle, 1, size - 1) != b"\n"
         except BaseException:
             close_here(handle)
@@ -543,24 +491,10 @@ class Journal:
         *,
         loss: float,
         learning_rate: float,
-        grad_norm: float | None = None,
-        terms: int | None = None,
-        seconds: float | None = None,
-        peak_bytes: int | None = None,
-        **more: Any,
+        **figures: Any,
     ) -> None:
-        """Record one optimizer step and its figures."""
-        self.write(
-            "step",
-            step=step,
-            loss=loss,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            terms=terms,
-            seconds=seconds,
-            peak_bytes=peak_bytes,
-            **more,
-        )
+        """Record one optimizer step and its figures, such as `grad_norm` and `seconds`."""
+        self.write("step", step=step, loss=loss, learning_rate=learning_rate, **figures)
 
     def write(self, kind: str, *, step: int, **facts: Any) -> None:
         """Write any other event.

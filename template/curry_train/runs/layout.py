@@ -7,7 +7,6 @@ manifest.
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.py`.
 """
 
-import difflib
 import functools
 import hashlib
 import importlib.util
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
 
+from ..core.wording import nearest
 from .files import Files
 from .ranks import DamagedCheckpoint
 
@@ -29,8 +29,6 @@ BEST_KIND = "best-k"
 CHECKPOINT_SUFFIX = ".dcp"
 # Number of existing runs that an error about a missing run names.
 MOST_NAMED_RUNS = 10
-# Metric name of a rollback that holds only parameters; its value is the step.
-PARAMETERS_ONLY_METRIC = "rollback"
 
 _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
 _STEP_PATTERN = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
@@ -76,19 +74,9 @@ class SavedCheckpoint:
     line: int = 0
 
     @property
-    def serves_as(self) -> str:
-        """The kind whose cadence and retention apply to this checkpoint.
-
-        A rollback of parameters only is stored like a best-K checkpoint, but serves as a rollback.
-        """
-        if self.metric is not None and self.metric.name == PARAMETERS_ONLY_METRIC:
-            return "rollback"
-        return self.kind
-
-    @property
     def is_state(self) -> bool:
-        """Whether this is a rollback or recovery, also with parameters only."""
-        return self.serves_as in RESUMABLE_KINDS
+        """Whether training can resume from it: a rollback or a recovery."""
+        return self.kind in RESUMABLE_KINDS
 
 
 def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
@@ -123,19 +111,17 @@ def is_leftover(name: str) -> bool:
 
 def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) -> str:
     """List the runs in `root`, the most similar first, for an error about a missing run."""
-    wanted = name.lower()
     runs = sorted(existing)
     if not runs:
         return f"{root} has no run"
-
-    runs.sort(key=lambda run: -difflib.SequenceMatcher(None, wanted, run.lower()).ratio())
-    shown = runs[:MOST_NAMED_RUNS]
-    num_more = len(runs) - MOST_NAMED_RUNS
-    others = f" and {num_more} more" if num_more > 0 else ""
-    if not difflib.get_close_matches(wanted, [shown[0].lower()]):
-        return f"{root} has {', '.join(shown)}{others}"
-    also = f" {root} also has {', '.join(shown[1:])}{others}" if shown[1:] else ""
-    return f"did you mean {shown[0]}?{also}"
+    closest = nearest(name, runs)
+    others = [run for run in runs if run != closest]
+    named = others[: MOST_NAMED_RUNS - (closest is not None)]
+    more = f" and {len(others) - len(named)} more" if len(others) > len(named) else ""
+    shown = ", ".join(named) + more
+    if closest is None:
+        return f"{root} has {shown}"
+    return f"did you mean {closest}?" + (f" {root} also has {shown}" if shown else "")
 
 
 # Hash files while they are written.
@@ -223,7 +209,6 @@ class HashingStream:
 # Write, read and verify the manifest of a checkpoint.
 
 MANIFEST_FILE_NAME = "manifest.json"
-MANIFEST_FORMAT = 1
 # A checkpoint of 10,000 ranks has a manifest of 1 MB.
 MOST_MANIFEST_BYTES = 2**24
 # Number of damaged files that an error names.
@@ -248,7 +233,6 @@ class Manifest:
     about: Mapping[str, Any] = field(default_factory=dict)
     # The number of the line of states that it belongs to.
     line: int = 0
-    format: int = MANIFEST_FORMAT
 
     @property
     def num_bytes(self) -> int:
@@ -270,11 +254,6 @@ def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     try:
         content = json.loads(data)
-        if content["format"] != MANIFEST_FORMAT:
-            raise DamagedCheckpoint(
-                f"the manifest has format {content['format']!r:.40}, and this version of the "
-                f"package reads only format {MANIFEST_FORMAT}: use the version that wrote it"
-            )
         manifest = Manifest(
             algorithm=content["algorithm"],
             kind=content["kind"],

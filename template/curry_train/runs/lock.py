@@ -23,7 +23,7 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLease, Timeout
 
-from .files import Files, close_here, keep_from_children, open_here
+from .files import Files, close_here, keep_from_children, lock_here, open_here
 from .layout import MANIFEST_FILE_NAME
 from .ranks import LockedRun, RunError
 
@@ -220,10 +220,6 @@ def is_being_read(files: Files, folder: str) -> bool:
 
 def _checkpoint_locked(files: Files, folder: str, *, alone: bool) -> int | None:
     """Lock the manifest and return its descriptor; None where it can't be locked."""
-    try:
-        import fcntl
-    except ImportError:
-        return None
     # A link would lead out of the run.
     if files.kind(folder) != "folder":
         return None
@@ -234,16 +230,13 @@ def _checkpoint_locked(files: Files, folder: str, *, alone: bool) -> int | None:
     except OSError:
         return None
     try:
-        lock = fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH
-        fcntl.flock(descriptor, lock)
+        if not lock_here(descriptor, alone=alone):
+            return descriptor
     except BlockingIOError:
         close_here(descriptor)
         raise
-    except OSError:
-        # The file system has no locks.
-        close_here(descriptor)
-        return None
-    return descriptor
+    close_here(descriptor)
+    return None
 
 
 def _unlock(descriptor: int | None) -> None:

@@ -25,11 +25,8 @@ from .values import (
     decode,
     elements_of,
     encode,
-    is_expanded,
-    is_plain,
     memory_of,
     name_component,
-    references,
 )
 
 # Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
@@ -77,21 +74,6 @@ def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
             "rename one of them"
         )
     return renamed
-
-
-def split_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor under its first name, and each further name with the first one."""
-    first: dict[Any, str] = {}
-    own: dict[str, Tensor] = {}
-    ties: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        identity = memory_of(tensor)
-        if identity in first:
-            ties[name] = first[identity]
-        else:
-            own[name] = tensor
-            first[identity] = name
-    return own, ties
 
 
 def same_memory(first: Tensor, second: Tensor) -> bool:
@@ -188,6 +170,9 @@ def _pieces(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 # Optimizer state keyed by parameter name, so that it loads in another order or sharding.
 
+# Makes a tensor for a saved one.
+MakeTensor = Callable[[Stored, TensorFacts], Tensor]
+
 
 def parameter_names(model: nn.Module) -> dict[Any, str]:
     """Map each parameter to its name without wrapper prefixes."""
@@ -275,47 +260,17 @@ class OptimizerState:
             taken.append([key_content, encode(value, place, tensors), on_host])
         return taken
 
-    def targets(
-        self, saved: Mapping[str, Any], facts: Mapping[str, TensorFacts]
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the optimizer's own tensors to fill, and new ones, by their saved names.
+    def add_to(self, add: Callable[[Any, MakeTensor], None], saved: Mapping[str, Any]) -> None:
+        """Pass each saved value to `add`, with what makes a tensor that is not there yet.
 
-        New ones have the saved shapes and dtypes, and the parameters' sharding and device.
+        New tensors have the saved shapes and dtypes, and the parameters' sharding and device.
         """
         self._same_groups(saved)
-        own: dict[str, Tensor] = {}
-        new: dict[str, Tensor] = {}
-
-        def add(content: Any, current: Any, make: Callable[[Stored, TensorFacts], Tensor]) -> None:
-            """Add the tensors of a value, `current` if the value is a tensor that fits there."""
-            for found in references(content):
-                name = found.name
-                # A tensor that shares the memory of another one has that one's name.
-                is_ours = name.startswith((self.prefix, f"{self.prefix[:-1]}/"))
-                if not is_ours or name in own or name in new:
-                    continue
-                if name not in facts:
-                    raise DamagedCheckpoint(
-                        f"{name:.80} is in the optimizer's state, but not saved"
-                    )
-                if found is content and _fits(current, facts[name]):
-                    own[name] = current
-                else:
-                    new[name] = make(found, facts[name])
-
         for name, entries in saved["parameters"].items():
             parameter = self._parameters[name]
-            state = self.optimizer.state.get(parameter, {})
-            for key_content, value, on_host in entries:
-                key = decode(key_content)
-                make = functools.partial(self._new, parameter, key, on_host)
-                add(value, state.get(key), make)
-        for group, entry in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            options = entry["options"]
-            for key, value in options.items() if type(options) is dict else ():
-                add(value, group.get(key), _new_on_host)
-        add(saved["others"], None, _new_on_host)
-        return own, new
+            for key, value, on_host in entries:
+                add(value, functools.partial(self._new, parameter, decode(key), on_host))
+        add([saved["others"], *(entry["options"] for entry in saved["groups"])], _new_on_host)
 
     def _same_groups(self, saved: Mapping[str, Any]) -> None:
         """Raise StateMismatch where the saved class or parameter groups differ from these."""
@@ -416,13 +371,3 @@ def _new_on_host(found: Stored, facts: TensorFacts) -> Tensor:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
-
-
-def _fits(current: Any, facts: TensorFacts) -> bool:
-    return (
-        isinstance(current, Tensor)
-        and is_plain(current)
-        and tuple(current.shape) == facts.shape
-        and current.dtype == facts.dtype
-        and not is_expanded(current)
-    )

@@ -29,11 +29,9 @@ import torch
 from torch import Tensor
 
 from .background import BackgroundSaver
-from .files import expected_save_seconds
 from .format import MODEL_PREFIX, Contents, Loading, SavableState, Snapshot
 from .layout import (
     BEST_KIND,
-    PARAMETERS_ONLY_METRIC,
     RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
@@ -45,17 +43,14 @@ from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
 from .retention import (
-    bytes_to_write,
     is_among_best,
-    require_room,
     to_delete,
 )
 from .store import Store
 
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
 
-# Steps until the first save when there is no estimate of its duration. That save may exceed the
-# bound; it measures the duration.
+# Steps until the first save. It may exceed the bound; it measures the duration.
 FIRST_SAVE_STEPS = 8
 # A save is due once the steps have earned this multiple of the longest recent save. The surplus
 # counts towards the next save, so the margin does not make saves less frequent.
@@ -63,6 +58,7 @@ SAVE_MARGIN_FACTOR = 2.0
 # The next step is expected to take the mean of this many recent steps, and the next save as long
 # as the longest of this many recent saves.
 NUM_RECENT_DURATIONS = 8
+SECONDS_PER_HOUR = 3600.0
 
 
 def young_daly(save_seconds: float, mean_time_between_failures: float) -> float:
@@ -107,27 +103,19 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
     return tuple(kinds)
 
 
-class CadenceFromOverhead:
+class Cadence:
     """Schedule rollbacks so that saving takes at most a fraction of the step time.
 
     Every step earns `overhead` times its duration, and every save of any kind spends its own
     duration. A rollback is due once its likely cost is earned, so all saves together stay within
-    the bound from the first one on. There are two exceptions: a save that takes more than
-    `SAVE_MARGIN_FACTOR` times as long as every recent save, and saves of other kinds that cost more
-    than is earned. The next rollback then waits until the steps have earned the deficit.
+    the bound. There are three exceptions: the first save, which is measured; a save that takes more
+    than `SAVE_MARGIN_FACTOR` times as long as every recent save; and saves of other kinds that cost
+    more than is earned. The next rollback then waits until the steps have earned the deficit.
     """
 
-    def __init__(
-        self,
-        overhead: float = 0.035,
-        *,
-        mean_time_between_failures: float | None = None,
-        expected: float | None = None,
-    ) -> None:
-        self.overhead = overhead
-        self.mean_time_between_failures = mean_time_between_failures
-        # Estimated seconds of a save, used until the first save is measured.
-        self.expected = expected
+    def __init__(self, config: PolicyConfig, *, saver: BackgroundSaver | None = None) -> None:
+        self._config = config
+        self._saver = saver
         self._earned = 0.0
         self._since = 0.0
         # The seconds of all steps, and of all pauses for saves.
@@ -135,12 +123,26 @@ class CadenceFromOverhead:
         self._paused = 0.0
         self._steps = deque[float](maxlen=NUM_RECENT_DURATIONS)
         self._saves = deque[float](maxlen=NUM_RECENT_DURATIONS)
+        # The next step at which rank 0 decides, so that most steps need no communication.
+        self._following = 0
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Start the clock of the next step."""
+        self._returned = time.perf_counter()
+        self._stalled = self._saver.stalled if self._saver else 0.0
+
+    def trained(self) -> None:
+        """Call after each step; time spent waiting for a background save is charged to the save."""
+        stalled = (self._saver.stalled if self._saver else 0.0) - self._stalled
+        self.stepped(time.perf_counter() - self._returned - stalled)
+        self.waited_later(stalled)
 
     def stepped(self, seconds: float) -> None:
         self._steps.append(seconds)
         self._since += seconds
         self._trained += seconds
-        self._earned += self.overhead * seconds
+        self._earned += self._config.overhead * seconds
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
         """Record a pause of training.
@@ -155,118 +157,54 @@ class CadenceFromOverhead:
 
     def waited_later(self, seconds: float) -> None:
         """Record a further pause for the last save, which runs in the background."""
-        self._earned -= seconds
-        self._paused += seconds
+        self.waited(seconds)
         if self._saves:
             self._saves[-1] += seconds
 
     def too_costly(self) -> str:
         """Describe the cost of the saves so far and a better cadence; empty within the bound."""
         share = self._paused / max(self._trained, 1e-9)
-        if len(self._saves) < NUM_RECENT_DURATIONS or share <= self.overhead:
+        overhead = self._config.overhead
+        if len(self._saves) < NUM_RECENT_DURATIONS or share <= overhead:
             return ""
-        wider = steps_between(_mean(self._saves), _mean(self._steps), self.overhead)
+        wider = steps_between(_mean(self._saves), _mean(self._steps), overhead)
         return (
             f"saves have taken {share:.0%} of the time of the steps, and overhead allows "
-            f"{self.overhead:.2%}: rollback_every={wider} keeps to it, or {AUTO_INTERVAL}"
+            f"{overhead:.2%}: rollback_every={wider} keeps to it, or {AUTO_INTERVAL}"
         )
 
     def steps_to_next(self) -> int:
         """Estimate the number of steps until a rollback is due; 0 if it is due now."""
-        if not self._steps:
-            return 1
-        save = max(self._saves, default=self.expected)
-        if save is None:
+        if not self._saves:
             return max(0, FIRST_SAVE_STEPS - len(self._steps))
 
+        save = max(self._saves)
         step_seconds = _mean(self._steps)
         missing_seconds = SAVE_MARGIN_FACTOR * save - self._earned
         steps = 0
         if missing_seconds > 1e-9 * save:
-            steps = steps_between(missing_seconds, step_seconds, self.overhead)
-        if self.mean_time_between_failures is not None and save > 0:
-            waiting = young_daly(save, self.mean_time_between_failures) - self._since
+            steps = steps_between(missing_seconds, step_seconds, self._config.overhead)
+        hours = self._config.mean_hours_between_failures
+        if hours is not None and save > 0:
+            waiting = young_daly(save, hours * SECONDS_PER_HOUR) - self._since
             steps = max(steps, math.ceil(waiting / step_seconds - 1e-9))
         return steps
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `auto` saves after this step; call on all ranks together."""
+        if self._config.rollback_every != AUTO_INTERVAL or step < self._following:
+            return False
+        remaining = Ranks().agree(self.steps_to_next)
+        self._following = step + max(1, remaining)
+        return remaining == 0
+
+    def turned_back(self) -> None:
+        """Call after the run went back to an earlier step."""
+        self._following = 0
 
 
 def _mean(values: deque[float]) -> float:
     return max(sum(values) / len(values), 1e-9)
-
-
-# Decide on all ranks together when a rollback is due under `rollback_every: auto`.
-
-SECONDS_PER_HOUR = 3600.0
-# Assumed share of a background save during which training waits, until the first one is measured.
-BACKGROUND_WAIT_SHARE = 0.1
-
-
-class AutomaticCadence(CadenceFromOverhead):
-    """The cadence of `rollback_every: auto`, decided by rank 0.
-
-    Rank 0 also names the next step at which to decide, so that most steps need no communication.
-    """
-
-    def __init__(
-        self, store: Store, config: PolicyConfig, *, saver: BackgroundSaver | None = None
-    ) -> None:
-        hours = config.mean_hours_between_failures
-        super().__init__(
-            config.overhead,
-            mean_time_between_failures=None if hours is None else hours * SECONDS_PER_HOUR,
-        )
-        self._store = store
-        self._config = config
-        self._saver = saver
-        self._following: int | None = None
-        self.go_on()
-
-    def go_on(self) -> None:
-        """Start the clock of the next step."""
-        self._returned = time.perf_counter()
-        self._stalled = self._stalled_so_far
-
-    def trained(self) -> None:
-        """Call after each step; time spent waiting for a background save is charged to the save."""
-        stalled = self._stalled_so_far - self._stalled
-        self.stepped(time.perf_counter() - self._returned - stalled)
-        self.waited_later(stalled)
-
-    @property
-    def _stalled_so_far(self) -> float:
-        return self._saver.stalled if self._saver else 0.0
-
-    def turned_back(self) -> None:
-        """Call after the run went back to an earlier step."""
-        self._following = None if self.expected is None else 0
-
-    def is_due(self, step: int, state: SavableState) -> bool:
-        """Return whether a rollback is due after this step; call on all ranks together."""
-        if self._config.rollback_every != AUTO_INTERVAL:
-            return False
-        if self._following is not None and step < self._following:
-            return False
-
-        ranks = Ranks()
-        if self._following is None:
-            self._expect(ranks, state)
-        remaining = ranks.agree(self.steps_to_next)
-        self._following = step + max(1, remaining)
-        return remaining == 0
-
-    def _expect(self, ranks: Ranks, state: SavableState) -> None:
-        """Estimate the duration of the first save by timing a small write."""
-        began = time.perf_counter()
-        num_bytes = ranks.all_do(
-            lambda: bytes_to_write(
-                state.snapshot(), model_only=self._config.rollback_parameters_only
-            )
-        )
-        bytes_per_rank = num_bytes // ranks.size
-        self._store.open()
-        seconds = ranks.agree(lambda: expected_save_seconds(self._store.files, bytes_per_rank))
-        self.expected = seconds * BACKGROUND_WAIT_SHARE if self._saver else seconds
-        self.waited(time.perf_counter() - began)
 
 
 # Check that a state is sound before it is saved.
@@ -414,7 +352,7 @@ class SavingPolicy:
         self._by_design: frozenset[str] = frozenset()
         # `auto` keeps the bound itself, and one warning is enough.
         self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks().first
-        self._cadence = AutomaticCadence(store, self.config, saver=saver)
+        self._cadence = Cadence(self.config, saver=saver)
 
     def __enter__(self) -> "SavingPolicy":
         return self
@@ -465,7 +403,7 @@ class SavingPolicy:
         infinite; or if the state is not sound (see `what_is_wrong`).
         """
         self._cadence.trained()
-        kinds = due(step, self.config, automatic=self._cadence.is_due(step, state))
+        kinds = due(step, self.config, automatic=self._cadence.is_due(step))
         measured = metrics.get(self.config.best_k_metric) is not None
         saved: list[SavedCheckpoint] = []
         if kinds or (measured and self.config.best_k):
@@ -495,11 +433,9 @@ class SavingPolicy:
 
     def _is_sound(self, step: int, state: TakenState, metrics: Mapping[str, Any]) -> bool:
         """Return whether the state of every rank may be saved; note the reason if not."""
-        ranks = Ranks()
         judged = ("loss", self.config.best_k_metric)
-        wrong = ranks.exchange(
-            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design),
-            lambda problems: [_first(problems)] * ranks.size,
+        wrong = Ranks().first_found(
+            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design)
         )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
@@ -510,7 +446,7 @@ class SavingPolicy:
 
         A state that is being read is deleted later. Best-Ks stay.
         """
-        self._settle()
+        self.finish()
         beyond = self._states_from(step + 1)
         if beyond:
             self.store.branch(step, at_once=True)
@@ -527,31 +463,25 @@ class SavingPolicy:
 
     def _branch_off(self, step: int) -> None:
         """Begin a new line of states at this step; the first one saved replaces the later ones."""
-        self._settle()
+        self.finish()
         self._entered = False
         self._branching_at = step
         self._cadence.turned_back()
 
-    def finish(self) -> list[SavedCheckpoint]:
-        """Wait for the save in the background, and return what it committed."""
-        return self._settle()
-
     def _save_due(
         self, step: int, state: SavableState, kinds: tuple[str, ...], value: float
     ) -> list[SavedCheckpoint]:
-        saved = self._settle()
+        saved = self.finish()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
-            if kind == "rollback" and self.config.rollback_parameters_only:
-                saved += self._save(BEST_KIND, step, state, (PARAMETERS_ONLY_METRIC, float(step)))
-            else:
-                saved += self._save(kind, step, state, None)
+            saved += self._save(kind, step, state, None)
 
-        ranks = Ranks()
         config = self.config
-        if ranks.agree(lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)):
-            saved += self._settle() + self._save(
+        if Ranks().agree(
+            lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)
+        ):
+            saved += self.finish() + self._save(
                 BEST_KIND, step, state, (config.best_k_metric, value)
             )
         return saved
@@ -559,23 +489,15 @@ class SavingPolicy:
     def _save(
         self, kind: str, step: int, state: SavableState, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
-        ranks = Ranks()
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
-        if self._branching_at is not None and self._is_state(kind, metric):
+        if self._branching_at is not None and kind in RESUMABLE_KINDS:
             self.store.branch(self._branching_at)
             self._branching_at = None
 
-        if ranks.agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
+        if Ranks().agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
 
-        def check_room(sizes: list[int]) -> list[None]:
-            require_room(self.store.files, kind, sizes[0])
-            return [None] * ranks.size
-
-        ranks.exchange(
-            lambda: bytes_to_write(state.snapshot(), model_only=kind == BEST_KIND), check_room
-        )
         committed: list[SavedCheckpoint] = []
         if self.saver is None:
             committed = [self.store.save(kind, step, state, metric=metric)]
@@ -585,7 +507,7 @@ class SavingPolicy:
         self._begun = True
         return self._committed(committed)
 
-    def _settle(self) -> list[SavedCheckpoint]:
+    def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
         if self.saver is None or not self._pending:
             return []
@@ -624,10 +546,6 @@ class SavingPolicy:
             self.store.discard(saved)
         return discarded
 
-    @staticmethod
-    def _is_state(kind: str, metric: tuple[str, float] | None) -> bool:
-        return kind in RESUMABLE_KINDS or (metric or ("",))[0] == PARAMETERS_ONLY_METRIC
-
     def _own_choice(self, what: str | int) -> bool | None:
         """Return whether `what` is a state of this run; None for `latest` without a save."""
         try:
@@ -657,7 +575,3 @@ class SavingPolicy:
     def _note(self, note: str) -> None:
         self.notes.append(note)
         logger.warning("%s", note)
-
-
-def _first(problems: list[str | None]) -> str | None:
-    return next((problem for problem in problems if problem), None)

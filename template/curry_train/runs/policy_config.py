@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from ..core.wording import nearest
-from .layout import PARAMETERS_ONLY_METRIC
 
 ConfigT = TypeVar("ConfigT", bound="Retention | PolicyConfig | SpikeConfig")
 
@@ -114,12 +113,8 @@ POLICY_RULES: dict[str, Rule] = {
     "recovery_every": or_none(whole_from(1), "1 or more, or null for only at the end"),
     "best_k": whole_from(0, ", 0 for none"),
     "best_k_metric": (
-        lambda value: (
-            isinstance(value, str)
-            and value != PARAMETERS_ONLY_METRIC
-            and _METRIC_PATTERN.fullmatch(value) is not None
-        ),
-        f"letters, digits and _, such as dev_loss, and not {PARAMETERS_ONLY_METRIC}",
+        lambda value: isinstance(value, str) and _METRIC_PATTERN.fullmatch(value) is not None,
+        "letters, digits and _, such as dev_loss",
     ),
     "best_k_direction": one_of(*METRIC_DIRECTIONS),
     "retention": (
@@ -131,7 +126,6 @@ POLICY_RULES: dict[str, Rule] = {
         lambda value: value is None or (is_number(value) and value > 0),
         "above 0, or null",
     ),
-    "rollback_parameters_only": (lambda value: isinstance(value, bool), "true or false"),
 }
 
 
@@ -155,8 +149,6 @@ class PolicyConfig:
     overhead: float = 0.035
     # For `rollback_every: auto`: save no more often than loses the least time (Young and Daly).
     mean_hours_between_failures: float | None = None
-    # Rollbacks hold parameters only; a run then resumes from recoveries only.
-    rollback_parameters_only: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, POLICY_RULES)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ..core.generators import generator_states, set_generator_states
+from ..core.generators import generator_states, seed_generators, set_generator_states
 from .ranks import DamagedCheckpoint
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
@@ -106,11 +106,7 @@ def seed_new_rank(
     digest = hashlib.sha256(first_state + rank.to_bytes(8, "big")).digest()
     seed = int.from_bytes(digest[:8], "big") >> 1
 
-    # This seeds CUDA's generators too.
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    seed_generators(seed)
     for generator in (generators or {}).values():
         generator.manual_seed(seed)
 

@@ -76,6 +76,10 @@ def report_in_one_line() -> None:
 
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")
+# What a rank sends: its result, or an error; every rank raises the damage of any.
+RESULT = "result"
+DAMAGE = "damage"
+ERROR = "error"
 # The longest wait for a process group's threads to release the tensors of a collective.
 RELEASE_SECONDS = 1.0
 
@@ -124,13 +128,25 @@ class Ranks:
 
     def agree(self, decide: Callable[[], LocalT]) -> LocalT:
         """Call `decide` on the first rank and return its result on every rank."""
-        return self.exchange(lambda: None, lambda _: [decide()] * self.size)
+        return self.collect(lambda: None, lambda _: decide())
 
     def all_do(self, act: Callable[[], LocalT]) -> LocalT:
         """Call `act` on every rank; return this rank's result once all ranks have finished."""
         results: list[LocalT] = []
         self.exchange(lambda: results.append(act()), lambda every: every)
         return results[0]
+
+    def collect(
+        self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], ResultT]
+    ) -> ResultT:
+        """Return on every rank what the first rank makes of the results of `local` on all ranks."""
+        return self.exchange(local, lambda results: [central(results)] * self.size)
+
+    def first_found(self, local: Callable[[], LocalT | None]) -> LocalT | None:
+        """Return on every rank the result of the first rank that has one."""
+        return self.collect(
+            local, lambda all_: next((one for one in all_ if one is not None), None)
+        )
 
     def highest(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum of `numbers` over the ranks.
@@ -154,12 +170,12 @@ class Ranks:
         if not self.together:
             return central([local()])[0]
         own_error: Exception | None = None
-        own_result: tuple[bool, Any]
+        own_result: tuple[str, Any]
         try:
-            own_result = True, local()
+            own_result = RESULT, local()
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks got it
             own_error = error
-            own_result = False, _words(error)
+            own_result = _described(error)
 
         with _other_ranks_answer():
             gathered = self._gather(own_result)
@@ -169,33 +185,35 @@ class Ranks:
                 answers = self._answers(gathered, central)
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
                 own_error = error
-                answers = [(False, f"rank 0: {_words(error)}")] * self.size
+                what, words = _described(error)
+                answers = [(what, f"rank 0: {words}")] * self.size
         try:
             with _other_ranks_answer():
-                succeeded, value = self._scatter(answers)
+                what, value = self._scatter(answers)
         except OtherRank as error:
             raise own_error or error from error
         self._wait_for_release()
 
+        if what == DAMAGE:
+            raise own_error or DamagedCheckpoint(value)
+        # Damage is passed over, so a rank may not raise it where another rank ends.
+        if what == ERROR and (own_error is None or own_result[0] == DAMAGE):
+            raise OtherRank(value) from own_error
         if own_error is not None:
             raise own_error
-        if not succeeded:
-            raise OtherRank(value)
         result: ResultT = value
         return result
 
     def _answers(
-        self, gathered: list[tuple[bool, Any]], central: Callable[[list[LocalT]], list[ResultT]]
-    ) -> list[tuple[bool, Any]]:
+        self, gathered: list[tuple[str, Any]], central: Callable[[list[LocalT]], list[ResultT]]
+    ) -> list[tuple[str, Any]]:
         """Return one answer for each rank: its result of `central`, or the errors of all ranks."""
-        errors = []
-        for rank, (succeeded, value) in enumerate(gathered):
-            if not succeeded:
-                errors.append(f"rank {rank}: {value}")
+        errors = {rank: found for rank, found in enumerate(gathered) if found[0] != RESULT}
         if errors:
-            return [(False, "; ".join(errors))] * self.size
-        results = central([value for _, value in gathered])
-        return [(True, result) for result in results]
+            what = ERROR if any(kind == ERROR for kind, _ in errors.values()) else DAMAGE
+            words = "; ".join(f"rank {rank}: {value}" for rank, (_, value) in errors.items())
+            return [(what, words)] * self.size
+        return [(RESULT, result) for result in central([value for _, value in gathered])]
 
     def _gather(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks on the first rank, and None on the others."""
@@ -285,5 +303,7 @@ def _received(data: "Tensor") -> Any:
     return pickle.loads(data.cpu().numpy().tobytes())
 
 
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _described(error: Exception) -> tuple[str, str]:
+    """Return what a rank tells the others of its error."""
+    is_damage = isinstance(error, DamagedCheckpoint) and not isinstance(error, HostileCheckpoint)
+    return DAMAGE if is_damage else ERROR, f"{type(error).__name__}: {error}"

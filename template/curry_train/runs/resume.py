@@ -18,7 +18,7 @@ from pathlib import Path
 from .format import LoadReport, SavableState
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
-from .ranks import DamagedCheckpoint, HostileCheckpoint, OtherRank, Ranks
+from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
 from .retention import best_first, newest_first
 from .store import SavedRun
 
@@ -75,50 +75,23 @@ def load_chosen(
     DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
-    ranks = Ranks()
-    choice = ranks.agree(lambda: choose(own, what, config=config))
+    choice = Ranks().agree(lambda: choose(own, what, config=config))
     chosen = own if choice.place is None else SavedRun(choice.place)
 
     damaged = dict(choice.damaged)
     for saved in choice.candidates:
-        report, reason = _try(chosen, saved, state, strict=strict, ranks=ranks)
-        if report is not None:
+        try:
+            report = chosen.load(saved, state, strict=strict)
+        except HostileCheckpoint:
+            raise
+        except DamagedCheckpoint as error:
+            damaged[saved.folder] = str(error)
+            logger.warning("skipped a damaged checkpoint: %s", error)
+        else:
             return Resumed(saved, report, _beyond(damaged, saved))
-        damaged[saved.folder] = reason
-        logger.warning("skipped a damaged checkpoint: %s", reason)
     raise DamagedCheckpoint(
         f"no requested checkpoint is intact: {'; '.join(damaged.values())}; {_others(chosen)}"
     )
-
-
-def _try(
-    run: SavedRun, saved: SavedCheckpoint, state: SavableState, *, strict: bool, ranks: Ranks
-) -> tuple[LoadReport | None, str]:
-    """Load one checkpoint; return the report, or None and the reason why it is damaged.
-
-    Every rank gets the same outcome.
-    """
-    report = None
-    own_error: Exception | None = None
-    try:
-        report = run.load(saved, state, strict=strict)
-    except Exception as error:  # noqa: BLE001 - raised below, once every rank has all outcomes
-        own_error = error
-    is_damage = isinstance(own_error, DamagedCheckpoint) and not isinstance(
-        own_error, HostileCheckpoint
-    )
-    is_fatal = own_error is not None and not is_damage and not isinstance(own_error, OtherRank)
-
-    def combine(outcomes: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
-        any_fatal = any(fatal for fatal, _ in outcomes)
-        reasons = sorted({damage for _, damage in outcomes if damage})
-        return [(any_fatal, "; ".join(reasons))] * len(outcomes)
-
-    outcome = (is_fatal, str(own_error) if is_damage else "")
-    any_fatal, reason = ranks.exchange(lambda: outcome, combine)
-    if own_error is not None and (any_fatal or not reason):
-        raise own_error
-    return (None if reason else report), reason
 
 
 def choose(
@@ -136,7 +109,7 @@ def choose(
     if text == "latest":
         return _states(run, lambda step: True, "nothing to resume from: start the run anew")
     if text.isdecimal():
-        return _states(run, lambda step: step == int(text), _why_no(int(text), run))
+        return _states(run, lambda step: step == int(text), f"no step {text}; {_others(run)}")
     if text != before and before.isdecimal():
         missing = f"no state from before step {before}; {_others(run)}"
         return _states(run, lambda step: step < int(before), missing)
@@ -185,17 +158,6 @@ def _best(run: SavedRun, config: PolicyConfig) -> ResumeChoice:
             f"the metric in best_k_metric, or resume from latest"
         )
     return ResumeChoice(candidates)
-
-
-def _why_no(step: int, run: SavedRun) -> str:
-    """Describe why a run has no state of this step, for the error if it has none."""
-    parameters = [saved for saved in run.committed(BEST_KIND) if saved.step == step]
-    if not parameters:
-        return f"no step {step}; {_others(run)}"
-    return (
-        f"parameters only of step {step}, without optimizer, generators and position, so training "
-        f"can't resume from it; start a new run from {parameters[-1].location}; {_others(run)}"
-    )
 
 
 def _found(run: SavedRun, folder: str) -> ResumeChoice:

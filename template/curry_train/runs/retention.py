@@ -1,28 +1,22 @@
-"""Decide which checkpoints stay on the disk, and whether the next one has room.
+"""Decide which checkpoints stay on the disk, and estimate the space that they take.
 
 These are pure functions over the list of saved checkpoints, so that every history can be tested.
 Steps are compared as numbers, never as text. A recovery counts as a rollback too. A damaged
 checkpoint does not count.
 
-Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_free_space.py`.
+Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_disk_estimate.py`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .files import Files
-from .format import MODEL_PREFIX, Snapshot
 from .layout import (
     BEST_KIND,
-    PARAMETERS_ONLY_METRIC,
-    RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
 )
 from .policy_config import PolicyConfig
-from .ranks import SaveError
-from .values import dump
 
 # Retention: which checkpoints to keep and which to delete.
 
@@ -43,16 +37,12 @@ def to_delete(
     line = newest_first(intact)
     keep = _folders_to_keep(intact, line, config)
     superseded = {one.folder for one in everything if line and one.step < line[0].step}
-    covered_metrics = (
-        {config.best_k_metric, PARAMETERS_ONLY_METRIC}
-        if config.best_k
-        else {PARAMETERS_ONLY_METRIC}
-    )
+    covered_metrics = {config.best_k_metric} if config.best_k else set()
     return [
         one
         for one in everything
         if one.folder not in keep
-        and (one.kind in RESUMABLE_KINDS or _metric(one) in covered_metrics)
+        and (one.is_state or _metric(one) in covered_metrics)
         and (one.folder not in damaged or one.folder in superseded)
     ]
 
@@ -62,22 +52,20 @@ def _folders_to_keep(
 ) -> set[str]:
     """Return the folders that the counts of the configuration keep."""
     retention = config.retention
-    parameters = _parameters(intact)
     recoveries = [one for one in line if one.kind == "recovery"]
 
     keep = {one.folder for one in _steps(line, retention.rollback_keep)}
     keep |= {one.folder for one in recoveries[: retention.recovery_keep]}
     keep |= {one.folder for one in best_first(intact, config)[: config.best_k]}
-    keep |= {one.folder for one in parameters[: retention.rollback_keep]}
     if retention.keep_every:
-        permanent = [one for one in [*line, *parameters] if one.step % retention.keep_every == 0]
+        permanent = [one for one in line if one.step % retention.keep_every == 0]
         keep |= {one.folder for one in _steps(permanent, len(permanent))}
     return keep
 
 
 def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Return the resumable states, newest first; a recovery before a rollback of its step."""
-    resumable = [one for one in saved if one.kind in RESUMABLE_KINDS]
+    resumable = [one for one in saved if one.is_state]
     return sorted(resumable, key=lambda one: (one.step, one.kind == "recovery"), reverse=True)
 
 
@@ -119,65 +107,8 @@ def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:
     return list(by_step.values())[:count]
 
 
-def _parameters(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Return the rollbacks that hold parameters only, newest first."""
-    rollbacks = [one for one in saved if one.kind == BEST_KIND and one.serves_as == "rollback"]
-    return sorted(rollbacks, key=lambda one: one.step, reverse=True)
-
-
 def _metric(saved: SavedCheckpoint) -> str | None:
     return saved.metric.name if saved.metric else None
-
-
-# Check for enough free disk space before a checkpoint is written.
-
-# Space for partly filled blocks of the file system, and for its own tables.
-FREE_SPACE_MARGIN_BYTES = 2**15
-# Torch writes each tensor as an archive of its own, and names it in the index.
-TENSOR_OVERHEAD_BYTES = 1800
-SAFETENSORS_OVERHEAD_BYTES = 120
-
-
-class NoRoom(SaveError):
-    """The volume has no room for another checkpoint; nothing was written."""
-
-
-def bytes_to_write(snapshot: Snapshot, *, model_only: bool = False) -> int:
-    """Return about the bytes that a save writes on all ranks together, rather more than fewer.
-
-    Sharded tensors count whole.
-    """
-    overhead = SAFETENSORS_OVERHEAD_BYTES if model_only else TENSOR_OVERHEAD_BYTES
-    num_bytes = 0
-    for name, tensor in snapshot.tensors.items():
-        if not model_only or name.startswith(MODEL_PREFIX):
-            num_bytes += tensor.numel() * tensor.element_size() + overhead
-    num_ranks = int(snapshot.values.get("world_size", 1))
-    values = len(dump([snapshot.values, snapshot.rank_values]))
-    return num_bytes + values + (num_ranks - 1) * len(dump(snapshot.rank_values))
-
-
-def require_room(files: Files, kind: str, num_bytes: int) -> None:
-    """Raise NoRoom if the next checkpoint does not fit beside the old ones.
-
-    An old checkpoint is deleted only after the new one is complete, so both have to fit.
-    """
-    free = files.free_bytes(kind)
-    needed = num_bytes + FREE_SPACE_MARGIN_BYTES
-    if free >= needed:
-        return
-    settings = {"rollback": "retention.rollback_keep", "recovery": "retention.recovery_keep"}
-    setting = settings.get(kind, "best_k")
-    raise NoRoom(
-        f"{files.location(kind)} has {_size(free)} free and the next checkpoint needs "
-        f"{_size(needed)} beside the old ones: {_size(needed - free)} are missing. Free them, "
-        f"lower {setting}, set rollback_parameters_only, or move the run to a larger volume; "
-        f"nothing was written"
-    )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 10**9:.2f} GB" if num_bytes >= 10**7 else f"{num_bytes:,} bytes"
 
 
 # Estimate the disk space that a checkpoint policy needs.
@@ -244,10 +175,9 @@ def estimate_disk(
         )
     checkpoint = parameters * STATE_BYTES_PER_PARAMETER[dtype]
     best = parameters * WEIGHT_BYTES_PER_PARAMETER[dtype]
-    rollback = best if config.rollback_parameters_only else checkpoint
     retention = config.retention
     kept = {
-        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * rollback,
+        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * checkpoint,
         # A recovery is written at the end of a run, even without `recovery_every`.
         "recovery": retention.recovery_keep * checkpoint,
         "best-k": config.best_k * best,
@@ -260,29 +190,21 @@ def estimate_disk(
         kept,
         total=sum(kept.values()),
         in_flight=checkpoint,
-        advice=_advice(checkpoint, best, config),
+        advice=_advice(checkpoint, config),
     )
 
 
-def _advice(checkpoint: int, best: int, config: PolicyConfig) -> tuple[str, ...]:
+def _advice(checkpoint: int, config: PolicyConfig) -> tuple[str, ...]:
     advice = []
     if every := config.retention.keep_every:
         advice.append(
             f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, "
             f"in addition to this estimate"
         )
-    if checkpoint <= LARGE_CHECKPOINT_BYTES:
-        return tuple(advice)
-
-    advice.append(
-        f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than "
-        f"{LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: save it in the background"
-    )
-    if config.rollback_every is not None and not config.rollback_parameters_only:
-        saved_bytes = config.retention.rollback_keep * (checkpoint - best)
+    if checkpoint > LARGE_CHECKPOINT_BYTES:
         advice.append(
-            f"rollback_parameters_only: true takes {best / BYTES_PER_GB:.1f} GB for a rollback and "
-            f"saves {saved_bytes / BYTES_PER_GB:.0f} GB in total; the run can then resume from "
-            "recoveries only, and after a rollback the optimizer starts with fresh state"
+            f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than "
+            f"{LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: save it in the background; with "
+            f"retention.rollback_keep: 2 the run can still go back before a spike"
         )
     return tuple(advice)

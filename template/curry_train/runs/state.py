@@ -6,9 +6,10 @@ key, or another shape or dtype, is an error before anything is changed.
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from .format import MODEL_PREFIX, Contents, Loading, LoadReport, Snapshot, TensorFacts
 from .optimizer_state import (
     FrozenBase,
+    MakeTensor,
     OptimizerState,
     ReadState,
     bare_names,
     parameter_names,
     require_base,
     same_memory,
-    split_ties,
 )
 from .random_state import (
     check_random_state,
@@ -38,74 +39,15 @@ from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
 from .values import (
     CollectedTensors,
     Place,
+    Stored,
     decode,
     elements_of,
     encode,
     is_expanded,
     is_plain,
     name_component,
-    plain_text,
     references,
 )
-
-# Match the tensors of a checkpoint with those of the model by name, shape, dtype and ties.
-
-
-def match(
-    targets: Mapping[str, Tensor],
-    contents: Contents,
-    ties: Mapping[str, str],
-    report: LoadReport,
-    *,
-    optional: Collection[str],
-) -> dict[str, Tensor]:
-    """Return the targets that match a saved tensor, and add all mismatches to `report`.
-
-    Saved tensors whose names are in `optional`, or begin with a prefix of each rank's own tensors
-    or of parts, are ignored.
-    """
-    fitting = {}
-    saved = {
-        name: facts
-        for name, facts in contents.tensors.items()
-        if name not in optional and not name.startswith(UNMATCHED_PREFIXES)
-    }
-
-    for name, target in targets.items():
-        facts = saved.get(name)
-        if facts is None:
-            report.missing.append(name)
-        elif tuple(target.shape) != facts.shape:
-            report.different.append(f"{name} was {list(facts.shape)} and is {list(target.shape)}")
-        elif target.dtype != facts.dtype:
-            report.different.append(f"{name} was {facts.dtype} and is {target.dtype}")
-        else:
-            fitting[name] = target
-
-    for name in saved:
-        if name in targets or name in ties:
-            continue
-        if name.startswith(MODEL_PREFIX) or not contents.model_only:
-            report.extra.append(name)
-
-    report.different += _different_ties(contents.ties, ties)
-    report.missing = sorted(name for name in report.missing if name not in contents.ties)
-    report.extra.sort()
-    report.matched += len(fitting)
-    report.wanted += len({*saved, *targets})
-    return fitting
-
-
-def _different_ties(saved: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    return [
-        f"{name} was {_tie(saved.get(name))} and is {_tie(current.get(name))}"
-        for name in sorted({*current, *saved})
-        if saved.get(name) != current.get(name)
-    ]
-
-
-def _tie(first: str | None) -> str:
-    return f"one tensor with {first}" if first else "a tensor of its own"
 
 
 def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
@@ -126,28 +68,9 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 
 # Training state: model, optimizer, schedule, scaler, generators, position and settings.
 
-# The form of a state: types, mappings with these keys, and lists whose items have one form.
-STATE_FORM = {
-    "step": int,
-    "position": int,
-    "config": object,
-    "world_size": int,
-    "threads": int,
-    "model": dict,
-    "optimizers": [
-        {
-            "class": str,
-            "groups": [{"params": [str], "options": object}],
-            "parameters": dict,
-            "others": object,
-        }
-    ],
-    "parts": dict,
-}
-RANK_FORM = {"random": dict, "parts": dict}
-# Prefixes of the names of saved tensors.
+# How the names of parts' tensors begin, and how those of a module's extra state end.
 PART_PREFIX = "part."
-UNMATCHED_PREFIXES = (PART_PREFIX, "rank-")
+EXTRA_STATE_SUFFIX = "_extra_state"
 
 
 class TrainingState:
@@ -190,149 +113,151 @@ class TrainingState:
         self._random: tuple[Mapping[str, Any], bool] | None = None
 
     def snapshot(self) -> Snapshot:
-        """Return the current state; only tensors that a forward pass may change are copied.
+        """Return the current state; what only the optimizer's step changes is not copied.
 
         Raises ValueError, with its path, for a value that a load could not restore.
         """
         ranks = Ranks()
         tensors = CollectedTensors()
-        own, ties, model_values = self._model_state(tensors, self.base)
-        copied = set(tensors.by_name) - set(own)
-        copied |= own.keys() & set(self._buffer_names())
+        model = self._model_values(tensors, self.base)
+        parameters = {MODEL_PREFIX + name for name in parameter_names(self.model).values()}
+        stays = parameters & tensors.by_name.keys()
         optimizers = []
         for one in self._optimizer_states():
+            before = set(tensors.by_name)
             optimizers.append(one.take(tensors))
-            copied |= {entry.name for entry in references(optimizers[-1]["groups"])} - set(own)
-        parts, own_parts, of_parts = self._part_states(ranks.rank, tensors)
+            changing = {entry.name for entry in references(optimizers[-1]["groups"])}
+            stays |= tensors.by_name.keys() - before - changing
+
+        parts: dict[str, Any] = {}
+        own_parts: dict[str, Any] = {}
+        for name, part in sorted(self.parts.items()):
+            before = set(tensors.by_name)
+            own = bool(getattr(part, "of_each_rank", False))
+            held = own_parts if own else parts
+            held[name] = self._part_values(name, tensors, rank=ranks.rank if own else None)
+            # An average of weights changes only after a step; a loader's state may change at once.
+            if isinstance(part, nn.Module):
+                stays |= tensors.by_name.keys() - before
         place = Place("the generators", f"rank-{ranks.rank}.random")
         random = encode(take_random_state(self.generators), place, tensors)
 
         taken = {
-            name: tensor.clone() if name in copied or name in of_parts else tensor
+            name: tensor if name in stays else tensor.clone()
             for name, tensor in tensors.by_name.items()
         }
-        for name in own.keys() & set(self._buffer_names()) if ranks.rank else ():
-            if _is_whole(taken[name]):
+        for name in self._buffer_names() & taken.keys() if ranks.rank else ():
+            if not hasattr(taken[name], "to_local"):
                 taken[f"rank-{ranks.rank}.{name}"] = taken[name]
 
         values = {
             "step": self.step,
             "position": self.position,
-            "config": encode(plain_text(self.config), Place("config", "config")),
+            "config": _as_json(self.config),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
-            "model": model_values,
+            "model": model,
             "optimizers": optimizers,
             "parts": parts,
         }
         if self.base is not None:
             values["base"] = self.base.content()
         rank_values = {"random": random, "parts": own_parts}
-        return Snapshot(taken, values, rank_values, ties, tensors.inline, self.optimizers)
+        return Snapshot(taken, values, rank_values, tensors.inline, self.optimizers)
 
-    def _part_states(
-        self, rank: int, tensors: CollectedTensors
-    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
-        """Return the state of shared parts, that of this rank's parts, and the tensors to copy.
+    def _model_values(self, tensors: CollectedTensors, base: FrozenBase | None) -> dict[str, Any]:
+        """Return the model's state; its tensors go into `tensors`."""
+        named = bare_names(self.model, self.model.state_dict())
+        chosen = named if base is None else base.leave_out(named)
+        state = {MODEL_PREFIX + name: value for name, value in chosen.items()}
+        return {
+            name: encode(_once(value), Place(name, name), tensors) for name, value in state.items()
+        }
 
-        An average of weights (a module) changes only after a step; a loader's state may change at
-        once, so its tensors are copied.
-        """
-        shared: dict[str, Any] = {}
-        of_this_rank: dict[str, Any] = {}
-        changing: set[str] = set()
-        for name, part in sorted(self.parts.items()):
-            count = len(tensors.by_name)
-            stored = PART_PREFIX + name_component(name, 0)
-            shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
-            if getattr(part, "of_each_rank", False):
-                place = Place(shown, f"rank-{rank}.{stored}")
-                of_this_rank[name] = encode(part.state_dict(), place, tensors)
-            else:
-                shared[name] = encode(part.state_dict(), Place(shown, stored), tensors)
-            if not isinstance(part, nn.Module):
-                changing |= set(islice(tensors.by_name, count, None))
-        return shared, of_this_rank, changing
+    def _part_values(self, name: str, tensors: CollectedTensors, *, rank: int | None = None) -> Any:
+        stored = PART_PREFIX + name_component(name, 0)
+        if rank is not None:
+            stored = f"rank-{rank}.{stored}"
+        shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
+        return encode(self.parts[name].state_dict(), Place(shown, stored), tensors)
 
     def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
         """Match a checkpoint with this state, and return the tensors to fill.
 
         Raises StateMismatch or DamagedCheckpoint before anything is changed.
         """
-        ranks = Ranks()
-        check_values(contents)
-        values = contents.values
-        base = self.base if "base" in values else None
-        if "base" in values and strict:
-            require_base(values["base"], base)
-        try:
-            own, ties, model_values = self._model_state(CollectedTensors(), base)
-        except ValueError as error:
-            raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
-        report = LoadReport()
-        load = _Load(contents, own, report, ranks, self._source_rank(contents, ranks))
-        load.extras = _saved_extras(contents, model_values, report)
-
-        targets = dict(own)
-        if not contents.model_only:
-            self._add_optimizer_targets(load, targets)
-        named = {found.name for found in references([load.extras, load.optimizers])}
-        fitting = match(targets, contents, ties, report, optional=named - set(targets))
-        if strict and not report.exact:
-            raise StateMismatch(_describe(report))
-
-        load.fitting = {*fitting, *(name for name, first in ties.items() if first in fitting)}
-        for name, target in fitting.items():
-            if name in load.new_state:
-                load.new[name] = target
-            elif is_expanded(target):
-                whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-                load.expanded[name] = load.new[name] = whole
-            else:
-                load.live[name] = target
-        if values["world_size"] == ranks.size and ranks.rank:
-            self._prefer_own_buffers(load)
-        load.add_new(load.extras)
-        if not contents.model_only:
-            self._add_part_targets(load)
+        with _state_of_a_training():
+            load = self._matched(contents, strict=strict)
         return Loading(
             load.live,
             lambda: self._finish_load(load),
-            report,
+            load.report,
             first=load.new,
             prepare=lambda: self._prepare(load),
         )
 
-    def _source_rank(self, contents: Contents, ranks: Ranks) -> int:
-        """Return the rank whose own values this rank loads; a new rank loads those of rank 0."""
-        return ranks.rank if ranks.rank < contents.values["world_size"] else 0
+    def _matched(self, contents: Contents, *, strict: bool) -> "_Load":
+        """Compare a checkpoint with this state."""
+        ranks = Ranks()
+        values = contents.values
+        for name in ("step", "position", "threads", "world_size"):
+            if type(values[name]) is not int or values[name] < 0:
+                raise TypeError(f"{name} is {values[name]!r:.40}")
+        base = self.base if "base" in values else None
+        if "base" in values and strict:
+            require_base(values["base"], base)
 
-    def _add_optimizer_targets(self, load: "_Load", targets: dict[str, Tensor]) -> None:
+        own = CollectedTensors()
+        try:
+            model = self._model_values(own, base)
+            for state in self._optimizer_states():
+                state.take(own)
+        except ValueError as error:
+            raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
+        # A rank that was not there at the save loads the values of rank 0.
+        source_rank = ranks.rank if ranks.rank < values["world_size"] else 0
+        load = _Load(contents, own, ranks, source_rank)
+        load.match_model(model)
+        if not contents.model_only:
+            self._match_optimizers(load)
+        if strict and not load.report.exact:
+            raise StateMismatch(_describe(load.report))
+
+        if values["world_size"] == ranks.size and ranks.rank:
+            self._prefer_own_buffers(load)
+        load.add(load.extras)
+        if not contents.model_only:
+            self._match_parts(load)
+            _as_json(values["config"])
+        return load
+
+    def _match_optimizers(self, load: "_Load") -> None:
         """Add the tensors to fill for each optimizer that fits; put differences in the report."""
-        saved_optimizers = load.contents.values["optimizers"]
-        for state, saved in zip(self._optimizer_states(), saved_optimizers, strict=False):
+        values = load.contents.values
+        for state, saved in zip(self._optimizer_states(), values["optimizers"], strict=False):
             try:
-                live, new = state.targets(saved, load.contents.tensors)
+                state.add_to(load.add, saved)
             except StateMismatch as error:
                 load.report.different.append(str(error))
-                continue
-            targets |= live | new
-            load.new_state |= set(new)
-            load.optimizers.append(saved)
-            load.states.append(state)
-        self._compare_parts(load.contents, load.report)
+            else:
+                load.optimizers.append((state, saved))
 
-    def _add_part_targets(self, load: "_Load") -> None:
+        saved_parts = {*load.parts, *(f"optimizer {n}" for n in range(len(values["optimizers"])))}
+        own = {*self.parts, *(f"optimizer {number}" for number in range(len(self.optimizers)))}
+        load.report.missing += sorted(
+            name
+            for name in own - saved_parts
+            if not getattr(self.parts.get(name), "may_be_new", False)
+        )
+        load.report.extra += sorted(saved_parts - own)
+
+    def _match_parts(self, load: "_Load") -> None:
         """Add the tensors of parts: those of a module are filled in place, others are new."""
-        modules = {name: part for name, part in self.parts.items() if isinstance(part, nn.Module)}
-        held = CollectedTensors()
-        for name, part in modules.items():
-            place = Place(name, PART_PREFIX + name_component(name, 0))
-            encode(part.state_dict(), place, held)
-            if name in load.parts:
-                load.require_same(f"{place.name}/", load.parts[name], held.by_name)
-        load.add_new([load.parts[name] for name in self.parts if name in load.parts], held.by_name)
-        load.add_new(load.contents.rank_values[load.source_rank]["random"])
+        for name in sorted(self.parts.keys() & load.parts.keys()):
+            if isinstance(self.parts[name], nn.Module):
+                load.require_same(load.parts[name], self._part_values(name, load.collected))
+        load.add([load.parts[name] for name in self.parts if name in load.parts])
+        load.add(load.contents.rank_values[load.source_rank]["random"])
 
     def _prepare(self, load: "_Load") -> None:
         """Read everything but the tensors that are filled in place, and load the parts.
@@ -342,15 +267,12 @@ class TrainingState:
         tensors = {**load.own, **load.live, **load.new}
         load.values = {name: decode(content, tensors) for name, content in load.extras.items()}
         self._compare_extras(load.values)
-        for name, whole in load.expanded.items():
-            if not torch.equal(_once(load.own[name], whole).expand_as(whole), whole):
-                raise StateMismatch(f"{name} is expanded here, and was not at the save")
         if load.contents.model_only:
             return
 
-        fitting = {name.removeprefix(MODEL_PREFIX) for name in load.fitting}
-        for optimizer, saved in zip(load.states, load.optimizers, strict=True):
-            load.read.append(optimizer.read(saved, tensors, fitting))
+        with _state_of_a_training():
+            for optimizer, saved in load.optimizers:
+                load.read.append((optimizer, optimizer.read(saved, tensors, load.fitting)))
         content = load.contents.rank_values[load.source_rank]["random"]
         load.random = decode(content, tensors)
         check_random_state(load.random)
@@ -370,7 +292,8 @@ class TrainingState:
         state = bare_names(self.model, self.model.state_dict())
         for name, value in values.items():
             current = state[name.removeprefix(MODEL_PREFIX)]
-            if isinstance(current, Tensor) and not _alike(current, value, name):
+            is_free = name.endswith(EXTRA_STATE_SUFFIX) or not isinstance(current, Tensor)
+            if not is_free and _form(current) != _form(value):
                 raise StateMismatch(f"{name} was {_form(value)} and is {_form(current)}")
 
     def _load_part(self, name: str, content: Any) -> None:
@@ -393,7 +316,7 @@ class TrainingState:
             )
             return
 
-        for optimizer, read in zip(load.states, load.read, strict=True):
+        for optimizer, read in load.read:
             optimizer.restore(read)
         for parameter in self.model.parameters():
             parameter.grad = None
@@ -405,13 +328,28 @@ class TrainingState:
         self._random = (load.random, load.source_rank != load.ranks.rank)
         load.report.notes += [*self._differences(values, load.ranks), *self.restore_random()]
 
+    def _finish_model(self, load: "_Load") -> None:
+        """Load what was not filled in the model's own memory."""
+        state = self.model.state_dict()
+        for bare, full in bare_names(self.model, {name: name for name in state}).items():
+            name = MODEL_PREFIX + bare
+            if name in load.values:
+                state[full] = load.values[name]
+                continue
+            filled = load.own.get(load.filled.get(name, ""))
+            if filled is None or same_memory(_once(state[full]), filled):
+                del state[full]
+            else:
+                state[full] = filled
+        if state:
+            self.model.load_state_dict(state, strict=False)
+
     def _prefer_own_buffers(self, load: "_Load") -> None:
         """Load this rank's own copy of a buffer instead of the first rank's."""
-        for name in self._buffer_names():
+        for name in self._buffer_names() & load.live.keys():
             own_name = f"rank-{load.ranks.rank}.{name}"
-            for targets in (load.live, load.new):
-                if own_name in load.contents.tensors and name in targets:
-                    targets[own_name] = targets.pop(name)
+            if own_name in load.contents.tensors:
+                load.live[own_name] = load.live.pop(name)
 
     def restore_random(self) -> list[str]:
         """Restore the loaded generators' states once more.
@@ -427,37 +365,9 @@ class TrainingState:
             return [f"rank {rank} was not there at the save: its generators are seeded anew"]
         return restore_random_state(state, self.generators)
 
-    def _model_state(
-        self, tensors: CollectedTensors, base: FrozenBase | None
-    ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-        """Return the model's tensors, the ties between their names, and its other state.
-
-        All its tensors go into `tensors`, also those in the other state.
-        """
-        named = bare_names(self.model, self.model.state_dict())
-        chosen = named if base is None else base.leave_out(named)
-        state = {MODEL_PREFIX + name: value for name, value in chosen.items()}
-        plain = {}
-        for name, value in state.items():
-            # The extra state of a module may have another shape at each save.
-            if isinstance(value, Tensor) and not name.endswith("_extra_state"):
-                elements = elements_of(value.detach())
-                if is_plain(elements):
-                    plain[name] = elements
-        own, ties = split_ties(plain)
-        for name, tensor in own.items():
-            tensors.add(tensor, Place(name, name))
-        values = {
-            name: encode(value, Place(name, name), tensors)
-            for name, value in state.items()
-            if name not in plain
-        }
-        return own, ties, values
-
-    def _buffer_names(self) -> list[str]:
-        return [
-            MODEL_PREFIX + name for name in bare_names(self.model, dict(self.model.named_buffers()))
-        ]
+    def _buffer_names(self) -> set[str]:
+        names = bare_names(self.model, dict(self.model.named_buffers()))
+        return {MODEL_PREFIX + name for name in names}
 
     def _optimizer_states(self) -> list[OptimizerState]:
         names = parameter_names(self.model)
@@ -465,43 +375,6 @@ class TrainingState:
             OptimizerState(one, names, f"optimizer.{index}.")
             for index, one in enumerate(self.optimizers)
         ]
-
-    def _compare_parts(self, contents: Contents, report: LoadReport) -> None:
-        """Report parts and optimizers that only the state or only the checkpoint has."""
-        values = contents.values
-        saved = {*values["parts"], *_parts_of(contents, 0)}
-        saved |= {f"optimizer {index}" for index in range(len(values["optimizers"]))}
-        own = set(self.parts)
-        own |= {f"optimizer {index}" for index in range(len(self.optimizers))}
-        report.missing += sorted(
-            name for name in own - saved if not getattr(self.parts.get(name), "may_be_new", False)
-        )
-        report.extra += sorted(saved - own)
-
-    def _finish_model(self, load: "_Load") -> None:
-        """Load the filled tensors into the model, unless they are the model's own memory."""
-        for name, whole in load.expanded.items():
-            _once(load.own[name], load.own[name]).copy_(_once(load.own[name], whole))
-        state = self.model.state_dict()
-        bare_to_full = bare_names(self.model, {name: name for name in state})
-        keys = {full: MODEL_PREFIX + bare for bare, full in bare_to_full.items()}
-
-        if not load.values and all(
-            same_memory(elements_of(state[name]), load.own[key])
-            for name, key in keys.items()
-            if key in load.own
-        ):
-            return
-
-        for name, key in keys.items():
-            if key in load.expanded:
-                # It is filled, and torch refuses to copy into it.
-                del state[name]
-            elif key in load.own:
-                state[name] = load.own[key]
-            elif key in load.values:
-                state[name] = load.values[key]
-        self.model.load_state_dict(state, strict=not load.expanded)
 
     def _differences(self, values: Mapping[str, Any], ranks: Ranks) -> list[str]:
         """Return notes on how the run differs from the one that saved the state."""
@@ -515,9 +388,14 @@ class TrainingState:
             # With other ranks the sums differ anyway, and more threads could crowd the cores.
             may_restore = values["world_size"] == ranks.size
             notes.append(restore_threads(values["threads"], may_restore=may_restore))
-        if changed := list(_changes(decode(values["config"]), self.config)):
+        if changed := list(_changes(values["config"], _as_json(self.config))):
             notes.append(f"the configuration differs in {', '.join(changed)}")
         return notes
+
+
+def _as_json(config: Any) -> Any:
+    """Return a configuration in numbers, text, lists and mappings; other values as text."""
+    return json.loads(json.dumps(config, default=str, skipkeys=True))
 
 
 def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
@@ -530,13 +408,15 @@ def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
         yield f"{key}: {saved!r:.60} -> {current!r:.60}"
 
 
-def _parts_of(contents: Contents, rank: int) -> Mapping[str, Any]:
-    # A best-K has no values of ranks.
-    return contents.rank_values[rank]["parts"] if contents.rank_values else {}
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not hasattr(tensor, "to_local")
+@contextlib.contextmanager
+def _state_of_a_training() -> Iterator[None]:
+    """Raise DamagedCheckpoint where values do not have the form of a training state."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError) as error:
+        raise DamagedCheckpoint(
+            f"the saved state is not that of a training run ({type(error).__name__}: {error})"
+        ) from error
 
 
 @dataclass
@@ -544,62 +424,110 @@ class _Load:
     """One load: the tensors to fill, and the values to read."""
 
     contents: Contents
-    # The model's tensors, by their saved names.
-    own: Mapping[str, Tensor]
-    report: LoadReport
+    # This state's own tensors, by the names under which they would be saved.
+    collected: CollectedTensors
     ranks: Ranks
     source_rank: int
+    report: LoadReport = field(default_factory=LoadReport)
     # Tensors that are filled in place, and new ones that are filled before anything changes.
     live: dict[str, Tensor] = field(default_factory=dict)
     new: dict[str, Tensor] = field(default_factory=dict)
-    # Of own tensors that have elements more than once, the new ones.
-    expanded: dict[str, Tensor] = field(default_factory=dict)
-    # Names that fit, and names of optimizer state that the optimizer does not hold yet.
-    fitting: set[str] = field(default_factory=set)
-    new_state: set[str] = field(default_factory=set)
+    # The names of the model's tensors.
+    of_model: set[str] = field(default_factory=set)
+    # Names of the model's state that fit, each with the name of its tensor.
+    filled: dict[str, str] = field(default_factory=dict)
     # The model's other state, as saved and as read.
     extras: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    # The optimizers that fit, as saved and as read.
-    states: list[OptimizerState] = field(default_factory=list)
-    optimizers: list[Mapping[str, Any]] = field(default_factory=list)
-    read: list[ReadState] = field(default_factory=list)
+    # The optimizers that fit, with their state as saved and as read.
+    optimizers: list[tuple[OptimizerState, Mapping[str, Any]]] = field(default_factory=list)
+    read: list[tuple[OptimizerState, ReadState]] = field(default_factory=list)
     late_parts: dict[str, Any] = field(default_factory=dict)
     random: Any = None
 
     @property
+    def own(self) -> dict[str, Tensor]:
+        return self.collected.by_name
+
+    @property
     def parts(self) -> dict[str, Any]:
         """The saved state of shared parts, and of this rank's parts."""
-        return {**self.contents.values["parts"], **_parts_of(self.contents, self.source_rank)}
+        # A best-K has no values of ranks.
+        ranks = self.contents.rank_values
+        own = ranks[self.source_rank]["parts"] if ranks else {}
+        return {**self.contents.values["parts"], **own}
 
-    def require_same(self, prefix: str, content: Any, own: Mapping[str, Tensor]) -> None:
-        """Raise StateMismatch unless a module that is a part has the saved tensors."""
-        saved = {found.name: self.contents.tensors.get(found.name) for found in references(content)}
-        for name in sorted(saved.keys() | own.keys()):
-            # Nested tensors are of extra state, and may differ from save to save.
-            key = name.removeprefix(prefix)
-            if key == name or "/" in key or key.endswith("_extra_state"):
+    @property
+    def fitting(self) -> set[str]:
+        """The parameters that the checkpoint fits."""
+        return {name.removeprefix(MODEL_PREFIX) for name in self.filled}
+
+    def match_model(self, current: Mapping[str, Any]) -> None:
+        """Compare the saved state of the model with the current one; report what differs."""
+        saved = self.contents.values["model"]
+        report = self.report
+        report.missing += sorted(current.keys() - saved.keys())
+        report.extra += sorted(saved.keys() - current.keys())
+        report.wanted = len(saved.keys() | current.keys())
+        for name in sorted(saved.keys() & current.keys()):
+            was = saved[name]
+            now = current[name]
+            are_tensors = isinstance(was, Stored) and isinstance(now, Stored)
+            if name.endswith(EXTRA_STATE_SUFFIX) or not are_tensors:
+                self.extras[name] = was
+                report.matched += 1
                 continue
-            facts = saved.get(name)
-            current = own.get(name)
+            self.of_model |= {was.name, now.name}
+            if difference := self._difference(name, was.name, now.name):
+                report.different.append(f"{name} was {difference}")
+            else:
+                self.filled[name] = now.name
+                self.live[now.name] = self.own[now.name]
+                report.matched += 1
+
+    def _difference(self, name: str, was: str, now: str) -> str:
+        """Describe how a tensor of the model differs from the saved one; empty if it does not."""
+        if was != now:
+            return f"{_tie(name, was)} and is {_tie(name, now)}"
+        facts = self._facts(was)
+        current = self.own[now]
+        if tuple(current.shape) != facts.shape:
+            return f"{list(facts.shape)} and is {list(current.shape)}"
+        return "" if current.dtype == facts.dtype else f"{facts.dtype} and is {current.dtype}"
+
+    def _facts(self, name: str) -> TensorFacts:
+        if name not in self.contents.tensors:
+            raise DamagedCheckpoint(f"{name:.80} is in the saved state, but not saved")
+        return self.contents.tensors[name]
+
+    def require_same(self, saved: Any, own: Any) -> None:
+        """Raise StateMismatch unless a module that is a part has the saved tensors."""
+        was = {found.name: self._facts(found.name) for found in references(saved)}
+        now = {found.name: self.own[found.name] for found in references(own)}
+        for name in sorted(was.keys() | now.keys()):
+            facts = was.get(name)
+            current = now.get(name)
+            # Extra state may have other tensors at each save.
+            if EXTRA_STATE_SUFFIX in name or not name.startswith(PART_PREFIX):
+                continue
             if facts is None or current is None or not _has(current, facts):
                 raise StateMismatch(
                     f"{name} was {_shape_of(facts)} and is {_shape_of(current)}: build the part as "
                     f"at the save"
                 )
 
-    def add_new(self, content: Any, own: Mapping[str, Tensor] | None = None) -> None:
-        """Add the tensors that a value names: those of `own` in place, and new ones otherwise."""
+    def add(self, content: Any, make: MakeTensor | None = None) -> None:
+        """Add the tensors that a value names: own ones that fit in place, and new ones."""
         for found in references(content):
             name = found.name
-            if name in self.live or name in self.new or name in self.own:
+            if name in self.live or name in self.new or name in self.of_model:
                 continue
-            facts = self.contents.tensors.get(name)
-            if facts is None:
-                raise DamagedCheckpoint(f"{name:.80} is in the saved state, but not saved")
-            current = (own or {}).get(name)
+            facts = self._facts(name)
+            current = self.own.get(name)
             if current is not None and _has(current, facts) and not is_expanded(current):
                 self.live[name] = current
+            elif make is not None:
+                self.new[name] = make(found, facts)
             else:
                 place = _device(found.device)
                 self.new[name] = torch.empty(facts.shape, dtype=facts.dtype, device=place)
@@ -612,6 +540,10 @@ def _device(kind: Any) -> torch.device:
     return torch.device("cpu")
 
 
+def _tie(name: str, first: str) -> str:
+    return "a tensor of its own" if name == first else f"one tensor with {first}"
+
+
 def _shape_of(tensor: Tensor | TensorFacts | None) -> str:
     return "missing" if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
 
@@ -620,74 +552,23 @@ def _has(tensor: Tensor, facts: TensorFacts) -> bool:
     return tuple(tensor.shape) == facts.shape and tensor.dtype == facts.dtype
 
 
-def _once(expanded: Tensor, tensor: Tensor) -> Tensor:
-    """Return each element of a tensor that `expanded` has once in memory."""
-    pairs = zip(expanded.shape, expanded.stride(), strict=True)
+def _once(value: Any) -> Any:
+    """Return a tensor as it is saved: of a plain class, and each element in memory once."""
+    if not isinstance(value, Tensor):
+        return value
+    tensor = elements_of(value)
+    if not is_plain(tensor) or not is_expanded(tensor):
+        return tensor
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor[
         tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
     ]
-
-
-def _alike(current: Tensor, value: Any, name: str) -> bool:
-    if name.endswith("_extra_state"):
-        return True
-    return isinstance(value, Tensor) and _form(current) == _form(value)
 
 
 def _form(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"{list(value.shape)}, {value.dtype}, {value.layout}"
-
-
-def _saved_extras(contents: Contents, own: Mapping[str, Any], report: LoadReport) -> dict[str, Any]:
-    """Return the model's saved other state, and report what only one side has."""
-    saved = contents.values["model"]
-    report.missing += sorted(own.keys() - saved.keys())
-    report.extra += sorted(saved.keys() - own.keys())
-    return {name: content for name, content in saved.items() if name in own}
-
-
-def check_values(contents: Contents) -> None:
-    """Raise DamagedCheckpoint unless the values of a state have the right form."""
-    values = contents.values
-    wrong = [name for name, form in STATE_FORM.items() if not _has_form(values.get(name), form)]
-    if not wrong:
-        wrong += [name for name in ("step", "position", "threads") if values[name] < 0]
-        wrong += [
-            f"optimizer {number}"
-            for number, saved in enumerate(values["optimizers"])
-            if not _has_form_of_entries(saved)
-        ]
-        are_of_ranks = _has_form(list(contents.rank_values), [RANK_FORM])
-        is_of_all = 0 < len(contents.rank_values) == values["world_size"]
-        if not contents.model_only and not (are_of_ranks and is_of_all):
-            wrong.append("values of each rank")
-    if wrong:
-        raise DamagedCheckpoint(
-            f"the saved state has invalid {', '.join(wrong)}: it is not the state of a training run"
-        )
-
-
-def _has_form(value: Any, form: Any) -> bool:
-    if isinstance(form, dict):
-        return type(value) is dict and all(
-            key in value and _has_form(value[key], inner) for key, inner in form.items()
-        )
-    if isinstance(form, list):
-        return type(value) is list and all(_has_form(item, form[0]) for item in value)
-    return form is object or type(value) is form
-
-
-def _has_form_of_entries(saved: Mapping[str, Any]) -> bool:
-    """Return whether each parameter of an optimizer has entries of a key, a value and a device."""
-    known = {name for group in saved["groups"] for name in group["params"]}
-    entries = list(saved["parameters"].values())
-    return (
-        saved["parameters"].keys() <= known
-        and _has_form(entries, [[list]])
-        and all(len(entry) == 3 for own in entries for entry in own)
-    )
 
 
 def _describe(report: LoadReport) -> str:

@@ -15,7 +15,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -79,7 +78,7 @@ class Writing:
 
     def __init__(
         self,
-        files: Files,
+        store: "Store",
         ranks: Ranks,
         kind: str,
         step: int,
@@ -87,11 +86,9 @@ class Writing:
         snapshot: Snapshot,
         *,
         folder: str,
-        algorithm: str,
-        line: int,
     ) -> None:
-        self.files = files
-        self.line = line
+        self.files = store.files
+        self.line = store.line
         self.ranks = ranks
         self.kind = kind
         self.step = step
@@ -99,14 +96,13 @@ class Writing:
         self.final = folder_name(kind, step, metric)
         self.folder = folder
 
-        self._new = HashingFolder(files, self.folder, algorithm)
+        self._new = HashingFolder(self.files, self.folder, store.algorithm)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
-        self._values = ranks.exchange(
-            lambda: snapshot.rank_values, lambda gathered: [gathered] * ranks.size
+        ranks_values = ranks.exchange(
+            lambda: snapshot.rank_values, lambda gathered: [gathered] + [[]] * (ranks.size - 1)
         )
-        self._shared = snapshot.values
-        self._ties = snapshot.ties
+        self._values = {"values": snapshot.values, "ranks": ranks_values}
         self.optimizers = snapshot.optimizers
 
     @property
@@ -125,12 +121,7 @@ class Writing:
             entries |= part.files
         entries |= self._layout.join(parts)
 
-        values: Mapping[str, Any] = {
-            "values": self._shared,
-            "ranks": self._values,
-            "ties": self._ties,
-        }
-        data = readable(dump(values), MOST_STATE_BYTES, "the state beside its tensors")
+        data = readable(dump(self._values), MOST_STATE_BYTES, "the state beside its tensors")
         with self._new.create(STATE_FILE_NAME) as stream:
             stream.write(data)
         entries[STATE_FILE_NAME] = self._new.entries[STATE_FILE_NAME]
@@ -147,36 +138,22 @@ class Writing:
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", content)
         self.files.sync_folder(self.folder)
 
-        self._rename(manifest)
+        self._rename()
         # From here on the checkpoint is committed, and an error does not undo it.
         with committed_anyway(self.files.location(self.final)):
             self.files.sync_folder(self.kind)
         return manifest
 
-    def _rename(self, manifest: Manifest) -> None:
+    def _rename(self) -> None:
         """Give the folder its final name; one of an earlier line is renamed just before."""
-        removed = ""
-        if self.files.kind(self.final) is not None:
-            removed = removed_name(self.final)
+        removed = removed_name(self.final)
+        is_in_the_way = self.files.kind(self.final) is not None
+        if is_in_the_way:
             self.files.rename(self.final, removed)
-        try:
-            self.files.rename(self.folder, self.final)
-        except OSError:
-            # Some network file systems report an error for a rename that they have done.
-            if not self._is_renamed(manifest):
-                if removed:
-                    self.files.rename(removed, self.final)
-                raise
-        if removed:
+        self.files.rename(self.folder, self.final)
+        if is_in_the_way:
             with committed_anyway(self.files.location(self.final)):
                 self.files.remove_folder(removed)
-
-    def _is_renamed(self, manifest: Manifest) -> bool:
-        try:
-            there = self.files.kind(self.folder) is None
-            return there and read_manifest(self.files, self.final) == manifest
-        except (OSError, DamagedCheckpoint):
-            return False
 
 
 @contextlib.contextmanager
@@ -230,8 +207,7 @@ class SavedRun:
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        resumable = [saved for saved in self.states() if saved.kind in RESUMABLE_KINDS]
-        return max(resumable, key=_newness, default=None)
+        return max(self.states(), key=_newness, default=None)
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the committed rollbacks and recoveries that were not given up."""
@@ -285,44 +261,30 @@ class SavedRun:
             return manifest
 
         manifest = ranks.all_do(check)
-        content = ranks.all_do(lambda: self._open_content(folder, manifest))
-        loading = ranks.all_do(lambda: state.begin_load(content.contents, strict=strict))
+        contents, fill = ranks.all_do(lambda: self._open_content(folder, manifest))
+        loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
 
         def prepare() -> None:
-            self._fill(folder, content, loading.first)
+            fill(loading.first)
             loading.prepare()
 
         ranks.all_do(prepare)
-        ranks.all_do(lambda: self._fill(folder, content, loading.targets))
+        ranks.all_do(lambda: fill(loading.targets))
         ranks.all_do(loading.finish)
         return loading.report
 
-    def _open_content(self, folder: str, manifest: Manifest) -> "_Content":
-        """Open a verified checkpoint, without reading the values of its tensors."""
-        try:
-            found = self._values(folder)
-            values = found["values"]
-            rank_values = found["ranks"]
-            ties = found["ties"]
-            if manifest.kind == BEST_KIND:
-                reader = SafetensorsReader(self.files, folder)
-                contents = Contents(reader.facts(), values, rank_values, ties, model_only=True)
-                return _Content(contents, reader.read_into)
-            metadata = read_checkpoint_metadata(self.files, folder, manifest)
-        except OSError as error:
-            raise DamagedCheckpoint(
-                f"{self.files.location(folder)} can't be read ({error})"
-            ) from error
-        contents = Contents(facts_of(metadata), values, rank_values, ties)
-        return _Content(contents, functools.partial(read_tensors, self.files, folder, metadata))
-
-    def _fill(self, folder: str, content: "_Content", targets: Mapping[str, Tensor]) -> None:
-        try:
-            content.read_into(targets)
-        except OSError as error:
-            raise DamagedCheckpoint(
-                f"{self.files.location(folder)}: tensors can't be read ({error})"
-            ) from error
+    def _open_content(
+        self, folder: str, manifest: Manifest
+    ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
+        """Return what a verified checkpoint holds, and a function that fills tensors from it."""
+        found = self._values(folder)
+        if manifest.kind == BEST_KIND:
+            reader = SafetensorsReader(self.files, folder)
+            contents = Contents(reader.facts, found["values"], found["ranks"], model_only=True)
+            return contents, reader.read_into
+        metadata = read_checkpoint_metadata(self.files, folder, manifest)
+        contents = Contents(facts_of(metadata), found["values"], found["ranks"])
+        return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
     def folder_of(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> str:
         """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
@@ -359,10 +321,7 @@ class SavedRun:
             found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
             if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
                 raise ValueError("it does not hold the values of a state")
-            for name, first in found["ties"].items():
-                if not isinstance(name, str) or not isinstance(first, str):
-                    raise ValueError("its ties are not pairs of names")
-        except (DamagedCheckpoint, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (DamagedCheckpoint, OSError, ValueError, LookupError, TypeError) as error:
             raise DamagedCheckpoint(
                 f"{self.files.location(key)} can't be read ({error})"
             ) from error
@@ -383,12 +342,6 @@ class SavedRun:
             manifest.num_bytes,
             manifest.line,
         )
-
-
-@dataclass(frozen=True)
-class _Content:
-    contents: Contents
-    read_into: Callable[[Mapping[str, Tensor]], None]
 
 
 def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
@@ -482,14 +435,9 @@ class Store(SavedRun):
         metric: tuple[str, float] | None = None,
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
-        ranks = Ranks()
         writing = self.begin(kind, step, state, metric=metric)
-
-        def commit(parts: list[RankFiles]) -> list[SavedCheckpoint]:
-            return [self.commit(writing, parts)] * ranks.size
-
         try:
-            return ranks.exchange(writing.write, commit)
+            return Ranks().collect(writing.write, lambda parts: self.commit(writing, parts))
         except (OSError, RuntimeError) as error:
             raise self.failed(writing, error) from error
 
@@ -517,17 +465,7 @@ class Store(SavedRun):
         try:
             self.open()
             folder = ranks.agree(lambda: self._prepare(final))
-            return Writing(
-                self.files,
-                ranks,
-                kind,
-                step,
-                checked_metric,
-                snapshot,
-                folder=folder,
-                algorithm=self.algorithm,
-                line=self.line,
-            )
+            return Writing(self, ranks, kind, step, checked_metric, snapshot, folder=folder)
         except Exception as error:
             failed = self._failed(ranks, final, folder, error)
             if isinstance(error, OSError | OtherRank):

@@ -108,17 +108,6 @@ def refuse_value(place: Place, what: str, *, advice: str = CONVERT_ADVICE) -> No
     raise ValueError(f"{place.shown}: {what} can't be saved; {advice}")
 
 
-def plain_text(value: Any, *, depth: int = 0) -> Any:
-    """Return a configuration with plain text in place of members of text enumerations."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if depth > MOST_NESTED or type(value) not in (list, dict):
-        return value
-    if type(value) is list:
-        return [plain_text(item, depth=depth + 1) for item in value]
-    return {plain_text(key): plain_text(item, depth=depth + 1) for key, item in value.items()}
-
-
 # What stands in a file for what torch.load does not read there.
 
 
