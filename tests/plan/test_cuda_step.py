@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from curry_train.cli.main import main
-from curry_train.plan.cuda_allocator import AllocatorSettings, CudaAllocator
+from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
     HOPPER_WORKSPACE_BYTES,
@@ -20,7 +20,6 @@ from curry_train.plan.cuda_step import (
     StepTrace,
     TrainingReplay,
     cuda_memory,
-    least_device,
     workspace_of,
 )
 from curry_train.plan.estimate import Sketch
@@ -214,16 +213,6 @@ def test_the_first_step_reserves_less_than_later_ones():
 # Devices.
 
 
-def test_the_least_device_runs_the_steps_and_a_smaller_one_does_not():
-    trace = trace_of_step(squares(depth=6, rows=512))
-    least = least_device(trace, context_bytes=0)
-    found = cuda_memory(trace)
-    assert found.rounded_bytes <= least <= found.reserved_bytes
-    cuda_memory(trace, settings=AllocatorSettings(capacity=least))
-    with pytest.raises(RuntimeError, match="are allocated"):
-        cuda_memory(trace, settings=AllocatorSettings(capacity=found.rounded_bytes - 2 * MIB))
-
-
 def test_a_plan_fits_by_what_is_reserved_and_the_context():
     with Planner(mlp(depth=3, width=512), device="rtx4090", chunked_loss=False) as planner:
         plan = planner.plan(2**30, global_batch=4)
@@ -296,7 +285,6 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
         "allocated_bytes",
         "reserved_bytes",
         "first_step_reserved_bytes",
-        "least_device_bytes",
         "expandable_reserved_bytes",
     ):
         assert written[name] > 0

@@ -487,7 +487,7 @@ def measure_model(
             blocks=case.blocks,
             accumulated=workload.accumulation > 1,
         )
-        timeline = timeline_of(lives, type(module).__name__)
+        timeline = timeline_of(lives)
     except (ValueError, RuntimeError) as error:
         raise UnusableInput(str(error)) from error
     finally:

@@ -26,7 +26,7 @@ from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
-from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.timeline import measure_timeline
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_fewest, plot_plan
@@ -455,12 +455,11 @@ def _measure(
     plan.apply(module)
     chosen = optimizer or case.workload.optimizer or "adamw"
     steps = make_optimizer(chosen, module, foreach=place.type == "cuda")
-    lives = record_step_storages(
+    return measure_timeline(
         module,
         case.batch(),
         case.workload.mean_loss,
         optimizer=steps,
         accumulated=plan.steps > 1,
         keeps_output=place.type == "cuda",
-    )
-    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+    ).peak.bytes_alive

@@ -144,7 +144,8 @@ def apply_options(
             offload(model, names)
         else:
             BLOCK_STRATEGIES[option.kind](model, names, option)
-    primitives.keep_routing(model)
+    if names_of:
+        primitives.keep_routing(model)
     return _in_order(options, names_of.values())
 
 
@@ -252,6 +253,13 @@ class Candidate:
     options: Mapping[str, Option] = field(default_factory=dict)
     checked: bool = False  # the peak is that of the whole step, not of the chain
     flops: float | None = None  # of the whole window, if it was checked
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model trains as it is."""
+        return not self.chunked_loss and all(
+            option.kind == NONE_KIND for option in self.options.values()
+        )
 
     def within(self, budget_bytes: int) -> "Candidate":
         """Drop the time if the peak is above the budget."""
@@ -408,9 +416,9 @@ class Plan:
             f"on the device: {shown['allocated_bytes']} allocated, {shown['reserved_bytes']} "
             f"reserved ({shown['first_step_reserved_bytes']} in the first step), and "
             f"{shown['context_bytes']} of context; {format_bytes(margin)} of "
-            f"{shown['limit_bytes']} are left. The least device that runs it has "
-            f"{shown['least_device_bytes']}. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-            f"reserves {shown['expandable_reserved_bytes']}."
+            f"{shown['limit_bytes']} are left. "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "
+            f"{shown['expandable_reserved_bytes']}."
         )
         return ["", *textwrap.wrap(text, 80)]
 
