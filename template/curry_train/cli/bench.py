@@ -21,7 +21,7 @@ from ..core.wording import (
     three_digits,
     write_json,
 )
-from ..plan.available import require_available
+from ..plan.available import load_that_fits
 from ..plan.device import MEASURED_PEAK
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..workloads.models import load_workload
@@ -223,9 +223,10 @@ def bench_command(
     place = choose_device(device)
     try:
         chosen = [find_lever(name) for name in dict.fromkeys(levers)]
-        workload = load_workload(spec)
-        case = case_of(workload, place, dtype, batch_size, seed, blocks)
-        require_available(case)
+        case = load_that_fits(
+            spec, lambda found: case_of(found, place, dtype, batch_size, seed, blocks)
+        )
+        workload = case.workload
         _check_blocks(case)
         case, choice = settle_blocks(case)
         others = [load_workload(other) for other in dict.fromkeys(against)]

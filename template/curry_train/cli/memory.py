@@ -434,16 +434,15 @@ def _case_to_measure(
     With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
     """
     place = choose_device(device)
-    source: str | Workload = spec
-    why = "as asked"
-    if not on_shapes or is_taken(spec):
-        source = load_workload(spec)
-        case = case_of(source, place, dtype, batch_size, seed, blocks)
-        missing = missing_room(case)
-        if missing is None and not on_shapes:
-            yield case, None
-            return
-        why = missing or why
+    source = load_workload(spec) if is_taken(spec) else spec
+
+    def make_case(workload: Workload) -> Case:
+        return case_of(workload, place, dtype, batch_size, seed, blocks)
+
+    why = "as asked" if on_shapes else missing_room(source, make_case)
+    if why is None:
+        yield make_case(load_workload(spec)), None
+        return
     own = None if isinstance(source, str) else source
     precision = DTYPES[dtype or "float32"] if own is None else dtype_to_use(dtype, own)
     with Sketch(source, dtype=precision, seed=seed, blocks=blocks) as sketch:

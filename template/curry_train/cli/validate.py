@@ -42,9 +42,9 @@ from ..gates.verdict import (
     technique_of,
     techniques_of,
 )
-from ..plan.available import require_available
+from ..plan.available import load_that_fits
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, is_taken, load_workload
+from ..workloads.models import BUILTIN_WORKLOADS, is_taken
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, Workload
 from .options import (
@@ -352,11 +352,14 @@ def validate_command(
     try:
         cases = []
         looks: dict[str, FirstLook] = {}
-        for workload in _named_once([load_workload(spec) for spec in specs]):
-            wanted = (dtype, batch_size, seed, blocks)
-            case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
-            require_available(case)
-            case, looks[workload.name], seconds = _look(case)
+        wanted = (dtype, batch_size, seed, blocks)
+
+        def make_case(workload: Workload) -> Case:
+            return case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
+
+        loaded = [load_that_fits(spec, make_case).workload for spec in specs]
+        for workload in _named_once(loaded):
+            case, looks[workload.name], seconds = _look(make_case(workload))
             cases.append(case)
             forward_seconds += seconds
     except ValueError as error:
