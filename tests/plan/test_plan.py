@@ -5,8 +5,11 @@ python -m pytest tests/plan/test_plan.py
 
 import contextlib
 import functools
+import importlib
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curry_train.gates.same_training import same_training
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.planner import Infeasible, Planner, what_microbatches_change
+from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
 from curry_train.plan.saved import (
     FULL_KIND,
     NONE_KIND,
@@ -117,7 +120,7 @@ def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
     assert (whole.microbatch, small.microbatch, small.options) == (8, 4, {})
     assert measured(workload, small) == small.peak_bytes < whole.peak_bytes
     assert "no block is repeated" in small.explain()
-    assert "for cpu, float32, adamw; times follow from rates" in small.explain()
+    assert "for cpu, float32, adamw; times are predicted from measured rates" in small.explain()
 
 
 class Drawing(nn.Module):
@@ -264,6 +267,32 @@ def test_no_policy_for_all_blocks_is_faster_than_the_plan_for_its_bytes(depth):
             found = planner.plan(whole.peak_bytes, global_batch=MICRO, microbatch=MICRO)
             assert found.peak_bytes <= whole.peak_bytes, option
             assert found.step_seconds <= whole.step_seconds * (1 + 1e-9), option
+
+
+# The way of a workload.
+
+
+def test_a_plan_makes_what_the_page_for_agents_lists_in_that_order(monkeypatch):
+    page = (Path(__file__).parents[2] / "AGENTS.md").read_text()
+    listed = page.partition("A workload on its way")[2].partition("One rank among")[0]
+    steps = re.findall(r"`(\w+)\.py`\s\(`(\w+)`", listed)
+    assert len(steps) >= 6
+    assert len(set(re.findall(r"`\w+\.py`", listed))) <= 10
+    made = []
+
+    def note(kind, make):
+        def noted(self, *args, **options):
+            if kind not in made:
+                made.append(kind)
+            make(self, *args, **options)
+
+        return noted
+
+    for file, kind in steps:
+        found = getattr(importlib.import_module(f"curry_train.plan.{file}"), kind)
+        monkeypatch.setattr(found, "__init__", note(kind, found.__init__))
+    plan(net(32, 32), 2**30, device="rtx4090", without=(SAC_KIND,), chunked_loss=False)
+    assert made == [kind for _, kind in steps]
 
 
 # The planned model is the same one.
