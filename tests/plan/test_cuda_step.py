@@ -4,7 +4,6 @@ python -m pytest tests/plan/test_cuda_step.py
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -298,16 +297,3 @@ def test_a_gate_plans_by_tensors_alone():
         plan = planner.plan(2**30, global_batch=2)
         assert plan.peak_bytes == planner.sketch.step(plan.microbatch).peak_bytes
     assert plan.cuda is None
-
-
-def test_a_step_gets_its_own_overhead_after_another_one_is_freed():
-    workload = transformer(depth=1, dim=64, heads=2, vocabulary=64, length=16)
-    with Planner(workload, device="rtx4090") as planner:
-        step = planner.sketch.step(2)
-        for factor in range(1, 9):
-            sizes = tuple(factor * size for size in step.trace.sizes)
-            scaled = replace(step, trace=replace(step.trace, sizes=sizes))
-            memory = cuda_memory(scaled.trace, workspace_bytes=workspace_of(planner.profile.name))
-            expected = memory.reserved_bytes + CONTEXT_BYTES - step.peak_bytes
-            assert planner._overhead(scaled) == expected
-            del scaled, sizes
