@@ -67,6 +67,8 @@ DROPOUT_TYPES = (
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
+# Of reserved memory, over the recorded traces of CUDA programs: evidence/cuda_traces.json.
+WORST_RESERVED_ERROR = 0.014
 RANK_COUNTS = (2, 4, 8, 16, 32, 64)
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
@@ -238,8 +240,9 @@ class Planner:
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU. `links` are those between GPUs, for the time of several ranks;
-    by default the usual ones of the device.
+    its tensors are, as on the CPU. `margin` is the fraction by which that memory may be larger than
+    predicted; `WORST_RESERVED_ERROR` is that of the recorded traces. `links` are those between
+    GPUs, for the time of several ranks; by default the usual ones of the device.
     """
 
     def __init__(
@@ -257,6 +260,7 @@ class Planner:
         seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
+        margin: float = 0.0,
         links: Links | None = None,
         tell: Tell = lambda message: None,
     ) -> None:
@@ -280,6 +284,7 @@ class Planner:
         self.chunk_tokens: int | None = None
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
+            "rates_from": self.profile.source,
             "dtype": str(dtype).removeprefix("torch."),
             "parallel": self.sharding.name,
             "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
@@ -296,6 +301,7 @@ class Planner:
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
+        self.margin = margin
         self._overheads: dict[StepEstimate, int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
@@ -337,9 +343,22 @@ class Planner:
         return self._overheads[step]
 
     def _limit(self, budget_bytes: int) -> int:
-        """Return the memory that a plan must fit: the budget, or the device if it has less."""
+        """Return the memory that a plan must fit: the budget, or the device if it has less.
+
+        On CUDA the margin is left free. What is taken off is noted in the plan.
+        """
         usable = self.profile.usable_bytes
-        return budget_bytes if usable is None else min(budget_bytes, usable)
+        within = budget_bytes if usable is None else min(budget_bytes, usable)
+        limit = within
+        if self.kernels == "cuda" and self.by_reserved:
+            limit = int(within / (1 + self.margin))
+        notes = []
+        if within < budget_bytes:
+            notes.append(f"{format_bytes(within)} of the card that CUDA gives")
+        if limit < within:
+            notes.append(f"a margin of {self.margin:.1%}")
+        self.settings["limit_notes"] = notes
+        return limit
 
     def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
