@@ -25,7 +25,7 @@ from curry_train.core.wording import provenance, write_json
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.shapes import host_bytes
-from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_sac, keep_routing, recompute_blocks
 from curry_train.workloads.models import load_workload, mlp
 from curry_train.workloads.workload import Case, Workload
@@ -119,15 +119,16 @@ def compare(
     module = case.build()
     made = make_optimizer(optimizer, module)
     change(module)
-    lives = record_step_storages(
-        module,
-        case.batch(SAMPLES),
-        workload.mean_loss,
-        optimizer=made,
-        blocks=case.blocks,
-        accumulated=accumulated,
+    measured = figures_of(
+        measure_timeline(
+            module,
+            case.batch(SAMPLES),
+            workload.mean_loss,
+            optimizer=made,
+            blocks=case.blocks,
+            accumulated=accumulated,
+        )
     )
-    measured = figures_of(timeline_of(lives, type(module).__name__))
     predicted = figures_of(step.timeline)
     found = {
         "predicted": predicted,

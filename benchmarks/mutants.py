@@ -33,7 +33,7 @@ TECHNIQUES = {
     ],
     "offload": ["primitives/offload.py", "primitives/host_memory.py"],
     "chunked-loss": ["primitives/chunked_loss.py", "primitives/cross_entropy.py"],
-    "snn-timesteps": ["primitives/snn_timesteps.py", "primitives/hidden_state.py"],
+    "snn-timesteps": ["primitives/snn_timesteps.py", "primitives/block_state.py"],
     "grad-flow": ["primitives/grad_flow.py", "primitives/grad_flow_probe.py"],
     "loss-spike": ["runs/spike.py"],
     "checkpoint-policy": ["runs/retention.py", "runs/random_state.py", "runs/lock.py"],

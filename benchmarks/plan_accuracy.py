@@ -19,7 +19,7 @@ from curry_train.cli.options import choose_device, device_option, json_option
 from curry_train.core.wording import provenance, write_json
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
 from curry_train.workloads.models import resnet, transformer
 from curry_train.workloads.workload import Case, Workload
@@ -52,14 +52,13 @@ def measure(case: Case, size: int, change: Callable[[nn.Module], object]) -> int
     module = case.build()
     optimizer = make_optimizer("adamw", module, foreach=case.device.type == "cuda")
     change(module)
-    lives = record_step_storages(
+    return measure_timeline(
         module,
         case.batch(size),
         case.workload.mean_loss,
         optimizer=optimizer,
         keeps_output=case.device.type == "cuda",
-    )
-    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+    ).peak.bytes_alive
 
 
 @click.command()

@@ -178,7 +178,7 @@ def _run(words: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
 def plan_of(name: str) -> dict[str, Any]:
     """Plan a model for half of what a plan can save, and measure a real step of the plan."""
     from curry_train.plan.planner import Infeasible, Planner
-    from curry_train.plan.timeline import record_step_storages, timeline_of
+    from curry_train.plan.timeline import measure_timeline
     from curry_train.workloads.models import load_workload
     from curry_train.workloads.workload import Case
 
@@ -199,10 +199,9 @@ def plan_of(name: str) -> dict[str, Any]:
     module = case.build()
     plan.apply(module)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-    storages = record_step_storages(
+    measured = measure_timeline(
         module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=False
-    )
-    measured = timeline_of(storages, type(module).__name__).peak.bytes_alive
+    ).peak.bytes_alive
     return {
         "plain_bytes": plain.peak_bytes,
         "least_bytes": least_bytes,

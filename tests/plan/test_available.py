@@ -12,7 +12,7 @@ from plan_models import ROUTED, net
 
 from curry_train.cli.main import main
 from curry_train.plan import available
-from curry_train.plan.available import least_bytes, missing_room
+from curry_train.plan.available import missing_room
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
@@ -28,17 +28,42 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("workload", [transformer(depth=2, dim=64), net(64, 64)])
-def test_the_least_bytes_are_below_the_peak_and_near_it(workload):
-    case = Case(workload, batch_size=8)
+def test_a_step_is_refused_above_half_of_its_peak_and_not_above_the_peak(monkeypatch, workload):
     with Sketch(workload) as sketch:
         peak = sketch.step(8).peak_bytes
-    assert 0.5 * peak < least_bytes(case) <= peak
+
+    def makes_missing(num_bytes):
+        monkeypatch.setattr(available, "available_host_bytes", lambda: num_bytes)
+        return missing_room(workload, lambda found: Case(found, batch_size=8)) is not None
+
+    assert makes_missing(peak // 2)
+    assert not makes_missing(peak)
     # No mode is left behind.
     assert torch.ones(1).item() == 1
 
 
 def test_a_model_whose_shapes_need_values_is_let_through(no_room):
-    assert missing_room(Case(ROUTED)) is None
+    assert missing_room(ROUTED, Case) is None
+
+
+def test_a_factory_that_does_not_fit_is_not_called_with_values(no_room, monkeypatch, tmp_path):
+    """Its weights alone would fill the machine, and so would the forward that checks its batch."""
+    (tmp_path / "large.py").write_text(
+        "import torch\n"
+        "from torch._subclasses.fake_tensor import FakeTensor\n"
+        "def build():\n"
+        "    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))\n"
+        "    assert isinstance(model[0].weight, FakeTensor), 'made for real'\n"
+        "    return model, torch.ones(2, 1024)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    shown = run("memory", "--model", "large.py:build")
+    assert shown.exit_code == 0, shown.output
+    assert "run on shapes alone, a step of build with 2 samples takes at least" in shown.output
+    for command in (["bench"], ["validate", "--gate", "sac/off"]):
+        ended = run(*command, "--model", "large.py:build")
+        assert ended.exit_code == 2, ended.output
+        assert "curry-train plan runs it on shapes alone" in " ".join(ended.output.split())
 
 
 @pytest.mark.parametrize(

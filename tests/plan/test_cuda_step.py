@@ -4,7 +4,6 @@ python -m pytest tests/plan/test_cuda_step.py
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from curry_train.cli.main import main
-from curry_train.plan.cuda_allocator import AllocatorSettings, CudaAllocator
+from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
     HOPPER_WORKSPACE_BYTES,
@@ -20,7 +19,6 @@ from curry_train.plan.cuda_step import (
     StepTrace,
     TrainingReplay,
     cuda_memory,
-    least_device,
     workspace_of,
 )
 from curry_train.plan.estimate import Sketch
@@ -214,16 +212,6 @@ def test_the_first_step_reserves_less_than_later_ones():
 # Devices.
 
 
-def test_the_least_device_runs_the_steps_and_a_smaller_one_does_not():
-    trace = trace_of_step(squares(depth=6, rows=512))
-    least = least_device(trace, context_bytes=0)
-    found = cuda_memory(trace)
-    assert found.rounded_bytes <= least <= found.reserved_bytes
-    cuda_memory(trace, settings=AllocatorSettings(capacity=least))
-    with pytest.raises(RuntimeError, match="are allocated"):
-        cuda_memory(trace, settings=AllocatorSettings(capacity=found.rounded_bytes - 2 * MIB))
-
-
 def test_a_plan_fits_by_what_is_reserved_and_the_context():
     with Planner(mlp(depth=3, width=512), device="rtx4090", chunked_loss=False) as planner:
         plan = planner.plan(2**30, global_batch=4)
@@ -296,7 +284,6 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
         "allocated_bytes",
         "reserved_bytes",
         "first_step_reserved_bytes",
-        "least_device_bytes",
         "expandable_reserved_bytes",
     ):
         assert written[name] > 0
@@ -310,16 +297,3 @@ def test_a_gate_plans_by_tensors_alone():
         plan = planner.plan(2**30, global_batch=2)
         assert plan.peak_bytes == planner.sketch.step(plan.microbatch).peak_bytes
     assert plan.cuda is None
-
-
-def test_a_step_gets_its_own_overhead_after_another_one_is_freed():
-    workload = transformer(depth=1, dim=64, heads=2, vocabulary=64, length=16)
-    with Planner(workload, device="rtx4090") as planner:
-        step = planner.sketch.step(2)
-        for factor in range(1, 9):
-            sizes = tuple(factor * size for size in step.trace.sizes)
-            scaled = replace(step, trace=replace(step.trace, sizes=sizes))
-            memory = cuda_memory(scaled.trace, workspace_bytes=workspace_of(planner.profile.name))
-            expected = memory.reserved_bytes + CONTEXT_BYTES - step.peak_bytes
-            assert planner._overhead(scaled) == expected
-            del scaled, sizes

@@ -24,7 +24,7 @@ from transformers import (
 from curry_train.core.measure import LiveStorages
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
-from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
 from curry_train.workloads.workload import Case, Workload, WorkloadError, default_workload
@@ -54,7 +54,7 @@ def measured(
     optimizer = make_optimizer(optimizer, module, foreach=cuda)
     if change is not None:
         change(module)
-    lives = record_step_storages(
+    return measure_timeline(
         module,
         batch,
         case.workload.mean_loss,
@@ -62,7 +62,6 @@ def measured(
         accumulated=accumulated,
         keeps_output=cuda,
     )
-    return timeline_of(lives, "real")
 
 
 def check(sketch, real, size, **options):

@@ -21,7 +21,7 @@ from transformers import (
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
-from curry_train.plan.timeline import record_step_storages, timeline_of
+from curry_train.plan.timeline import measure_timeline
 from curry_train.workloads.workload import Case, Workload
 
 SIZE = 4
@@ -31,13 +31,12 @@ def measure(workload):
     """Return the timeline of a real step."""
     case = Case(workload)
     module = case.build()
-    lives = record_step_storages(
+    return measure_timeline(
         module,
         case.batch(SIZE),
         case.workload.mean_loss,
         optimizer=make_optimizer("adamw", module),
     )
-    return timeline_of(lives, workload.name)
 
 
 def estimate(workload):

@@ -14,7 +14,7 @@ from curry_train.plan import fewest
 from curry_train.plan.cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
 from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.fewest import CHANGES, GpuCount, fewest_gpus, floor_of, without_chunks
+from curry_train.plan.fewest import CHANGES, CHUNKED, GpuCount, fewest_gpus, floor_of
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.rank_time import RankSeconds
 from curry_train.primitives import apply_chunked_loss, recompute_blocks
@@ -60,7 +60,7 @@ def test_the_fewest_gpus_are_those_of_a_search_through_all_numbers_and_changes(l
     assert found.best.margin_bytes == 0
     alone = next(one for one in found.attempts if one.num_gpus == 1)
     assert alone.margin_bytes == least_peaks[2] - least_peaks[1] < 0
-    assert alone.is_least
+    assert not alone.is_hopeless
     table = found.table()
     assert all(len(line) <= 80 for line in table.splitlines())
     assert "2 GPUs" in table
@@ -92,17 +92,16 @@ class PlantedPeaks:
     def __init__(self, seed):
         self.random = random.Random(seed)
         self.table = {}
-        self.asked = set()
 
     def __call__(self, search, sketch, change):
-        sharding = sketch.sharding
-        self.asked.add((sharding.mesh_text, change))
-        count = self.of(sharding, change, search.limit_bytes)
-        if not change.chunked_loss:
-            _, peaks, _ = self.table[sharding.mesh_text]
-            alike = [one for one in CHANGES if without_chunks(one) == without_chunks(change)]
-            search.floors[without_chunks(change)] = min(peaks[one] for one in alike)
-        return [count]
+        count = self.of(sketch.sharding, change, search.limit_bytes)
+        _, peaks, _ = self.table[sketch.sharding.mesh_text]
+        # What the change needs with chunks and without them.
+        floor = min(
+            peak for one, peak in peaks.items() if {*one} - {CHUNKED} == {*change} - {CHUNKED}
+        )
+        blocks = {"": SimpleNamespace(held=floor)}
+        return count, SimpleNamespace(trace=None, fixed=0, blocks=blocks)
 
     def of(self, sharding, change, limit):
         key = sharding.mesh_text
@@ -133,7 +132,6 @@ class NoSketch:
 def test_fewest_agree_with_exhaustive_search_where_more_gpus_may_need_more(monkeypatch, limit):
     templates = [Sharding("fsdp2"), Sharding("fsdp2+tp", mesh={"dp": 1, "tp": 4})]
     answers = set()
-    skipped = 0
     for seed in range(200):
         planted = PlantedPeaks(seed)
         monkeypatch.setattr(fewest, "Sketch", NoSketch)
@@ -152,7 +150,6 @@ def test_fewest_agree_with_exhaustive_search_where_more_gpus_may_need_more(monke
         fitting = [one for one in every if one.fits]
         if not fitting:
             assert found.best is None
-            assert all(one.is_least for one in found.attempts if one.num_gpus == 64)
             continue
         least = min(one.num_gpus for one in fitting)
         best = min((one for one in fitting if one.num_gpus == least), key=_seconds_then_change)
@@ -162,17 +159,8 @@ def test_fewest_agree_with_exhaustive_search_where_more_gpus_may_need_more(monke
             best.sharding,
             best.change,
         )
-        nearest = [one for one in found.attempts if one.num_gpus * 2 == least]
-        assert all(one.is_least for one in nearest)
-        for one in nearest:
-            _, peaks, _ = planted.table[one.sharding.mesh_text]
-            assert one.peak_bytes == min(peaks.values())
-            skipped += sum(
-                (one.sharding.mesh_text, change) not in planted.asked for change in peaks
-            )
         answers.add(least)
     assert len(answers) > 3
-    assert skipped > 10
 
 
 def _seconds_then_change(one):

@@ -14,7 +14,7 @@ from curry_train.core import measure
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import copy_optimizer, make_optimizer
 from curry_train.plan.shapes import host_bytes
-from curry_train.plan.timeline import measure_timeline, record_step_storages, timeline_of
+from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import recompute_blocks
 from curry_train.primitives.grad_accum import StepInBackward
 from curry_train.workloads.models import mlp
@@ -276,14 +276,13 @@ def test_a_step_in_backward_holds_fewer_gradients_as_predicted(accumulated):
         step = sketch.step(4, accumulated=accumulated)
     case = Case(WORKLOAD)
     module = case.build()
-    lives = record_step_storages(
+    real = measure_timeline(
         module,
         case.batch(4),
         WORKLOAD.mean_loss,
         optimizer=in_backward(module),
         accumulated=accumulated,
     )
-    real = timeline_of(lives, "real")
     assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
     _, plain = predicted("adamw")
     after = step.timeline.after["backward"]

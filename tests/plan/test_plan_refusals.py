@@ -120,6 +120,7 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
         ("settings", {"blocks": 4}, "blocks of the plan's settings must be"),
         ("cuda", {"reserved_bytes": "1"}, "cuda of the plan must be a mapping of whole numbers"),
         ("cuda", [], "cuda of the plan must be a mapping"),
+        ("cuda", {"reserved_bytes": 1}, "cuda of the plan must be .* with every figure of a GPU"),
         ("communication", 1, "communication of the plan must be a mapping"),
         ("options", {"other": {"kind": "full"}}, "option for 'other', .* no block of the plan"),
         ("options", {"blocks.0": {"kind": "sac", "keep": [[1, 0]]}}, "pairs of family and index"),

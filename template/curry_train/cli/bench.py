@@ -21,7 +21,7 @@ from ..core.wording import (
     three_digits,
     write_json,
 )
-from ..plan.available import require_available
+from ..plan.available import load_that_fits
 from ..plan.device import MEASURED_PEAK
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..workloads.models import load_workload
@@ -201,9 +201,8 @@ def bench_command(
     Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
     """
     chosen = [find_lever(name) for name in dict.fromkeys(levers)]
-    workload = load_workload(spec)
-    case = asked.case(workload)
-    require_available(case)
+    case = load_that_fits(spec, asked.case)
+    workload = case.workload
     _check_blocks(case)
     case, choice = settle_blocks(case)
     others = [load_workload(other) for other in dict.fromkeys(against)]

@@ -446,7 +446,7 @@ def plot_fewest(found: FewestGpus, path: str) -> None:
     peaks = [one.peak_bytes / BYTES_PER_GIB for one in found.attempts]
     colours = [ALIKE_COLOUR if one.fits else "#BBBBBB" for one in found.attempts]
     bars = axes.bar(names, peaks, color=colours)
-    axes.bar_label(bars, [one.change.name for one in found.attempts], fontsize=7)
+    axes.bar_label(bars, [one.change_text for one in found.attempts], fontsize=7)
     axes.axhline(found.attempts[0].limit_bytes / BYTES_PER_GIB, color="black", linestyle=":")
     _frame(
         axes, "number of GPUs and their mesh", "predicted reserved memory of a GPU, GiB", grid="y"

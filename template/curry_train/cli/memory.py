@@ -32,7 +32,7 @@ from ..plan.snapshot import (
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
 from ..workloads.models import is_taken, load_workload
-from ..workloads.workload import Case, Workload
+from ..workloads.workload import Case
 from .figures import plot_course
 from .memory_page import (
     OWNER_COLOURS,
@@ -389,16 +389,11 @@ def _case_to_measure(
 
     With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
     """
-    source: str | Workload = spec
-    why = "as asked"
-    if not on_shapes or is_taken(spec):
-        source = load_workload(spec)
-        case = asked.case(source)
-        missing = missing_room(case)
-        if missing is None and not on_shapes:
-            yield case, None
-            return
-        why = missing or why
+    source = load_workload(spec) if is_taken(spec) else spec
+    why = "as asked" if on_shapes else missing_room(source, asked.case)
+    if why is None:
+        yield asked.case(load_workload(spec)), None
+        return
     own = None if isinstance(source, str) else source
     precision = DTYPES[asked.dtype or "float32"] if own is None else dtype_to_use(asked.dtype, own)
     with Sketch(source, dtype=precision, seed=asked.seed, blocks=asked.blocks) as sketch:
@@ -436,7 +431,7 @@ def measure_model(
             blocks=case.blocks,
             accumulated=workload.accumulation > 1,
         )
-        timeline = timeline_of(lives, type(module).__name__)
+        timeline = timeline_of(lives)
     finally:
         stack.close()
 

@@ -22,11 +22,11 @@ from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
-from ..plan.planner import Infeasible, Planner
+from ..plan.planner import WORST_RESERVED_ERROR, Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
-from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.timeline import measure_timeline
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_fewest, plot_plan
@@ -132,7 +132,7 @@ def sharding_options(command: Any) -> Any:
     "budget_bytes",
     callback=parsed(parse_bytes),
     metavar="SIZE",
-    help="Memory per rank, such as 24GiB; for a GPU, that of the whole card.",
+    help="Memory per rank, such as 24GiB.  [default: the card of --target]",
 )
 @click.option(
     "--fits",
@@ -142,7 +142,7 @@ def sharding_options(command: Any) -> Any:
 @click.option(
     "--global-batch",
     type=click.IntRange(1),
-    help="Samples per optimizer step.  [default: the trainer's, or 1]",
+    help="Samples per optimizer step.  [default: the trainer's or factory's, or 1]",
 )
 @click.option(
     "--microbatch",
@@ -166,6 +166,15 @@ def sharding_options(command: Any) -> Any:
     callback=parsed(parse_bytes),
     metavar="SIZE",
     help="Memory of a GPU that a process takes besides its tensors.  [default: 512MiB]",
+)
+@click.option(
+    "--margin",
+    "margin_percent",
+    type=click.FloatRange(0, 100),
+    default=100 * WORST_RESERVED_ERROR,
+    show_default=True,
+    metavar="PERCENT",
+    help="Leave so much free on a GPU; the default is the worst recorded error.",
 )
 @sharding_options
 @blocks_option()
@@ -268,13 +277,14 @@ def plan_command(
 
 def _own_settings(
     spec: str, dtype: str | None, global_batch: int | None
-) -> tuple[Workload | None, torch.dtype, int]:
+) -> tuple[Workload | None, torch.dtype, int | None]:
     """Return the workload of the user's trainer, and dtype and global batch, by default its own.
 
-    A trainer is read here, before the planner makes tensors that have no values.
+    The batch of a factory is known when the planner has called it. A trainer is read here, before
+    the planner makes tensors that have no values.
     """
     if not is_taken(spec):
-        return None, DTYPES[dtype or "float32"], global_batch or 1
+        return None, DTYPES[dtype or "float32"], global_batch
     own = load_workload(spec)
     size = (own.own_batch or 1) * own.accumulation
     return own, dtype_to_use(dtype, own), global_batch or size
@@ -292,19 +302,19 @@ def _find_fewest(
     gpu: str,
     meshes: list[dict[str, int]],
     shared: dict[str, Any],
-    global_batch: int,
+    global_batch: int | None,
     settings: dict[str, Any],
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
     _refuse_others(OPTIONS_OF_FITS, "--fits tries settings by itself")
     kind = shared.pop("parallel") or "fsdp2"
     links = shared.pop("links")
-    del shared["context_bytes"]
+    del shared["context_bytes"], shared["margin_percent"]
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
             find_profile(gpu),
-            global_batch=global_batch,
+            global_batch=global_batch or 1,
             links=links,
             sharding=[Sharding(kind, mesh=mesh, **shared) for mesh in meshes or [{}]],
             tell=show_message,
@@ -353,21 +363,27 @@ def _sharing(
     parallel: str | None,
     links: Links | None,
     context_bytes: int | None,
+    margin_percent: float,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return for the planner how ranks share the training, their links, and their context."""
+    """Return for the planner how ranks share the training, and what a device needs besides."""
     sharding = Sharding(parallel, **options)
     if parallel is not None and not sharding.is_shared and not options["mesh"]:
         raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
     if verify and sharding.is_shared:
         raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
-    return {"sharding": sharding, "links": links, "context_bytes": context_bytes}
+    return {
+        "sharding": sharding,
+        "links": links,
+        "context_bytes": context_bytes,
+        "margin": margin_percent / 100,
+    }
 
 
 def _find_plan(
     planner_for: Callable[..., Planner],
     budget_bytes: int | None,
-    global_batch: int,
+    global_batch: int | None,
     microbatch: int | None,
     files: PlanFiles,
 ) -> tuple[Plan, Timeline]:
@@ -375,9 +391,11 @@ def _find_plan(
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
-    if budget_bytes is None:
-        raise ValueError("a plan needs a --budget, such as 24GiB, or --fits with the name of a GPU")
     with messages_on_screen() as show_message, planner_for(tell=show_message) as planner:
+        budget_bytes = budget_bytes or planner.profile.memory_bytes
+        if budget_bytes is None:
+            raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
+        global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
         planner.check_settings(global_batch, microbatch)
         if files.plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
@@ -426,8 +444,9 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     peak = plain.peak
     owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
     lines = [
-        f"as it is, {plan.microbatch} samples: peak {format_bytes(peak.bytes_alive)} "
-        f"in {peak.phase}"
+        *textwrap.wrap(plan.assumptions(), 80),
+        f"as it is, {plan.microbatch} samples: {format_bytes(peak.bytes_alive)} of tensors in "
+        f"{peak.phase}",
     ]
     lines += [
         f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
@@ -440,7 +459,7 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         lines += textwrap.wrap(
             f"measured for real, without offload: {plan.settings['why_real']}", 80
         )
-    return "\n".join([*lines, "", plan.explain(most=None if explain else 0)])
+    return "\n".join([*lines, "", plan.explain(most=None if explain else 0, assumptions=False)])
 
 
 def _measure(
@@ -452,12 +471,11 @@ def _measure(
     plan.apply(module)
     chosen = optimizer or case.workload.optimizer or "adamw"
     steps = make_optimizer(chosen, module, foreach=place.type == "cuda")
-    lives = record_step_storages(
+    return measure_timeline(
         module,
         case.batch(),
         case.workload.mean_loss,
         optimizer=steps,
         accumulated=plan.steps > 1,
         keeps_output=place.type == "cuda",
-    )
-    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+    ).peak.bytes_alive

@@ -366,7 +366,7 @@ def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
 
     if SAFETENSORS_FILE_NAME in manifest.files:
         reader = SafetensorsReader(run.files, folder)
-        tensors = empty(reader.facts())
+        tensors = empty(reader.facts)
         reader.read_into(tensors)
         return tensors
     metadata = read_checkpoint_metadata(run.files, folder, manifest)

@@ -5,6 +5,7 @@
 Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -295,8 +296,16 @@ def _cases(
             for asked in options["batch_sizes"] or [own]:
                 size = samples_of(workload, asked)
                 dtype = DTYPES[options["dtype"]]
-                case = Case(workload, device, dtype, size, options["seed"], blocks)
-                require_available(case)
+                make_case = functools.partial(
+                    Case,
+                    device=device,
+                    dtype=dtype,
+                    batch_size=size,
+                    seed=options["seed"],
+                    blocks=blocks,
+                )
+                require_available(workload, make_case)
+                case = make_case(workload)
                 if blocks is not None:
                     # A pattern that matches no module is reported before anything is measured.
                     find_blocks(case.build(), blocks)

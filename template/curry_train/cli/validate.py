@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 
 import contextlib
 import fnmatch
+import functools
 import inspect
 import sys
 import time
@@ -43,9 +44,9 @@ from ..gates.verdict import (
     technique_of,
     techniques_of,
 )
-from ..plan.available import require_available
+from ..plan.available import load_that_fits
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, is_taken, load_workload
+from ..workloads.models import BUILTIN_WORKLOADS, is_taken
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, Workload
 from .options import (
@@ -330,10 +331,10 @@ def validate_command(
     forward_seconds = 0.0
     cases = []
     looks: dict[str, FirstLook] = {}
-    for workload in _named_once([load_workload(spec) for spec in specs]):
-        case = asked.case(workload, default=DEFAULT_BATCH_SIZE)
-        require_available(case)
-        case, looks[workload.name], seconds = _look(case)
+    make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
+    loaded = [load_that_fits(spec, make_case).workload for spec in specs]
+    for workload in _named_once(loaded):
+        case, looks[workload.name], seconds = _look(make_case(workload))
         cases.append(case)
         forward_seconds += seconds
 

@@ -24,7 +24,7 @@ from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record
 from ..core.timing import FASTER_VERDICT, SLOWER_VERDICT, Ratio, paired_ratio, time_in_turns
 from ..plan.optimizers import make_optimizer
-from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.timeline import measure_timeline
 from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case, batch_size
 from .verdict import Gate, NotApplicable, Verdict, not_applicable, shared_result
@@ -384,8 +384,9 @@ def _peak_alone(case: Case, change: Callable[[nn.Module], object] | None) -> int
     optimizer = _optimizer_of(case, module, rate=0.0)
     if change is not None:
         change(module)
-    lives = record_step_storages(module, case.batch(), case.workload.mean_loss, optimizer=optimizer)
-    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+    return measure_timeline(
+        module, case.batch(), case.workload.mean_loss, optimizer=optimizer
+    ).peak.bytes_alive
 
 
 GATES = (

@@ -29,7 +29,7 @@ from ..plan.optimizers import OptimizerFactory, make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import FULL_KIND, OFFLOAD_KIND, SAC_KIND, Option, Plan, apply_options
 from ..plan.shapes import NEEDS_VALUES_ERRORS, pretended
-from ..plan.timeline import record_step_storages, timeline_of
+from ..plan.timeline import measure_timeline
 from ..primitives.chunked_loss import UnsuitableHead, apply_chunked_loss, chunked_loss_report
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.strategies import Sample
@@ -455,8 +455,9 @@ def measured_peak(
     if change is not None:
         change(module)
     loss = case.workload.mean_loss
-    lives = record_step_storages(module, case.batch(), loss, optimizer=made, keeps_output=is_cuda)
-    return timeline_of(lives, type(module).__name__).peak.bytes_alive
+    return measure_timeline(
+        module, case.batch(), loss, optimizer=made, keeps_output=is_cuda
+    ).peak.bytes_alive
 
 
 GATES = (

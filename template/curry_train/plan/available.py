@@ -1,9 +1,11 @@
-"""Check that a real step fits into the memory that is available, before it runs.
+"""Check that a real step fits into the memory that is available, before the model is made.
 
-    require_available(case)    # ValueError with both figures, and what to do
+    require_available("models.py:build", make_case)    # ValueError with both figures
 
 Proof: `python -m pytest tests/plan/test_available.py`.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -11,42 +13,48 @@ from ..core.generators import seeded
 from ..core.measure import LiveStorages
 from ..core.wording import format_bytes
 from ..primitives.host_memory import available_host_bytes
-from ..workloads.workload import Case
+from ..workloads.models import is_taken, load_workload
+from ..workloads.workload import Case, Workload
 from .costs import ERRORS_OF_BLOCKS
 from .shapes import NEEDS_VALUES_ERRORS, PretendedCase, pretended
 
 # Bytes for each byte of a trained parameter: itself, its gradient, and two moments of AdamW.
 BYTES_OF_TRAINED = 4
 
+# Makes the case of a workload.
+MakeCase = Callable[[Workload], Case]
 
-def least_bytes(case: Case) -> int:
-    """Return the bytes that a step needs at least, from shapes; 0 where shapes are not enough.
 
-    These are parameters, gradients, the state of AdamW, and what forward holds.
+def _least_bytes(case: Case) -> int:
+    """Return what a step needs at least: parameters, gradients, AdamW's state, held bytes."""
+    alone = PretendedCase(**vars(case) | {"device": torch.device("cpu")})
+    module = alone.build()
+    batch = alone.batch()
+    with seeded(0), torch.enable_grad(), LiveStorages() as storages:
+        loss = case.workload.mean_loss(module, batch)
+        held = storages.bytes_alive
+    del loss
+    for parameter in module.parameters():
+        held += parameter.nbytes * (BYTES_OF_TRAINED if parameter.requires_grad else 1)
+    return held
+
+
+def missing_room(workload: Workload | str, make_case: MakeCase) -> str | None:
+    """Describe why a real step does not fit the machine; None where it does, or is not known.
+
+    A factory, given by its name, is called on shapes alone. Give a trainer or a script, which have
+    made their model already, as a workload.
     """
     try:
         with pretended():
-            alone = PretendedCase(**vars(case) | {"device": torch.device("cpu")})
-            module = alone.build()
-            batch = alone.batch()
-            with seeded(0), torch.enable_grad(), LiveStorages() as storages:
-                loss = case.workload.mean_loss(module, batch)
-                held = storages.bytes_alive
-            del loss
-            for parameter in module.parameters():
-                held += parameter.nbytes * (BYTES_OF_TRAINED if parameter.requires_grad else 1)
-            return held
+            case = make_case(load_workload(workload) if isinstance(workload, str) else workload)
+            needed = _least_bytes(case)
     except (*NEEDS_VALUES_ERRORS, *ERRORS_OF_BLOCKS):
-        # The real step reports what is wrong with the user's code.
-        return 0
-
-
-def missing_room(case: Case) -> str | None:
-    """Describe why a real step does not fit the machine; None where it does, or is not known."""
+        # Shapes are not enough, or the real step reports what is wrong with the user's code.
+        return None
     available = available_host_bytes()
     if case.device.type == "cuda":
         available = torch.cuda.mem_get_info(case.device)[0]
-    needed = least_bytes(case)
     if available is None or needed <= available:
         return None
     return (
@@ -55,10 +63,16 @@ def missing_room(case: Case) -> str | None:
     )
 
 
-def require_available(case: Case) -> None:
+def require_available(workload: Workload | str, make_case: MakeCase) -> None:
     """Raise an error for a step that does not fit the machine."""
-    if why := missing_room(case):
+    if why := missing_room(workload, make_case):
         raise ValueError(
             f"{why}: curry-train plan runs it on shapes alone; here use a smaller copy of the "
             "model, with fewer layers or samples"
         )
+
+
+def load_that_fits(spec: str, make_case: MakeCase) -> Case:
+    """Load a workload and make its case; a model that does not fit the machine is not made."""
+    require_available(load_workload(spec) if is_taken(spec) else spec, make_case)
+    return make_case(load_workload(spec))

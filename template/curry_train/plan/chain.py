@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -23,8 +22,6 @@ from .. import primitives
 from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
-from .optimizers import make_optimizer
-from .profiler import BATCH_GROUP, PARAMETERS_GROUP
 from .saved import NONE_KIND, OFFLOAD_KIND, Option
 
 # States that the search keeps after each block; its time is proportional to them.
@@ -274,23 +271,6 @@ class Chain:
     def optimizer_seconds(self) -> float:
         step = self.steps[0]
         return self.profile.optimizer_seconds(step.fixed, step.gradients)
-
-    def fixed_with(self, optimizer: str) -> int:
-        """Return the bytes of parameters, buffers, batch and state with another optimizer."""
-        module = self.sketch.build()
-        other = make_optimizer(optimizer, module)
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        other.step()
-
-        state = 0
-        for entries in other.state.values():
-            state += sum(
-                entry.nbytes for entry in entries.values() if isinstance(entry, torch.Tensor)
-            )
-        owners = self.steps[0].timeline.owners
-        return state + owners[PARAMETERS_GROUP][0] + owners[BATCH_GROUP][0]
 
     def _seconds(self, option: Option, measured: tuple[Measured, ...], microbatch: int) -> float:
         """Predict the time of forward and backward of one block under an option."""

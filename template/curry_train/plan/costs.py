@@ -514,11 +514,7 @@ def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
 
     spread = numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))
     places = sorted({round(place) for place in spread})
-    return [_names_of_calls(sets[best[place]]) for place in places]
-
-
-def _names_of_calls(calls: Sequence[Named]) -> tuple[tuple[str, int], ...]:
-    return tuple(name for name, _, _ in calls)
+    return [tuple(name for name, _, _ in sets[best[place]]) for place in places]
 
 
 def measure_menus(

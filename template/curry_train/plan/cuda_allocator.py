@@ -10,8 +10,7 @@ order of allocation and release alone, so they can be known without a GPU.
 
 The native rules are checked against recorded traces of CUDA programs: each block at its recorded
 address, each segment and the reserved peak. Expandable segments are checked by every recorded
-growth. Giving the cache back when the device is full follows torch's source; no recorded trace
-shows it.
+growth. A device that is full is not modelled: no recorded trace shows how torch tries again then.
 
 Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
@@ -35,10 +34,6 @@ SEGMENT_ROUNDING = 2 * MIB
 FIRST_ADDRESS = 2**47
 
 
-class DeviceFull(RuntimeError):
-    """An allocation that does not fit, even after the cache was given back."""
-
-
 @dataclass(frozen=True)
 class AllocatorSettings:
     """The settings of PYTORCH_CUDA_ALLOC_CONF that change what is reserved."""
@@ -49,8 +44,6 @@ class AllocatorSettings:
     max_split_bytes: int | None = None
     # Sizes are rounded up to a power of 2 divided by this many steps; None rounds to 512 bytes.
     power_of_2_divisions: int | None = None
-    # Bytes of the device that the allocator may reserve; None has no limit.
-    capacity: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_split_bytes is not None and self.max_split_bytes <= LARGE_SEGMENT:
@@ -147,7 +140,7 @@ class CudaAllocator:
         self._new_address = new_address or self._next_address_down
 
     def allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
-        """Return the block that torch would take; raises DeviceFull."""
+        """Return the block that torch would take."""
         size = self.settings.rounded(num_bytes)
         pool = self._pool(stream, small=size <= LARGEST_SMALL_BLOCK)
         block = self._find(pool, size)
@@ -258,67 +251,25 @@ class CudaAllocator:
         pool.add(rest)
 
     def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
-        """Reserve memory for a block; if the device is full, give the cache back first."""
-        expandable = self.settings.expandable_segments
-        needed = self._growth(pool, size) if expandable else segment_size(size)
-        if self._lacks(needed):
-            self._release_oversized(pool, size)
-        if self._lacks(needed):
-            self.empty_cache()
-            needed = self._growth(pool, size) if expandable else needed
-        if self._lacks(needed):
-            capacity = self.settings.capacity or 0
-            raise DeviceFull(
-                f"{needed} bytes are needed, {capacity - self.reserved} of {capacity} are left, "
-                f"and {self.allocated} are allocated: train with less memory, or on a larger device"
-            )
-        if expandable:
-            return self._grow(pool, needed)
+        """Reserve memory for a block."""
+        if self.settings.expandable_segments:
+            return self._grow(pool, size)
+        needed = segment_size(size)
         address = self._new_address(needed)
         self._add_reserved(address, needed)
         return MemoryBlock(address, needed, pool)
-
-    def _lacks(self, num_bytes: int) -> bool:
-        capacity = self.settings.capacity
-        return capacity is not None and self.reserved + num_bytes > capacity
-
-    def _release_oversized(self, pool: _Pool, size: int) -> None:
-        """Give back whole free segments above the split limit, the best fits first."""
-        limit = self.settings.max_split_bytes
-        if limit is None or self.settings.expandable_segments:
-            return
-        target = max(size, limit)
-        whole = [
-            block
-            for block in pool.blocks.values()
-            if block.num_bytes >= limit and block.before is None and block.after is None
-        ]
-        whole.sort(key=lambda block: (block.num_bytes, block.address))
-        fitting = next((block for block in whole if block.num_bytes >= target), None)
-        if fitting is not None:
-            self._give_back(fitting)
-            return
-        released = 0
-        for block in reversed(whole):
-            if released >= target:
-                return
-            released += block.num_bytes
-            self._give_back(block)
 
     def _give_back(self, block: MemoryBlock) -> None:
         block.pool.remove(block)
         self.reserved -= self.segments.pop(block.address)
 
-    def _growth(self, pool: _Pool, size: int) -> int:
+    def _grow(self, pool: _Pool, size: int) -> MemoryBlock:
+        """Map memory for a block at the end of an expandable segment; return its last block."""
         end = pool.last
         available = end.num_bytes if end is not None and end.free else 0
-        return _round_up(size - available, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
-
-    def _grow(self, pool: _Pool, num_bytes: int) -> MemoryBlock:
-        """Map more memory at the end of an expandable segment; return its last block."""
+        num_bytes = _round_up(size - available, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
         if pool.mapped == 0:
             pool.base = self._new_address(num_bytes)
-        end = pool.last
         if end is not None and end.free:
             pool.remove(end)
             end.num_bytes += num_bytes

@@ -10,15 +10,15 @@ the gradients, and the caller's logits and loss live until the next ones are the
 Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..core.measure import Life
-from .cuda_allocator import AllocatorSettings, CudaAllocator, DeviceFull, MemoryBlock
+from .cuda_allocator import AllocatorSettings, CudaAllocator, MemoryBlock
+from .optimizers import is_fused
 from .profiler import OPTIMIZER_STATE_GROUP
 from .record import StepLives
 
@@ -33,8 +33,6 @@ CONTEXT_BYTES = 512 * 2**20
 NUM_STEPS = 4
 # Numbers of an optimizer, such as its step counts, live in host memory unless it is fused.
 LARGEST_NUMBER_BYTES = 8
-# The least device is found to this fraction of its memory.
-LEAST_DEVICE_FRACTION = 0.005
 
 
 def workspace_of(card: str) -> int:
@@ -75,19 +73,13 @@ def _remains(event: int, events: set[int]) -> bool:
     return ~event not in events
 
 
-def trace_of(
-    record: StepLives,
-    module: nn.Module,
-    first_step: Sequence[tuple[Life, bool]] = (),
-    *,
-    fused: bool = False,
-    streams: Mapping[int, int] = MappingProxyType({}),
-) -> StepTrace:
-    """Build the trace of a recorded step; `streams` is by `id` of a life.
+def trace_of(record: StepLives) -> StepTrace:
+    """Build the trace of a recorded step.
 
-    `first_step` has the events of the optimizer's first one. Unless it is `fused`, its numbers are
-    left out, because they are in host memory.
+    Unless the optimizer is fused, its numbers are left out, because they are in host memory.
     """
+    fused = is_fused(record.optimizer)
+    streams = record.streams
     numbers: dict[int, int] = {}
     numbered: list[Life] = []
 
@@ -101,7 +93,9 @@ def trace_of(
         is_number = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
         return fused or not is_number or life.nbytes > LARGEST_NUMBER_BYTES
 
-    in_order = [life for tensor in in_order_of_moving(module) for life in record.lives_of(tensor)]
+    in_order = [
+        life for tensor in in_order_of_moving(record.module) for life in record.lives_of(tensor)
+    ]
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     given = [number(life) for life in dict.fromkeys([*in_order, *others])]
@@ -116,7 +110,7 @@ def trace_of(
         life, made = record.events[index]
         if counts(life):
             events.append(number(life) if made else ~number(life))
-    first = [one for one in first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
+    first = [one for one in record.first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
     first_numbers = {id(life): place for place, (life, _) in enumerate(first)}
     gradients = [number(life) for life in record.gradients if life not in record.given]
     return StepTrace(
@@ -261,7 +255,7 @@ def cuda_memory(
     settings: AllocatorSettings | None = None,
     num_steps: int = NUM_STEPS,
 ) -> CudaMemory:
-    """Run steps of a trace in the allocator; raises `DeviceFull` if the settings limit it."""
+    """Run steps of a trace in the allocator."""
     allocator = CudaAllocator(settings)
     replay = TrainingReplay(trace, allocator, workspace_bytes=workspace_bytes)
     replay.step()
@@ -269,28 +263,3 @@ def cuda_memory(
     for _ in range(1, num_steps):
         replay.step()
     return CudaMemory(allocator.peak_allocated, allocator.peak_reserved, first, replay.rounded_peak)
-
-
-def least_device(
-    trace: StepTrace,
-    *,
-    workspace_bytes: int = WORKSPACE_BYTES,
-    context_bytes: int = CONTEXT_BYTES,
-) -> int:
-    """Return the least memory of a device on which the steps run, found by bisection.
-
-    Where the device is full, the allocator gives its cache back and tries again, which takes time.
-    """
-    found = cuda_memory(trace, workspace_bytes=workspace_bytes)
-    low = found.rounded_bytes
-    high = found.reserved_bytes
-    while high - low > LEAST_DEVICE_FRACTION * high:
-        middle = (low + high) // 2
-        settings = AllocatorSettings(capacity=middle)
-        try:
-            cuda_memory(trace, workspace_bytes=workspace_bytes, settings=settings)
-        except DeviceFull:
-            low = middle
-        else:
-            high = middle
-    return high + context_bytes

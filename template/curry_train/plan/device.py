@@ -128,6 +128,12 @@ REGIONS_SECONDS = SAC_SECONDS * (2866 - 370) / (23690 - 370)
 GPU_DISPATCH_SECONDS = 6e-6
 
 
+# Fields of a profile that are numbers.
+OPTIONAL_RATES = ("host_bytes_per_second", "memory_bytes")
+RATES = ("bytes_per_second", "dispatch_seconds", *OPTIONAL_RATES)
+EXTRA_SECONDS = ("sac_seconds", "regions_seconds")
+
+
 @dataclass(frozen=True)
 class DeviceProfile:
     """Rates that large operations reach, and the least time of any operation."""
@@ -150,29 +156,17 @@ class DeviceProfile:
                 f"rates, at least for float32, got {self.flops_per_second!r}"
             )
 
-        rates = {
+        numbers: dict[str, Any] = {
             f"flops_per_second of {dtype}": rate for dtype, rate in self.flops_per_second.items()
         }
-        rates |= {
-            "bytes_per_second": self.bytes_per_second,
-            "dispatch_seconds": self.dispatch_seconds,
-        }
-        if self.host_bytes_per_second is not None:
-            rates["host_bytes_per_second"] = self.host_bytes_per_second
-        if self.memory_bytes is not None:
-            rates["memory_bytes"] = self.memory_bytes
-        for what, value in rates.items():
-            if not _is_number(value) or value <= 0:
+        numbers |= {name: getattr(self, name) for name in (*RATES, *EXTRA_SECONDS)}
+        for what, value in numbers.items():
+            is_optional = value is None and what in OPTIONAL_RATES
+            least = "a number of at least 0" if what in EXTRA_SECONDS else "a number above 0"
+            is_right = _is_number(value) and (value > 0 or (value == 0 and what in EXTRA_SECONDS))
+            if not is_optional and not is_right:
                 raise ValueError(
-                    f"{what} of the profile {self.name!r} must be a number above 0, got {value!r}"
-                )
-
-        for what in ("sac_seconds", "regions_seconds"):
-            value = getattr(self, what)
-            if not _is_number(value) or value < 0:
-                raise ValueError(
-                    f"{what} of the profile {self.name!r} must be a number of at least 0, "
-                    f"got {value!r}"
+                    f"{what} of the profile {self.name!r} must be {least}, got {value!r}"
                 )
 
     def operation_seconds(
@@ -210,21 +204,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _from_data_sheet(
-    name: str,
-    *,
-    float32: float,
-    half: float,
-    bandwidth: float,
-    link: float,
-    memory_gib: int,
-    usable_gib: float,
-) -> DeviceProfile:
-    """Build a profile from published peaks in FLOP/s and bytes/s.
+# Bytes/s of sixteen lanes in one direction.
+PCIE4_BYTES_PER_SECOND = 32e9
+PCIE5_BYTES_PER_SECOND = 64e9
 
-    `half` is the dense rate of bfloat16 and float16 with float32 accumulation. `usable_gib` is what
-    torch reports as the card's capacity; it is lower than the nominal size, by firmware and driver.
-    """
+# Peaks as published, without sparsity, and float32 without TF32. FLOP/s in float32, dense FLOP/s in
+# bfloat16 and float16, bytes/s of the memory and of the link to the host, GiB of the nominal size,
+# and GiB that torch reports: it is lower, by firmware and driver.
+DATA_SHEETS = {
+    "h100": (67e12, 989e12, 3.35e12, PCIE5_BYTES_PER_SECOND, 80, 79.1),  # SXM
+    "h200": (67e12, 989e12, 4.8e12, PCIE5_BYTES_PER_SECOND, 141, 139.7),  # SXM
+    "a100": (19.5e12, 312e12, 2.039e12, PCIE4_BYTES_PER_SECOND, 80, 79.1),  # SXM
+    "l4": (30.3e12, 121e12, 300e9, PCIE4_BYTES_PER_SECOND, 24, 21.9),
+    "rtx4090": (82.6e12, 165e12, 1008e9, PCIE4_BYTES_PER_SECOND, 24, 23.6),
+}
+
+
+def _from_data_sheet(name: str) -> DeviceProfile:
+    """Build a profile from what is published of a card."""
+    float32, half, bandwidth, link, memory_gib, usable_gib = DATA_SHEETS[name]
     peaks = {"float32": float32, "bfloat16": half, "float16": half}
     return DeviceProfile(
         name=name,
@@ -234,63 +232,13 @@ def _from_data_sheet(
         dispatch_seconds=GPU_DISPATCH_SECONDS,
         sac_seconds=SAC_SECONDS,
         regions_seconds=REGIONS_SECONDS,
-        memory_bytes=memory_gib * 2**30,
+        memory_bytes=round(memory_gib * 2**30),
         source="data sheet",
         usable_bytes=round(usable_gib * 2**30),
     )
 
 
-# Bytes/s of sixteen lanes in one direction.
-PCIE4_BYTES_PER_SECOND = 32e9
-PCIE5_BYTES_PER_SECOND = 64e9
-
-# Peaks as published: without sparsity, and float32 without TF32.
-PROFILES = {
-    "h100": _from_data_sheet(
-        "h100",
-        float32=67e12,
-        half=989e12,
-        bandwidth=3.35e12,
-        link=PCIE5_BYTES_PER_SECOND,
-        memory_gib=80,
-        usable_gib=79.1,
-    ),  # SXM
-    "h200": _from_data_sheet(
-        "h200",
-        float32=67e12,
-        half=989e12,
-        bandwidth=4.8e12,
-        link=PCIE5_BYTES_PER_SECOND,
-        memory_gib=141,
-        usable_gib=139.7,
-    ),  # SXM
-    "a100": _from_data_sheet(
-        "a100",
-        float32=19.5e12,
-        half=312e12,
-        bandwidth=2.039e12,
-        link=PCIE4_BYTES_PER_SECOND,
-        memory_gib=80,
-        usable_gib=79.1,
-    ),  # SXM
-    "l4": _from_data_sheet(
-        "l4",
-        float32=30.3e12,
-        half=121e12,
-        bandwidth=300e9,
-        link=PCIE4_BYTES_PER_SECOND,
-        memory_gib=24,
-        usable_gib=21.9,
-    ),
-    "rtx4090": _from_data_sheet(
-        "rtx4090",
-        float32=82.6e12,
-        half=165e12,
-        bandwidth=1008e9,
-        link=PCIE4_BYTES_PER_SECOND,
-        memory_gib=24,
-        usable_gib=23.6,
-    ),
+PROFILES = {name: _from_data_sheet(name) for name in DATA_SHEETS} | {
     # From measure_profile on two cores of an AMD EPYC with AVX2, without half-precision products.
     "cpu": DeviceProfile(
         name="cpu",

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_iter
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded
 from ..core.measure import (
+    Life,
     LiveStorages,
     OperationMode,
     tensors_in,
@@ -39,7 +40,6 @@ from .device import DeviceProfile
 from .optimizers import (
     OptimizerFactory,
     ValuesInSteps,
-    is_fused,
     make_optimizer,
     take_eagerly,
 )
@@ -165,6 +165,7 @@ _KERNEL_SIZED_PACKETS = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}
 # Estimate the bytes of a whole training step from shapes alone, by owner and by block.
 
 ModelChange = Callable[[nn.Module], object]
+FIXED_GROUPS = (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP, BATCH_GROUP)
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,11 @@ class BlockBytes:
     """Bytes of one block in a plain step."""
 
     held: int  # activations held after forward
-    parameters: int  # all parameters
     gradients: int  # gradients of the trainable parameters
     calls: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepEstimate:
     """Estimated bytes and operation costs of one whole step."""
 
@@ -409,12 +409,7 @@ class Sketch:
             steps=steps,
             keeps_output=self.kernels == "cuda",
         )
-        found = _estimate(lives, module, blocks)
-        if self.kernels == "cuda":
-            first_step = [] if steps is None else steps.first_step
-            trace = trace_of(lives, module, first_step, fused=is_fused(optimizer))
-            found = replace(found, trace=trace)
-        return found
+        return self._estimate(lives, blocks)
 
     def _rank_step(
         self, batch_size: int, *, accumulated: bool, change: ModelChange | None
@@ -445,7 +440,7 @@ class Sketch:
             optimizer = make_optimizer(self.optimizer, module, foreach=foreach)
             return RankProgram(module, called, batch, optimizer, moved)
 
-        found = record_rank_step(
+        lives, middle = record_rank_step(
             make_program,
             self.case.workload.mean_loss,
             steps=steps,
@@ -454,104 +449,73 @@ class Sketch:
             syncs_each=self.sharding.sync_each_microbatch,
             keeps_output=self.kernels == "cuda",
         )
-        module = found.program.module
-        estimate = _estimate(found.lives, module, blocks)
-        trace = None
-        if self.kernels == "cuda":
-            first_step = [] if steps is None or found.program.is_offloaded else steps.first_step
-            fused = is_fused(found.program.optimizer)
-            streams = found.lives.streams
-            trace = trace_of(found.lives, module, first_step, fused=fused, streams=streams)
-        middle = found.middle
+        found = self._estimate(lives, blocks)
+        if middle is None:
+            return found
+        return replace(found, middle_bytes=middle.bytes_peak, middle_course=middle.course)
+
+    def _estimate(self, lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate:
+        """Return the figures of a step, with its trace if it is one on CUDA."""
+        trace = trace_of(lives) if self.kernels == "cuda" else None
         return replace(
-            estimate,
-            trace=trace,
-            middle_bytes=0 if middle is None else middle.bytes_peak,
-            host_bytes=found.lives.host_peak,
-            course=found.lives.course,
-            middle_course=None if middle is None else middle.course,
+            _estimate(lives, blocks), trace=trace, host_bytes=lives.host_peak, course=lives.course
         )
 
 
-def _estimate(lives: StepLives, module: nn.Module, blocks: Mapping[str, nn.Module]) -> StepEstimate:
+def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate:
     """Derive the figures of a step from the recorded storages."""
-    timeline = timeline_of(lives, type(module).__name__)
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
-
-    # Changes of all bytes, and of those that blocks make in forward, at each operation.
-    alive = numpy.zeros(length + 1, dtype=numpy.int64)
-    of_blocks = numpy.zeros(length + 1, dtype=numpy.int64)
-    fixed = 0
     held = dict.fromkeys(blocks, 0)
+
+    def is_of_block(life: Life) -> bool:
+        group, layer = life.owner
+        return group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends
+
+    fixed = 0
     last_born = 0
     first_death = lives.ends["backward"]
     for life in lives.lives:
         died = length if life.died is None else life.died
-        alive[life.born] += life.nbytes
-        alive[died] -= life.nbytes
-
-        group, layer = life.owner
-        if (
-            group in (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP, BATCH_GROUP)
-            and life.born == 0
-            and died == length
-        ):
+        if life.owner[0] in FIXED_GROUPS and life.born == 0 and died == length:
             fixed += life.nbytes
-        if group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends:
-            of_blocks[life.born] += life.nbytes
-            of_blocks[died] -= life.nbytes
+        if is_of_block(life):
             last_born = max(last_born, life.born)
             if died >= forward_ends:
-                held[layer] += life.nbytes
+                held[life.owner[1]] += life.nbytes
                 first_death = min(first_death, died)
 
-    beside = (numpy.cumsum(alive) - numpy.cumsum(of_blocks))[:length] - fixed
+    # Bytes after each operation: of activations of blocks, and of all else by group.
+    none = numpy.zeros(length, dtype=numpy.int64)
+    curves = lives.bytes_alive_by(lambda life: "" if is_of_block(life) else life.owner[0])
+    totals = sum(curves.values(), none)
+    beside = totals - curves.get("", none) - fixed
+    head_gradients = int(curves.get(GRADIENTS_GROUP, none)[first_death - 1])
     block_bytes = {
         name: BlockBytes(
             held[name],
-            _bytes(block, trained=False),
-            _bytes(block, trained=True),
+            _bytes(block),
             lives.running.calls[name],
         )
         for name, block in blocks.items()
     }
-    head_gradients = _gradients_at(lives, first_death - 1)
     return StepEstimate(
-        timeline=timeline,
+        timeline=timeline_of(lives),
         blocks=block_bytes,
         fixed=fixed,
-        gradients=_bytes(module, trained=True),
+        gradients=_bytes(lives.module),
         head_gradients=head_gradients,
-        rest=int(beside[first_death - 1] - head_gradients),
+        rest=int(beside[first_death - 1]) - head_gradients,
         head=int(beside[last_born : first_death + 1].max()),
-        step=_most_in_optimizer_step(lives, alive),
+        step=int(totals[numpy.array(lives.phases) == "step"].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
     )
 
 
-def _most_in_optimizer_step(lives: StepLives, changes: Any) -> int:
-    """Return the most bytes alive in the optimizer step, from the change at each operation."""
-    totals = numpy.cumsum(changes)
-    pairs = zip(totals, lives.phases, strict=False)
-    return max(int(total) for total, phase in pairs if phase == "step")
-
-
-def _gradients_at(lives: StepLives, index: int) -> int:
-    """Sum the bytes of gradients that are alive after an operation."""
-    return sum(
-        life.nbytes
-        for life in lives.lives
-        if life.owner[0] == GRADIENTS_GROUP
-        and life.born <= index
-        and (life.died is None or life.died > index)
-    )
-
-
-def _bytes(module: nn.Module, *, trained: bool) -> int:
-    """Sum the bytes of the parameters, or of the trainable ones only."""
-    return sum(local_bytes(p) for p in module.parameters() if p.requires_grad or not trained)
+def _bytes(module: nn.Module) -> int:
+    """Sum the bytes of the trainable parameters."""
+    return sum(local_bytes(p) for p in module.parameters() if p.requires_grad)
 
 
 # Times of one rank of several.
@@ -567,27 +531,26 @@ def time_of_window(
     scale: float = 1.0,
 ) -> RankSeconds:
     """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
-    options: dict[str, Any] = {"dtype": dtype, "scale": scale}
-    assert step.course is not None, "only a step of one rank of several has a course"
-    last = time_of_course(step.course, profile, links, **options)
-    found = last
+    optimizer = profile.optimizer_seconds(step.fixed, step.gradients)
+    if step.course is None:
+        times = profile.operation_seconds(step.flops, step.moved, dtype=dtype)
+        return RankSeconds(steps * float(times[step.moved > 0].sum()), optimizer=optimizer)
+    last, middle = (
+        time_of_course(course, profile, links, dtype=dtype, scale=scale)
+        for course in (step.course, step.middle_course or step.course)
+    )
     if not step.host_bytes:
         # An optimizer on the host takes a time that no rate of a GPU gives.
-        here = profile.optimizer_seconds(step.fixed, step.gradients)
-        found += RankSeconds(optimizer=here)
-    if steps > 1:
-        middle = time_of_course(step.middle_course or step.course, profile, links, **options)
-        found += middle.times(steps - 1)
-    return found
+        last = last._replace(optimizer=optimizer)
+    return last.and_times(steps - 1, middle)
 
 
 def count_window(step: StepEstimate, steps: int) -> dict[str, dict[str, int]]:
     """Count the collectives of `steps` microbatches by kind, with their bytes."""
     assert step.course is not None, "only a step of one rank of several has a course"
     counts = step.course.by_kind()
-    if steps > 1:
-        for kind, count in (step.middle_course or step.course).by_kind().items():
-            total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
-            for name, number in count.items():
-                total[name] += (steps - 1) * number
+    for kind, count in (step.middle_course or step.course).by_kind().items() if steps > 1 else ():
+        total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
+        for name, number in count.items():
+            total[name] += (steps - 1) * number
     return counts

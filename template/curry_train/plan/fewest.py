@@ -42,39 +42,22 @@ TABLE_WIDTH = 80
 MORE_ROWS = 2
 
 
-@dataclass(frozen=True)
-class FittingChange:
-    """A change of the training; those that cost more time come later."""
-
-    name: str
-    smallest_microbatch: bool = False
-    recompute: bool = False
-    chunked_loss: bool = False
-
-    # Gradients of every microbatch are synced, so that none stays whole.
-    syncs_each: bool = False
-
-
-CHANGES = (
-    FittingChange("nothing"),
-    FittingChange("chunked loss", chunked_loss=True),
-    FittingChange("microbatches of 1", smallest_microbatch=True),
-    FittingChange("full recompute", recompute=True),
-    FittingChange("full recompute, chunked loss", recompute=True, chunked_loss=True),
-    FittingChange("full recompute, microbatches of 1", recompute=True, smallest_microbatch=True),
-    FittingChange(
-        "full recompute, chunked loss, microbatches of 1",
-        recompute=True,
-        chunked_loss=True,
-        smallest_microbatch=True,
-    ),
-    FittingChange(
-        "the same, with a gradient sync for each microbatch",
-        recompute=True,
-        chunked_loss=True,
-        smallest_microbatch=True,
-        syncs_each=True,
-    ),
+# Changes of the training; combinations that cost more time come later.
+CHUNKED = "chunked loss"
+SMALLEST = "microbatches of 1"
+RECOMPUTE = "full recompute"
+# So that no gradient stays whole.
+SYNC_EACH = "a gradient sync for each microbatch"
+Change = tuple[str, ...]
+CHANGES: tuple[Change, ...] = (
+    (),
+    (CHUNKED,),
+    (SMALLEST,),
+    (RECOMPUTE,),
+    (RECOMPUTE, CHUNKED),
+    (RECOMPUTE, SMALLEST),
+    (RECOMPUTE, CHUNKED, SMALLEST),
+    (RECOMPUTE, CHUNKED, SMALLEST, SYNC_EACH),
 )
 
 
@@ -83,7 +66,7 @@ class GpuCount:
     """A number of GPUs, with the cheapest change that fits, or the one with the least peak."""
 
     sharding: Sharding
-    change: FittingChange
+    change: Change
     microbatch: int
     steps: int
     peak_bytes: int
@@ -94,9 +77,6 @@ class GpuCount:
 
     # Parameters and optimizer state of this GPU, which no change makes less.
     state_bytes: int = 0
-
-    # Whether every change was tried, so that this is the least peak.
-    is_least: bool = True
 
     # The peak where all tokens choose the experts of this GPU; None where shapes do not depend on
     # the routing. Tokens are spread evenly in `peak_bytes`.
@@ -115,7 +95,7 @@ class GpuCount:
 
     @property
     def is_hopeless(self) -> bool:
-        """Check whether no change can make it fit."""
+        """Whether no change can make it fit."""
         return self.state_bytes > self.limit_bytes
 
     @property
@@ -125,10 +105,14 @@ class GpuCount:
 
     @property
     def change_text(self) -> str:
-        """Describe what has to change, for the table."""
-        if self.fits:
-            return self.change.name
-        return f"too large with {self.change.name if self.is_least else 'any change'}"
+        return ", ".join(self.change) or "nothing"
+
+    @property
+    def lack_text(self) -> str:
+        """Describe what is missing, at the least."""
+        lacking = self.state_bytes if self.is_hopeless else self.peak_bytes
+        start = "parameters and optimizer state alone lack " if self.is_hopeless else ""
+        return start + format_bytes(lacking - self.limit_bytes)
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,10 @@ class FewestGpus:
                 f"{format_bytes(one.peak_bytes):>9} {margin:>10} "
                 f"{format_seconds(one.seconds.total):>8}  "
             )
-            more = textwrap.wrap(one.change_text, TABLE_WIDTH - len(row))
+            change = one.change_text
+            if not one.fits:
+                change = f"too large with {'any change' if one.is_hopeless else change}"
+            more = textwrap.wrap(change, TABLE_WIDTH - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
         one = self._shown_several
         lines += ["", *textwrap.wrap(self._time_note(one), TABLE_WIDTH)]
@@ -192,7 +179,7 @@ class FewestGpus:
         if best is None:
             least = min(self.attempts, key=lambda one: one.peak_bytes)
             return start + (
-                f"nothing fits. {least.num_gpus} GPUs lack {format_bytes(-least.margin_bytes)}"
+                f"nothing fits. With {least.num_gpus} GPUs, missing: {least.lack_text}."
             )
         text = (
             f"{best.num_gpus} GPU{'s' if best.num_gpus > 1 else ''}, {best.steps} x "
@@ -201,8 +188,7 @@ class FewestGpus:
         fewer = [one for one in self.attempts if one.num_gpus < best.num_gpus]
         if fewer:
             nearest = max(fewer, key=lambda one: (one.num_gpus, one.margin_bytes))
-            lacks = format_bytes(-nearest.margin_bytes)
-            text += f" With {nearest.num_gpus}, {lacks} are missing."
+            text += f" With {nearest.num_gpus}, missing: {nearest.lack_text}."
         if best.worst_routing_bytes is not None:
             lacking = best.worst_routing_bytes - best.limit_bytes
             text += (
@@ -219,8 +205,8 @@ class FewestGpus:
                 "gpus": one.num_gpus,
                 "mesh": dict(one.sharding.mesh),
                 "fits": one.fits,
-                "every_change_tried": one.is_least,
-                "change": one.change.name,
+                "every_change_tried": not one.is_hopeless,
+                "change": one.change_text,
                 "microbatch": one.microbatch,
                 "steps": one.steps,
                 "peak_bytes": one.peak_bytes,
@@ -298,11 +284,6 @@ def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[
         size *= 2
 
 
-def without_chunks(change: FittingChange) -> FittingChange:
-    """Return a change with the whole loss, and without its name."""
-    return replace(change, name="", chunked_loss=False)
-
-
 def floor_of(step: StepEstimate) -> int:
     """Return what a step with the whole loss needs with a chunked one at least.
 
@@ -312,127 +293,107 @@ def floor_of(step: StepEstimate) -> int:
     return context + step.fixed + sum(block.held for block in step.blocks.values())
 
 
+@dataclass
 class _Search:
     """Attempts on the least numbers of GPUs, up to the first that fits and some more."""
 
-    def __init__(
-        self,
-        workload: Workload | str,
-        device: DeviceProfile,
-        limit_bytes: int,
-        global_batch: int,
-        tell: Callable[[str], None],
-        options: Mapping[str, Any],
-        links: Links,
-    ) -> None:
-        self.links = links
-        self.workload = workload
-        self.device = device
-        self.limit_bytes = limit_bytes
-        self.global_batch = global_batch
-        self.tell = tell
-        self.options = options
-        self.name = workload if isinstance(workload, str) else workload.name
-        # Changes that the model does not take, such as chunks of a loss without an output layer.
-        self.not_for_it: set[str] = set()
-        # What is needed at least, by the change without chunks. Many chunks take long to estimate.
-        self.floors: dict[FittingChange, int] = {}
+    workload: Workload | str
+    device: DeviceProfile
+    limit_bytes: int
+    global_batch: int
+    tell: Callable[[str], None]
+    options: Mapping[str, Any]
+    links: Links
+    name: str = ""
+    # Whether the model takes a chunked loss, which needs an output layer.
+    has_chunks: bool = True
 
     def run(self, candidates: Sequence[Sharding]) -> tuple[GpuCount, ...]:
         """Try numbers of GPUs from the least on, and return the attempts in this order.
 
         Of equal numbers those that fit come first, the quickest before the others.
         """
-        found: list[list[GpuCount]] = []
+        found: list[GpuCount] = []
+        num_more = 0
         ordered = sorted(candidates, key=lambda one: one.ranks)
         for _, group in itertools.groupby(ordered, key=lambda one: one.ranks):
             meshes = {(one.name, one.mesh_text): one for one in group}
             tried = [self.attempt(one) for one in meshes.values()]
-            found.append(sorted(tried, key=lambda one: (not one.fits, one.seconds.total)))
-            first = next((index for index, row in enumerate(found) if row[0].fits), None)
-            if first is not None and len(found) > first + MORE_ROWS:
+            num_more += any(one.fits for one in found)
+            found += sorted(tried, key=lambda one: (not one.fits, one.seconds.total))
+            if num_more == MORE_ROWS:
                 break
+        return tuple(found)
 
-        # How much the next smaller number lacks at best, or the largest if nothing fits.
-        nearest = len(found) - 1 if first is None else first - 1
-        if nearest >= 0:
-            found[nearest] = [
-                one if one.is_least else self.attempt(one.sharding, every_change=True)
-                for one in found[nearest]
-            ]
-        return tuple(itertools.chain.from_iterable(found))
-
-    def attempt(self, sharding: Sharding, *, every_change: bool = False) -> GpuCount:
-        """Return the cheapest change that fits on so many GPUs, or the least peak.
-
-        Without `every_change` the changes end where the state alone is too large.
-        """
+    def attempt(self, sharding: Sharding) -> GpuCount:
+        """Return the cheapest change that fits on so many GPUs, or the least peak."""
         found: list[GpuCount] = []
-        postponed: list[FittingChange] = []
-        self.floors.clear()
+        # What a change with chunks needs at least. Many chunks take long to estimate.
+        floors: dict[Change, int] = {}
         shared = replace(sharding, ranks=1)
         with Sketch(self.workload, kernels="cuda", sharding=shared, **self.options) as sketch:
             self.name = sketch.case.workload.name
             for change in CHANGES:
-                sketch.sharding = replace(shared, sync_each_microbatch=change.syncs_each)
-                if self._floor(change) > self.limit_bytes:
-                    postponed.append(change)
+                whole = tuple(part for part in change if part != CHUNKED)
+                if floors.get(whole, 0) > self.limit_bytes:
                     continue
-                found += self._with(sketch, change)
-                if found and found[-1].fits:
-                    return found[-1]
-                if found and found[-1].is_hopeless and not every_change:
-                    return replace(found[-1], is_least=False)
-            least = min(one.peak_bytes for one in found)
-            for change in postponed:
-                if self._floor(change) <= least:
-                    sketch.sharding = replace(shared, sync_each_microbatch=change.syncs_each)
-                    found += self._with(sketch, change)
+                sketch.sharding = replace(shared, sync_each_microbatch=SYNC_EACH in change)
+                one, step = self._with(sketch, change)
+                if one is None or step is None:
+                    continue
+                if whole == change:
+                    floors[whole] = floor_of(step)
+                found.append(one)
+                if one.fits or one.is_hopeless:
+                    return one
         return min(found, key=lambda one: (one.peak_bytes, CHANGES.index(one.change)))
 
-    def _floor(self, change: FittingChange) -> int:
-        """Return bytes that a change needs at least, by a step that was estimated; 0 if unknown."""
-        return self.floors.get(without_chunks(change), 0)
-
-    def _with(self, sketch: Sketch, change: FittingChange) -> Sequence[GpuCount]:
-        """Return the attempt with a change; none if the change does nothing here."""
+    def _with(
+        self, sketch: Sketch, change: Change
+    ) -> tuple[GpuCount, StepEstimate] | tuple[None, None]:
+        """Return the attempt with a change, and its step; None if the change does nothing here."""
         sharding = sketch.sharding
         own = self.global_batch // sharding.data_ranks
-        microbatch = 1 if change.smallest_microbatch else own
+        microbatch = 1 if SMALLEST in change else own
         steps = own // microbatch
-        is_idle = change.smallest_microbatch and own == 1
-        if is_idle or (change.syncs_each and not sharding.is_shared):
-            return ()
-        if change.chunked_loss and "chunked loss" in self.not_for_it:
-            return ()
-        self.tell(f"{sharding.ranks} GPUs, {change.name}")
+        is_idle = SMALLEST in change and own == 1
+        is_idle |= SYNC_EACH in change and not sharding.is_shared
+        if is_idle or (CHUNKED in change and not self.has_chunks):
+            return None, None
+        self.tell(f"{sharding.ranks} GPUs, change: {', '.join(change) or 'nothing'}")
 
         def apply(module: nn.Module) -> None:
-            if change.recompute:
+            if RECOMPUTE in change:
                 primitives.recompute_blocks(module, blocks=[*sketch.blocks(module)])
-            if change.chunked_loss:
+            if CHUNKED in change:
                 primitives.apply_chunked_loss(module)
 
+        options: dict[str, Any] = {"accumulated": steps > 1, "change": apply if change else None}
         try:
-            step = sketch.step(microbatch, accumulated=steps > 1, change=apply)
+            step = sketch.step(microbatch, **options)
         except UnsuitableHead:
-            self.not_for_it.add("chunked loss")
-            return ()
-        if not change.chunked_loss:
-            self.floors[without_chunks(change)] = floor_of(step)
-        peak = self._peak(step)
+            self.has_chunks = False
+            return None, None
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
-        if step.trace is not None:
-            state += CONTEXT_BYTES
-        seconds = self._seconds(step, sketch, steps)
-        count = GpuCount(sharding, change, microbatch, steps, peak, self.limit_bytes, seconds)
-        worst = None
+        dtype = sharding.precision or str(sketch.case.dtype).removeprefix("torch.")
+        count = GpuCount(
+            sharding,
+            change,
+            microbatch,
+            steps,
+            self._peak(step),
+            self.limit_bytes,
+            time_of_window(step, self.device, self.links, dtype=dtype, steps=steps),
+            state + (0 if step.trace is None else CONTEXT_BYTES),
+            host_bytes=step.host_bytes,
+        )
         if sketch.routing is not None and count.fits:
             with sketch.routing.worst():
-                worst = self._peak(sketch.step(microbatch, accumulated=steps > 1, change=apply))
-            worst = worst if worst > peak else None
-        count = replace(count, state_bytes=state, host_bytes=step.host_bytes)
-        return (replace(count, worst_routing_bytes=worst),)
+                # It differs from the even one, which the sketch may keep.
+                worst = self._peak(sketch.step(microbatch, **options | {"change": apply}))
+            if worst > count.peak_bytes:
+                count = replace(count, worst_routing_bytes=worst)
+        return count, step
 
     def _peak(self, step: StepEstimate) -> int:
         """Return the memory of a GPU for a step: what is reserved, and the context."""
@@ -440,14 +401,3 @@ class _Search:
             return step.peak_bytes
         memory = cuda_memory(step.trace, workspace_bytes=workspace_of(self.device.name))
         return max(step.peak_bytes, memory.reserved_bytes) + CONTEXT_BYTES
-
-    def _seconds(self, step: StepEstimate, sketch: Sketch, steps: int) -> RankSeconds:
-        """Predict the time of an optimizer step of `steps` microbatches."""
-        dtype = sketch.sharding.precision or str(sketch.case.dtype).removeprefix("torch.")
-        if step.course is not None:
-            return time_of_window(step, self.device, self.links, dtype=dtype, steps=steps)
-        times = self.device.operation_seconds(step.flops, step.moved, dtype=dtype)
-        one = float(times[step.moved > 0].sum())
-        return RankSeconds(
-            steps * one, optimizer=self.device.optimizer_seconds(step.fixed, step.gradients)
-        )

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import primitives
 from ..core.blocks import match_inside
@@ -30,17 +30,17 @@ from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
 from .cuda_step import (
     CONTEXT_BYTES,
+    CudaMemory,
     StepTrace,
     cuda_memory,
-    least_device,
     workspace_of,
 )
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory, make_optimizer
 from .parallel import Sharding
-from .profiler import Timeline
-from .rank_time import Links
+from .profiler import OPTIMIZER_STATE_GROUP, Timeline
+from .rank_time import Links, links_of
 from .saved import (
     OPTION_KINDS,
     REGIONS_KIND,
@@ -67,7 +67,10 @@ DROPOUT_TYPES = (
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
+# Of reserved memory, over the recorded traces of CUDA programs: evidence/cuda_traces.json.
+WORST_RESERVED_ERROR = 0.014
 RANK_COUNTS = (2, 4, 8, 16, 32, 64)
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float) -> str:
@@ -166,7 +169,8 @@ def _levers(
     for lever, peak in not_tried:
         yield f"{lever}: {describe(peak)}"
 
-    saved = step.fixed - chain.fixed_with("adamw-8bit")
+    trained = (one for one in chain.sketch.build().parameters() if one.requires_grad)
+    saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
     if saved > 0:
         yield f"optimizer state of 2 bytes per parameter: {describe(least.peak_bytes - saved)}"
 
@@ -236,8 +240,9 @@ class Planner:
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU. `links` are those between GPUs, for the time of several ranks;
-    by default the usual ones of the device.
+    its tensors are, as on the CPU. `margin` is the fraction by which that memory may be larger than
+    predicted; `WORST_RESERVED_ERROR` is that of the recorded traces. `links` are those between
+    GPUs, for the time of several ranks; by default the usual ones of the device.
     """
 
     def __init__(
@@ -255,6 +260,7 @@ class Planner:
         seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
+        margin: float = 0.0,
         links: Links | None = None,
         tell: Tell = lambda message: None,
     ) -> None:
@@ -278,6 +284,7 @@ class Planner:
         self.chunk_tokens: int | None = None
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
+            "rates_from": self.profile.source,
             "dtype": str(dtype).removeprefix("torch."),
             "parallel": self.sharding.name,
             "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
@@ -290,11 +297,12 @@ class Planner:
             self.sketch,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
             overhead=self._overhead,
-            links=links,
+            links=links or links_of(self.profile.name),
         )
         self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
         self.by_reserved = by_reserved
-        self._reserved: dict[StepTrace, int] = {}
+        self.margin = margin
+        self._overheads: dict[StepEstimate, int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
@@ -316,9 +324,11 @@ class Planner:
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
 
-    @property
-    def _workspace_bytes(self) -> int:
-        return workspace_of(self.profile.name)
+    def _reserved(self, trace: StepTrace, settings: AllocatorSettings | None = None) -> CudaMemory:
+        """Replay the steps of a trace in the allocator of the card."""
+        return cuda_memory(
+            trace, workspace_bytes=workspace_of(self.profile.name), settings=settings
+        )
 
     def _overhead(self, step: StepEstimate) -> int:
         """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
@@ -327,50 +337,52 @@ class Planner:
         """
         if step.trace is None or not self.by_reserved:
             return 0
-        if step.trace not in self._reserved:
-            memory = cuda_memory(step.trace, workspace_bytes=self._workspace_bytes)
-            self._reserved[step.trace] = memory.reserved_bytes
-        return self._reserved[step.trace] + self.context_bytes - step.peak_bytes
+        if step not in self._overheads:
+            reserved = self._reserved(step.trace).reserved_bytes
+            self._overheads[step] = reserved + self.context_bytes - step.peak_bytes
+        return self._overheads[step]
 
     def _limit(self, budget_bytes: int) -> int:
-        """Return the memory that a plan must fit: the budget, or the device if it has less."""
+        """Return the memory that a plan must fit: the budget, or the device if it has less.
+
+        On CUDA the margin is left free. What is taken off is noted in the plan.
+        """
         usable = self.profile.usable_bytes
-        return budget_bytes if usable is None else min(budget_bytes, usable)
+        within = budget_bytes if usable is None else min(budget_bytes, usable)
+        limit = within
+        if self.kernels == "cuda" and self.by_reserved:
+            limit = int(within / (1 + self.margin))
+        notes = []
+        if within < budget_bytes:
+            notes.append(f"{format_bytes(within)} of the card that CUDA gives")
+        if limit < within:
+            notes.append(f"a margin of {self.margin:.1%}")
+        self.settings["limit_notes"] = notes
+        return limit
 
     def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
         None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
-        trace = self.whole_steps.trace(best)
+        trace = self.whole_steps.step(best).trace
         if trace is None or not self.by_reserved:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        memory = cuda_memory(trace, workspace_bytes=self._workspace_bytes)
-        least = least_device(
-            trace, workspace_bytes=self._workspace_bytes, context_bytes=self.context_bytes
-        )
+        memory = self._reserved(trace)
         return {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
-            "expandable_reserved_bytes": self._expandable(trace),
-            "least_device_bytes": least,
+            "expandable_reserved_bytes": self._reserved(trace, EXPANDABLE).reserved_bytes,
             "context_bytes": self.context_bytes,
             "limit_bytes": limit_bytes,
         }
 
-    def _expandable(self, trace: StepTrace) -> int:
-        """Return what the steps of a trace reserve with expandable segments."""
-        settings = AllocatorSettings(expandable_segments=True)
-        return cuda_memory(
-            trace, workspace_bytes=self._workspace_bytes, settings=settings
-        ).reserved_bytes
-
     def planned_timeline(self) -> Timeline:
         """Return the timeline of the planned step."""
         assert self._best is not None, "a plan is made first"
-        return self.whole_steps.recorded(self._best).timeline
+        return self.whole_steps.step(self._best).timeline
 
     def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
         """Raise an error for wrong settings before anything is measured."""
@@ -402,10 +414,6 @@ class Planner:
         if best is None:
             raise self._infeasible(found, budget_bytes)
 
-        for place, candidate in enumerate(found):
-            if candidate.peak_bytes > budget_bytes:
-                self.tell(f"finding the least peak of microbatch {candidate.microbatch}")
-                found[place] = self.whole_steps.least(candidate, near=budget_bytes)
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
         return self._plan(best, shown, budget_bytes)
@@ -564,11 +572,13 @@ class Planner:
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
-        trace = self.whole_steps.trace(least)
+        trace = self.whole_steps.step(least).trace
         if trace is None or not self.by_reserved:
             return
-        expandable = self._expandable(trace) + self.context_bytes
-        fused = self._expandable(trace.without_copies()) + self.context_bytes
+        expandable, fused = (
+            self._reserved(one, EXPANDABLE).reserved_bytes + self.context_bytes
+            for one in (trace, trace.without_copies())
+        )
         if expandable < least.peak_bytes:
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
         if fused < min(expandable, least.peak_bytes):

@@ -80,17 +80,6 @@ class RankProgram:
     is_offloaded: bool = False
 
 
-@dataclass(frozen=True)
-class RankRecord:
-    """Records of the last microbatch of a window, and of one before it."""
-
-    program: RankProgram
-    lives: StepLives
-
-    # Of a microbatch that neither begins nor ends a window; None where there is none.
-    middle: StepLives | None
-
-
 def record_rank_step(
     make_program: Callable[["RankStorages"], RankProgram],
     loss: Loss,
@@ -100,8 +89,8 @@ def record_rank_step(
     accumulated: bool = False,
     syncs_each: bool = False,
     keeps_output: bool = False,
-) -> RankRecord:
-    """Record the storages of a step of the rank.
+) -> tuple[StepLives, StepLives | None]:
+    """Record a step of the rank, and a microbatch that neither begins nor ends a window, if any.
 
     `record_step_storages` does this for a model alone. `make_program` enters the record that it
     gets when it begins to wrap the module.
@@ -139,7 +128,7 @@ def record_rank_step(
             run(program.module, program.batch, called_loss, optimizer, lives)
     if lives.course is not None and not lives.course.collectives:
         warnings.warn(NOTHING_SHARED_WARNING, stacklevel=2)
-    return RankRecord(program, lives, middle)
+    return lives, middle
 
 
 def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) -> Tensor:
@@ -160,11 +149,11 @@ def _begin_record(
 ) -> StepLives:
     """Make a record that follows what earlier records have seen and still lives, and add it."""
     gc.collect()
-    name = type(program.optimizer).__name__
-    lives = StepLives(program.module, torch.device("cpu"), layers, 0, name, steps)
+    device = torch.device("cpu")
+    lives = StepLives(program.module, device, layers, 0, program.optimizer, steps)
     if program.is_offloaded:
         lives.follow_offloaded(program.module, program.optimizer)
-    lives.follow_all(program.batch, program.optimizer)
+    lives.follow_all(program.batch)
     for earlier in records:
         lives.follow_rest(earlier)
     lives.given = list(lives.lives)

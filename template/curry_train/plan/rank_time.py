@@ -14,11 +14,10 @@ Proof: `python -m pytest tests/plan/test_rank_time.py`.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch.distributed as dist
-from torch import Tensor
 
 from ..core.measure import operands
 from ..core.wording import parse_bytes
@@ -194,23 +193,23 @@ class CourseRecorder:
         course = self.course
         index = len(course.streams)
         course.streams.append(stream)
-        inputs = {_key(one): one for one in operands(args, kwargs)}
-        outputs = {_key(one): one for one in operands(out)}
+        inputs = _storages(args, kwargs)
+        made = _storages(out) - inputs
         kind = kind_of_collective(func)
-        if kind is None and outputs.keys() <= inputs.keys() and not func._schema.is_mutable:
+        if kind is None and not made and not func._schema.is_mutable:
             return  # a view
-        waits = {self._writers[key] for key in inputs if key in self._writers}
+        waits = {self._writers[key] for key in inputs & self._writers.keys()}
         streams = course.streams
         waits = {one for one in waits if one in course.collectives or streams[one] != stream}
         if waits:
             course.waits[index] = sorted(waits)
-        written = outputs.keys() - inputs.keys()
+        arguments = _arguments(func, args, kwargs)
         if kind is not None:
-            course.collectives[index] = _collective(kind, func, args, kwargs, out)
-            written = written | inputs.keys()
-        elif func._schema.is_mutable:
-            written = written | {_key(one) for one in _mutated(func, args, kwargs)}
-        self._writers.update(dict.fromkeys(written, index))
+            course.collectives[index] = _collective(kind, func, arguments, out)
+            written = inputs
+        else:
+            written = _storages(*(value for argument, value in arguments if _is_written(argument)))
+        self._writers.update(dict.fromkeys(made | written, index))
 
     def finish(self, flops: Sequence[int], moved: Sequence[int]) -> StepCourse:
         """Return the course, with the costs of its operations."""
@@ -220,19 +219,22 @@ class CourseRecorder:
         return course
 
 
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _storages(*values: Any) -> set[int]:
+    """Return the storages of the tensors in arguments or results, by their address."""
+    return {tensor.untyped_storage()._cdata for tensor in operands(*values)}
 
 
-def _mutated(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation writes in place."""
-    found: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        found += operands(value)
-    return found
+def _arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """Return the arguments of an operation's schema, each with its value."""
+    return [
+        (argument, args[place] if place < len(args) else kwargs.get(argument.name))
+        for place, argument in enumerate(func._schema.arguments)
+    ]
+
+
+def _is_written(argument: Any) -> bool:
+    """Check for an argument that its operation writes in place."""
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def kind_of_collective(func: Any) -> str | None:
@@ -244,11 +246,8 @@ def kind_of_collective(func: Any) -> str | None:
     return next((kind for part, kind in KINDS_OF_NAMES.items() if part in name), None)
 
 
-def _collective(kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Collective:
-    given = {
-        argument.name: args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-    }
+def _collective(kind: str, func: Any, arguments: list[tuple[Any, Any]], out: Any) -> Collective:
+    given = {argument.name: value for argument, value in arguments}
     group: Any = given.get("process_group")
     if group is None:
         resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
@@ -260,12 +259,12 @@ def _collective(kind: str, func: Any, args: Any, kwargs: Mapping[str, Any], out:
     is_functional = func.namespace == FUNCTIONAL_NAMESPACE
     if kind in (ALL_GATHER_KIND, REDUCE_SCATTER_KIND):
         # The whole tensors, and the rank's own parts of them, which are one in so many of these.
-        both = _bytes_of((args, kwargs, out) if is_functional else (args, kwargs))
+        both = _bytes_of([given, out] if is_functional else given)
         nbytes = both * len(ranks) // (len(ranks) + 1)
     elif kind == ALL_TO_ALL_KIND:
         nbytes = _bytes_of(given.get("input", given.get("input_tensors")))
     else:
-        nbytes = _bytes_of((args, kwargs))
+        nbytes = _bytes_of(given)
     return Collective(kind, nbytes, ranks, not is_functional and given.get("async_op") is False)
 
 
@@ -276,8 +275,7 @@ def _bytes_of(tree: Any) -> int:
 # Times of a course.
 
 
-@dataclass(frozen=True)
-class RankSeconds:
+class RankSeconds(NamedTuple):
     """Predicted time of a step of one rank, and what it consists of."""
 
     compute: float = 0.0
@@ -292,31 +290,13 @@ class RankSeconds:
     def total(self) -> float:
         return self.compute + self.exposed + self.optimizer
 
-    def __add__(self, other: "RankSeconds") -> "RankSeconds":
-        return RankSeconds(
-            self.compute + other.compute,
-            self.communication + other.communication,
-            self.exposed + other.exposed,
-            self.optimizer + other.optimizer,
-        )
-
-    def times(self, number: int) -> "RankSeconds":
-        """Return the time of so many of these."""
-        return RankSeconds(
-            number * self.compute,
-            number * self.communication,
-            number * self.exposed,
-            number * self.optimizer,
-        )
+    def and_times(self, number: int, other: "RankSeconds") -> "RankSeconds":
+        """Return this time and so many times another one."""
+        return RankSeconds(*(own + number * one for own, one in zip(self, other, strict=True)))
 
     def to_json(self) -> dict[str, float]:
-        return {
-            "compute_seconds": self.compute,
-            "communication_seconds": self.communication,
-            "exposed_seconds": self.exposed,
-            "optimizer_seconds": self.optimizer,
-            "step_seconds": self.total,
-        }
+        seconds = {f"{name}_seconds": value for name, value in self._asdict().items()}
+        return seconds | {"step_seconds": self.total}
 
 
 def time_of_course(
@@ -326,94 +306,45 @@ def time_of_course(
 
     `scale` multiplies the work of each operation, for another number of samples.
     """
-    times = _operation_times(course, profile, dtype=dtype, scale=scale)
-    ends = _Clocks(course, links, times.tolist()).run()
-    compute = _computed(course, times)
-    communication = sum(links.seconds(one) for one in course.collectives.values())
-    return RankSeconds(compute, communication, max(0.0, ends - compute))
-
-
-def _operation_times(
-    course: StepCourse, profile: DeviceProfile, *, dtype: str, scale: float = 1.0
-) -> Any:
-    """Predict the time of each operation; views and collectives take none."""
+    # Views and collectives take no time of a stream.
     times = profile.operation_seconds(scale * course.flops, scale * course.moved, dtype=dtype)
     times = numpy.where(course.moved > 0, times, 0.0)
     times[[*course.collectives]] = 0.0
-    return times
+    # The copies around collectives run on streams of their own, beside the computation.
+    compute = float(times[numpy.array(course.streams) == 0].sum())
+    communication = sum(links.seconds(one) for one in course.collectives.values())
+    exposed = max(0.0, _end_of_course(course, links, times.tolist()) - compute)
+    return RankSeconds(compute, communication, exposed)
 
 
-def _computed(course: StepCourse, times: Any) -> float:
-    """Sum the times of the default stream.
-
-    The copies around collectives run on streams of their own, beside the computation.
-    """
-    return float(times[numpy.array(course.streams) == 0].sum())
-
-
-class _Clocks:
-    """The times at which the streams of a rank, and its links, are free again."""
-
-    def __init__(self, course: StepCourse, links: Links, seconds: Sequence[float]) -> None:
-        self.course = course
-        self.links = links
-        self.seconds = seconds
-        self.streams: dict[int, float] = {}
-        self.link = 0.0
-        # When the computation began to use what was gathered last: FSDP2 gathers no earlier.
-        self.used = 0.0
-        # The end of the last scatter, which the computation waits for before the next one.
-        self.scattered = 0.0
-        # The ends of the operations that have run.
-        self._ends: list[float] = []
-
-    def run(self) -> float:
-        """Run all operations, and return the time at which everything has ended."""
-        self.advance(len(self.seconds))
-        return max(self.link, *self.streams.values()) if self.streams else self.link
-
-    @property
-    def now(self) -> float:
-        """The time at which the default stream is free."""
-        return self.streams.get(0, 0.0)
-
-    def wait(self, until: float) -> None:
-        """Let the default stream wait."""
-        self.streams[0] = max(self.now, until)
-
-    def advance(self, stop: int) -> None:
-        """Run the operations before `stop` that have not run."""
-        course = self.course
-        ends = self._ends
-        for index in range(len(ends), stop):
-            duration = self.seconds[index]
-            stream = course.streams[index]
-            waits = course.waits.get(index, ())
-            ready = max((ends[one] for one in waits), default=0.0)
-            collective = course.collectives.get(index)
-            if collective is not None:
-                ends.append(self._send(collective, max(ready, self.streams.get(stream, 0.0))))
-                if collective.blocks_stream:
-                    self.streams[stream] = ends[-1]
-                continue
-            begin = max(ready, self.streams.get(stream, 0.0))
+def _end_of_course(course: StepCourse, links: Links, seconds: Sequence[float]) -> float:
+    """Return the time at which all streams of a rank, and its links, are free again."""
+    free: dict[int, float] = {}  # by stream
+    link = 0.0  # one collective passes the links at a time
+    # When the computation began to use what was gathered last: FSDP2 gathers no earlier.
+    used = 0.0
+    # The end of the last scatter, which the computation waits for before the next one.
+    scattered = 0.0
+    gathers = {index for index, one in course.collectives.items() if one.kind == ALL_GATHER_KIND}
+    ends: list[float] = []
+    for index, duration in enumerate(seconds):
+        stream = course.streams[index]
+        waits = course.waits.get(index, ())
+        begin = max([free.get(stream, 0.0), *(ends[one] for one in waits)])
+        collective = course.collectives.get(index)
+        if collective is None:
             ends.append(begin + duration)
             if duration:
-                self.streams[stream] = ends[-1]
-            if any(self._is_gather(one) for one in waits):
-                self.used = max(self.used, ends[-1])
+                free[stream] = ends[-1]
+            if not gathers.isdisjoint(waits):
+                used = max(used, ends[-1])
+            continue
 
-    def _is_gather(self, index: int) -> bool:
-        found = self.course.collectives.get(index)
-        return found is not None and found.kind == ALL_GATHER_KIND
-
-    def _send(self, collective: Collective, ready: float) -> float:
-        """Return the end of a collective; one passes the links at a time."""
-        begin = max(ready, self.link)
-        if collective.kind == ALL_GATHER_KIND:
-            begin = max(begin, self.used)
-        self.link = begin + self.links.seconds(collective)
+        link = max(begin, link, used if index in gathers else 0.0) + links.seconds(collective)
+        ends.append(link)
         if collective.kind == REDUCE_SCATTER_KIND:
-            self.wait(self.scattered)
-            self.scattered = self.link
-        return self.link
+            free[0] = max(free.get(0, 0.0), scattered)
+            scattered = link
+        if collective.blocks_stream:
+            free[stream] = link
+    return max(link, *free.values(), 0.0)

@@ -9,13 +9,16 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/plan/test_ranks.py`.
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -26,6 +29,7 @@ from ..core.measure import (
     RunningLayers,
     dense_parts,
     local_tensors,
+    operands,
     operation_flops,
     tensors_in,
 )
@@ -216,7 +220,7 @@ class StepLives(RankStorages):
         device: torch.device,
         layers: Mapping[str, nn.Module],
         before: int,
-        optimizer: str,
+        optimizer: torch.optim.Optimizer,
         steps: "OptimizerSteps | None" = None,
     ) -> None:
         super().__init__(owner=self._owner_now, device=device)
@@ -268,13 +272,18 @@ class StepLives(RankStorages):
             return None
         return self._recorder.finish(self.flops, self.moved)
 
-    def follow_all(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def first_step(self) -> list[tuple[Life, bool]]:
+        """What the optimizer's first step makes and frees on the device, if it is known."""
+        return [] if self.steps is None or self.is_offloaded else self.steps.first_step
+
+    def follow_all(self, batch: Any) -> None:
         """Count the tensors that exist before the step."""
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
             (PARAMETERS_GROUP, [*parameters, *_attributes_of(parameters)]),
-            (OPTIMIZER_STATE_GROUP, tensors_of(optimizer.state)),
+            (OPTIMIZER_STATE_GROUP, tensors_of(self.optimizer.state)),
             (GRADIENTS_GROUP, gradients),
             (BATCH_GROUP, [*self.module.buffers(), *tensors_of(batch)]),
         ):
@@ -289,19 +298,19 @@ class StepLives(RankStorages):
                 if life.owner[0] != PARAMETERS_GROUP:
                     life.owner = (group, REST_LAYER)
 
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
+    def take(self) -> None:
         """Run the last phase, the optimizer step, or replay it from an equal one."""
         if self.is_offloaded:
             with on_host():
-                self.take_now(optimizer)
+                self.take_now()
         elif self.steps is None:
-            self.take_now(optimizer)
+            self.take_now()
         else:
-            self.steps.take(optimizer, self)
+            self.steps.take(self.optimizer, self)
 
-    def take_now(self, optimizer: torch.optim.Optimizer) -> None:
-        take_eagerly(optimizer)
-        self.own(OPTIMIZER_STATE_GROUP, tensors_of(optimizer.state))
+    def take_now(self) -> None:
+        take_eagerly(self.optimizer)
+        self.own(OPTIMIZER_STATE_GROUP, tensors_of(self.optimizer.state))
         self.end_phase()
 
     def repeat(
@@ -338,6 +347,17 @@ class StepLives(RankStorages):
         self.allocated.append(
             torch.cuda.memory_allocated(self.cuda) - self.before if self.cuda else 0
         )
+
+    def bytes_alive_by(self, key: Callable[[Life], Any]) -> dict[Any, NDArray[numpy.int64]]:
+        """Return the bytes alive after each operation, for each value of `key` of a storage."""
+        length = len(self.phases)
+        changes: defaultdict[Any, NDArray[numpy.int64]]
+        changes = defaultdict(lambda: numpy.zeros(length + 1, dtype=numpy.int64))
+        for life in self.lives:
+            change = changes[key(life)]
+            change[life.born] += life.nbytes
+            change[length if life.died is None else life.died] -= life.nbytes
+        return {value: numpy.cumsum(change[:length]) for value, change in changes.items()}
 
     def _owner_now(self) -> tuple[str, str]:
         if self.phase == "forward":
@@ -429,7 +449,7 @@ class OptimizerSteps:
         first = record.num_operations
         first_event = len(record.events)
         before = list(record.lives)
-        record.take_now(optimizer)
+        record.take_now()
         # A step that frees earlier storages can't be replayed from its own storages alone.
         if not any(life.died is not None and life.died >= first for life in before):
             made = record.lives[len(before) :]
@@ -463,11 +483,10 @@ def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
 
 def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Return the FLOPs and the bytes read and written; both are 0 for a view."""
-    inputs: dict[int, Tensor] = {}
-    outputs: dict[int, Tensor] = {}
-    _find(args, inputs)
-    _find(kwargs, inputs)
-    _find(out, outputs)
+    inputs, outputs = (
+        {id(part): part for one in operands(values) for part in dense_parts(one)}
+        for values in ((args, kwargs), out)
+    )
     mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
     storages = {value.untyped_storage()._cdata for value in inputs.values()}
     if not mutable and all(
@@ -476,19 +495,6 @@ def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, in
         return 0, 0
     moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
     return operation_flops(func, args, kwargs, out), moved
-
-
-def _find(value: Any, found: dict[int, Tensor]) -> None:
-    """Collect the tensors in nested lists, tuples and dicts; of a sparse one indices and values."""
-    if isinstance(value, Tensor):
-        for tensor in dense_parts(value):
-            found[id(tensor)] = tensor
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _find(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _find(item, found)
 
 
 def _attributes_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -3,11 +3,10 @@
 Proof: `python -m pytest tests/plan/test_menu.py tests/plan/test_plan.py`.
 """
 
-import functools
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -70,16 +69,16 @@ class Option:
         families: dict[str, list[int]] = {}
         for family, index in sorted(self.keep):
             families.setdefault(family, []).append(index)
-        calls = [f"{family} {_places(indices)}" for family, indices in families.items()]
+        calls = [f"{family} {','.join(map(str, places))}" for family, places in families.items()]
         return f"sac({'; '.join(calls)})"
 
     def to_json(self) -> dict[str, Any]:
-        if self.kind == SAC_KIND:
-            keep = [[family, index] for family, index in sorted(self.keep)]
-            return {"kind": self.kind, "keep": keep}
+        data: dict[str, Any] = {"kind": self.kind}
+        if self.keep:
+            data["keep"] = [[family, index] for family, index in sorted(self.keep)]
         if self.also:
-            return {"kind": self.kind, "also": list(self.also)}
-        return {"kind": self.kind}
+            data["also"] = list(self.also)
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Option":
@@ -123,10 +122,6 @@ def _is_call(pair: Any) -> bool:
     return _is_text(pair[0]) and _is_whole(pair[1], least=0)
 
 
-def _places(indices: list[int]) -> str:
-    return ",".join(map(str, indices))
-
-
 def apply_options(
     model: nn.Module, options: Mapping[str, Option], *, offload: Callable[..., Any] | None = None
 ) -> list[str]:
@@ -144,8 +139,9 @@ def apply_options(
             offload(model, names)
         else:
             BLOCK_STRATEGIES[option.kind](model, names, option)
-    primitives.keep_routing(model)
-    return _in_order(options, names_of.values())
+    if names_of:
+        primitives.keep_routing(model)
+    return [name for name, option in options.items() if option.kind != NONE_KIND]
 
 
 def remove_options(model: nn.Module) -> list[str]:
@@ -156,11 +152,6 @@ def remove_options(model: nn.Module) -> list[str]:
         *primitives.remove_recompute(model),
         *primitives.remove_offload(model),
     ]
-
-
-def _in_order(options: Mapping[str, Option], groups: Iterable[list[str]]) -> list[str]:
-    changed = {name for group in groups for name in group}
-    return [name for name in options if name in changed]
 
 
 # Plan files: the option of each block, the microbatches, and the predicted peak and time.
@@ -190,6 +181,21 @@ def _is_time(value: Any) -> bool:
     )
 
 
+# Figures of a plan for a GPU, by the names of `plan --json`.
+CUDA_FIGURES = {
+    *("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes"),
+    *("expandable_reserved_bytes", "context_bytes", "limit_bytes"),
+}
+
+
+def _are_figures(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and value.keys() >= CUDA_FIGURES
+        and all(_is_whole(figure, least=0) for figure in value.values())
+    )
+
+
 # For each field of a plan file a check, and what the value must be.
 A_WHOLE_NUMBER = (_is_whole, "a whole number of at least 1")
 A_NUMBER = (_is_number, "a number of at least 0")
@@ -211,12 +217,13 @@ FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fingerprint": (_maps_to(_is_text), "a mapping of texts"),
     "settings": (_is_mapping, "a mapping"),
     "why": A_TEXT,
-    "cuda": (_maps_to(functools.partial(_is_whole, least=0)), "a mapping of whole numbers"),
+    "cuda": (_are_figures, "a mapping of whole numbers, with every figure of a GPU"),
     "communication": (_is_time, "a mapping of seconds and a text"),
 }
 SETTING_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "blocks": (lambda value: _is_text(value) or _are_texts(value), "a pattern, or a list of them"),
     "left_out": (_are_texts, "a list of texts"),
+    "limit_notes": (_are_texts, "a list of texts"),
     "routing": (_maps_to(_is_whole), "a mapping of whole numbers"),
 }
 # Fields and settings that may be null.
@@ -252,6 +259,13 @@ class Candidate:
     options: Mapping[str, Option] = field(default_factory=dict)
     checked: bool = False  # the peak is that of the whole step, not of the chain
     flops: float | None = None  # of the whole window, if it was checked
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model trains as it is."""
+        return not self.chunked_loss and all(
+            option.kind == NONE_KIND for option in self.options.values()
+        )
 
     def within(self, budget_bytes: int) -> "Candidate":
         """Drop the time if the peak is above the budget."""
@@ -341,10 +355,10 @@ class Plan:
                     f"{class_name} has a block {name}, which the plan does not have: {advice}"
                 )
 
-    def explain(self, *, most: int | None = None) -> str:
+    def explain(self, *, most: int | None = None, assumptions: bool = True) -> str:
         """Format the candidates, the options by block and the reason, in 80 columns.
 
-        At most `most` candidates are shown, or all of them.
+        At most `most` candidates are shown, or all of them. `assumptions`: begin with them.
         """
         first = f"{self.workload}: {self.steps} x {self.microbatch} samples"
         if self.ranks > 1:
@@ -353,8 +367,9 @@ class Plan:
             f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"{1e3 * self.step_seconds:,.1f} ms"
         )
-        lines = textwrap.wrap(first, 80) + textwrap.wrap(self._assumed(), 80)
-        lines += self._time_lines()
+        lines = textwrap.wrap(first, 80) + self._time_lines()
+        if assumptions:
+            lines = textwrap.wrap(self.assumptions(), 80) + lines
 
         shown = self.candidates[:most]
         if shown:
@@ -380,10 +395,14 @@ class Plan:
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
 
-    def _assumed(self) -> str:
-        """Name what the plan is for, and where its times are from."""
-        names = [self.settings.get(name) for name in ("device", "dtype", "optimizer")]
-        return f"for {', '.join(str(name) for name in names)}; times follow from rates, unmeasured"
+    def assumptions(self) -> str:
+        """Name what the plan is for, what of the card it leaves free, and where times are from."""
+        found = [self.settings.get(name) for name in ("device", "dtype", "optimizer")]
+        found += self.settings.get("limit_notes", [])
+        if self.cuda is not None:
+            found.append(f"{format_bytes(self.cuda['context_bytes'])} of context")
+        source = self.settings.get("rates_from", "measured")
+        return f"for {', '.join(map(str, found))}; times are predicted from {source} rates"
 
     def _time_lines(self) -> list[str]:
         """Describe the time of a rank in 80 columns; empty for one rank."""
@@ -404,14 +423,14 @@ class Plan:
         if self.cuda is None:
             return []
         shown = {name: format_bytes(value) for name, value in self.cuda.items()}
-        margin = self.cuda["limit_bytes"] - self.peak_bytes
+        left = self.cuda["limit_bytes"] - self.peak_bytes
         text = (
             f"on the device: {shown['allocated_bytes']} allocated, {shown['reserved_bytes']} "
             f"reserved ({shown['first_step_reserved_bytes']} in the first step), and "
-            f"{shown['context_bytes']} of context; {format_bytes(margin)} of "
-            f"{shown['limit_bytes']} are left. The least device that runs it has "
-            f"{shown['least_device_bytes']}. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-            f"reserves {shown['expandable_reserved_bytes']}."
+            f"{shown['context_bytes']} of context; {format_bytes(left)} of "
+            f"{shown['limit_bytes']} are left. "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "
+            f"{shown['expandable_reserved_bytes']}."
         )
         return ["", *textwrap.wrap(text, 80)]
 

@@ -16,7 +16,7 @@ Proof: `python -m pytest tests/plan/test_snapshot.py`.
 import bisect
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from ..core.wording import format_bytes
 from .cuda_allocator import (
     LARGEST_SMALL_BLOCK,
     MIB,
-    SMALL_SEGMENT,
     AllocatorSettings,
 )
 
@@ -48,10 +47,6 @@ LIVE_STATES = ("active_allocated", "active_pending_free", "active_awaiting_free"
 
 class UnusableSnapshot(ValueError):
     """A file that is no snapshot, or that contradicts itself."""
-
-
-class TooLargeSnapshot(UnusableSnapshot):
-    """A file that would take too much memory to read."""
 
 
 class Frame(NamedTuple):
@@ -93,9 +88,7 @@ class RecordedSegment:
     address: int
     num_bytes: int
     stream: int
-    is_small: bool
     is_expandable: bool
-    pool: tuple[int, ...]  # (0, 0) unless a CUDA graph or the program made a pool of its own
     blocks: tuple[RecordedBlock, ...]
 
 
@@ -127,30 +120,19 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
     """Read a snapshot; raises UnusableSnapshot for any other file."""
     if not Path(path).is_file():
         raise UnusableSnapshot(f"{path} is no file: give what _dump_snapshot wrote")
+    num_bytes = Path(path).stat().st_size
+    if num_bytes > MOST_FILE_BYTES:
+        raise UnusableSnapshot(
+            f"{path} is too large: {format_bytes(num_bytes)}, and "
+            f"{format_bytes(MOST_FILE_BYTES)} can be read. Record fewer events: "
+            "_record_memory_history(max_entries=1_000_000)"
+        )
+    if not num_bytes:
+        raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
     try:
-        with Path(path).open("rb") as file:
-            num_bytes = file.seek(0, 2)
-            if num_bytes > MOST_FILE_BYTES:
-                raise TooLargeSnapshot(
-                    f"{path} is too large: {format_bytes(num_bytes)}, and "
-                    f"{format_bytes(MOST_FILE_BYTES)} can be read. Record fewer events: "
-                    "_record_memory_history(max_entries=1_000_000)"
-                )
-            if not num_bytes:
-                raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
-            file.seek(0)
-            return snapshot_of(file.read())
-    except TooLargeSnapshot:
-        raise
-    except RefusedPickle as error:
+        return _SnapshotReader().snapshot(Path(path).read_bytes())
+    except (RefusedPickle, UnusableSnapshot) as error:
         raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
-    except UnusableSnapshot as error:
-        raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
-
-
-def snapshot_of(data: bytes) -> MemorySnapshot:
-    """Read the snapshot in a pickle; raises RefusedPickle or UnusableSnapshot."""
-    return _SnapshotReader().snapshot(data)
 
 
 class _SnapshotReader:
@@ -175,112 +157,91 @@ class _SnapshotReader:
             )
         settings, notes = _settings(root.get("allocator_settings"))
         segments: dict[int, list[RecordedSegment]] = {}
-        for value in self._items(root["segments"], "segments"):
-            device, segment = self._segment(value)
-            segments.setdefault(device, []).append(segment)
-        traces = self._items(root.get("device_traces", []), "device_traces")
+        for value in self._items(root, "segments"):
+            device = _number(value, "device", default=0)
+            segments.setdefault(device, []).append(self._segment(value))
         events: dict[int, tuple[MemoryEvent, ...]] = {}
-        for device, trace in enumerate(traces):
-            listed = [self._event(value) for value in self._items(trace, "device_traces")]
+        for device, trace in enumerate(self._items(root, "device_traces")):
+            listed = tuple(map(self._event, self._checked(trace, "device_traces")))
             if listed:
-                events[device] = tuple(listed)
-        if len(traces) > MOST_DEVICES or not segments.keys() | events.keys():
-            raise UnusableSnapshot("no device has segments or events")
-        devices = [
+                events[device] = listed
+        devices = sorted(segments.keys() | events.keys())
+        if not devices or devices[-1] >= MOST_DEVICES:
+            raise UnusableSnapshot(f"devices with segments or events are {devices[-1:]}")
+        records = (
             DeviceRecord(
                 device,
                 tuple(sorted(segments.get(device, ()), key=lambda segment: segment.address)),
                 events.get(device, ()),
                 settings,
             )
-            for device in sorted(segments.keys() | events.keys())
-        ]
-        return MemorySnapshot(tuple(devices), notes)
+            for device in devices
+        )
+        return MemorySnapshot(tuple(records), notes)
 
     def _event(self, value: Any) -> MemoryEvent:
-        if not isinstance(value, dict):
-            raise UnusableSnapshot(f"an event is a {type(value).__name__}")
-        action = _text(value.get("action", ""), "action")
-        address = value.get("addr", value.get("device_free", 0))
         return MemoryEvent(
-            action,
-            _number(address, "addr"),
-            _number(value.get("size", 0), "size"),
-            _number(value.get("stream", 0), "stream"),
+            _text(value, "action"),
+            _number(value, "addr", "device_free", default=0),
+            _number(value, "size", default=0),
+            _number(value, "stream", default=0),
             self._stack(value.get("frames", ())),
         )
 
-    def _segment(self, value: Any) -> tuple[int, RecordedSegment]:
-        if not isinstance(value, dict):
-            raise UnusableSnapshot(f"a segment is a {type(value).__name__}")
-        address = _number(value.get("address"), "address")
-        num_bytes = _number(value.get("total_size"), "total_size")
+    def _segment(self, value: Any) -> RecordedSegment:
+        address = _number(value, "address")
+        num_bytes = _number(value, "total_size")
         blocks = []
         position = address
-        for item in self._items(value.get("blocks", []), "blocks"):
+        for item in self._items(value, "blocks"):
             block = self._block(item, position)
-            if block.address < position or block.address + block.num_bytes > address + num_bytes:
+            end = block.address + block.num_bytes
+            if block.address < position or end > address + num_bytes:
                 raise UnusableSnapshot(f"blocks of the segment at {address:#x} overlap or leave it")
-            position = block.address + block.num_bytes
+            position = end
             blocks.append(block)
-        kind = value.get("segment_type", "small" if num_bytes == SMALL_SEGMENT else "large")
-        pool = value.get("segment_pool_id", (0, 0))
-        if not isinstance(pool, tuple | list):
-            raise UnusableSnapshot("segment_pool_id is no pair")
-        device = _number(value.get("device", 0), "device")
-        if device >= MOST_DEVICES:
-            raise UnusableSnapshot(f"a segment is on device {device}")
-        return device, RecordedSegment(
+        return RecordedSegment(
             address,
             num_bytes,
-            _number(value.get("stream", 0), "stream"),
-            kind == "small",
+            _number(value, "stream", default=0),
             value.get("is_expandable", False) is True,
-            tuple(_number(part, "segment_pool_id") for part in pool),
             tuple(blocks),
         )
 
     def _block(self, value: Any, position: int) -> RecordedBlock:
-        if not isinstance(value, dict):
-            raise UnusableSnapshot(f"a block is a {type(value).__name__}")
-        num_bytes = _number(value.get("size"), "size")
-        frames = value.get("frames", ())
-        requested = value.get("requested_size", num_bytes)
-        # Snapshots of torch before 2.1 have a history in place of both.
+        num_bytes = _number(value, "size")
+        # Snapshots of torch before 2.1 have a history in place of frames and size.
         history = value.get("history")
         if isinstance(history, list) and history and isinstance(history[0], dict):
-            frames = history[0].get("frames", frames)
-            requested = history[0].get("real_size", requested)
+            value = value | history[0]
         return RecordedBlock(
-            _number(value.get("address", position), "address"),
+            _number(value, "address", default=position),
             num_bytes,
-            min(_number(requested, "requested_size"), num_bytes),
+            min(_number(value, "requested_size", "real_size", default=num_bytes), num_bytes),
             value.get("state") in LIVE_STATES,
-            self._stack(frames),
+            self._stack(value.get("frames", ())),
         )
 
     def _stack(self, value: Any) -> Stack:
         if isinstance(value, tuple) and not value:
             return ()
-        if not isinstance(value, list):
-            raise UnusableSnapshot("frames are no list")
         # Stacks share their frames, and events their stacks.
         if id(value) not in self._stacks:
-            self._stacks[id(value)] = tuple(map(self._frame, self._items(value, "frames")))
+            frames = self._checked(value, "frames")
+            self._stacks[id(value)] = tuple(map(self._frame, frames))
         return self._stacks[id(value)]
 
     def _frame(self, value: Any) -> Frame:
-        if not isinstance(value, dict) or not {"name", "filename"} <= value.keys():
-            raise UnusableSnapshot("a frame has no name or no filename")
         if id(value) not in self._frames:
             self._frames[id(value)] = Frame(
-                _text(value["name"], "name"),
-                _text(value["filename"], "filename"),
-                _number(value.get("line", 0), "line"),
+                _text(value, "name"), _text(value, "filename"), _number(value, "line", default=0)
             )
         return self._frames[id(value)]
 
-    def _items(self, value: Any, name: str) -> list[Any]:
+    def _items(self, value: dict[str, Any], name: str) -> list[Any]:
+        return self._checked(value.get(name, []), name)
+
+    def _checked(self, value: Any, name: str) -> list[Any]:
         if not isinstance(value, list):
             raise UnusableSnapshot(f"{name} is no list")
         self._entries_left -= len(value)
@@ -289,22 +250,27 @@ class _SnapshotReader:
         return value
 
 
-def _number(value: Any, name: str) -> int:
+def _first(value: Any, names: Sequence[str], default: Any) -> Any:
+    """Return the first of these fields that a record has."""
+    if not isinstance(value, dict):
+        raise UnusableSnapshot(f"a record with {names[0]} is a {type(value).__name__}")
+    return next((value[name] for name in names if name in value), default)
+
+
+def _number(record: Any, *names: str, default: int | None = None) -> int:
+    value = _first(record, names, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of a number")
-    if not -LARGEST_NUMBER < value < LARGEST_NUMBER:
-        raise UnusableSnapshot(f"{name} has more than 64 bits")
-    if value < 0 and name in ("addr", "address", "size", "total_size", "requested_size"):
-        raise UnusableSnapshot(f"{name} is {value}")
+        raise UnusableSnapshot(f"{names[0]} is a {type(value).__name__} in place of a number")
+    if not 0 <= value < LARGEST_NUMBER:
+        raise UnusableSnapshot(f"{names[0]} is negative, or has more than 64 bits")
     return value
 
 
-def _text(value: Any, name: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+def _text(record: Any, name: str) -> str:
+    value = _first(record, (name,), None)
+    if value is not None and not isinstance(value, str):
         raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of text")
-    return value
+    return value or ""
 
 
 def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:
@@ -355,7 +321,12 @@ class BlockHistory:
         self.record = record
         self.contradictions = 0
         self.lives = self._all_lives()
-        _Placement(record, self.lives).place()
+        if record.has_expandable_segments:
+            # Rests are always split off.
+            for life in self.lives:
+                life.num_bytes = life.num_bytes or record.settings.rounded(life.requested_bytes)
+        else:
+            _Placement(record, self.lives).place(_segments_at_start(record))
         # Bytes after each event; the first figure is of the start.
         self.allocated, self.reserved = self._curves()
         self.peak_allocated = max(self.allocated)
@@ -449,103 +420,64 @@ class _Placement:
         self.events = record.events
         self.lives = lives
         self.settings = record.settings
-        self.expandable = record.has_expandable_segments
-        self.ends: dict[int, int] = {}
-        self.live: dict[int, list[int]] = {}
-        self.bases: list[int] = []
-        for base, size in _segments_at_start(record).items():
-            self._add_segment(base, size)
+        # Where a block must end at the latest: addresses of live blocks, and ends of segments.
+        self.bounds: list[int] = []
 
-    def place(self) -> None:
-        if self.expandable:
-            # Rests are always split off.
-            for life in self.lives:
-                life.num_bytes = life.num_bytes or self.settings.rounded(life.requested_bytes)
-            return
-        self._place_start()
+    def place(self, segments: Mapping[int, int]) -> None:
+        """Set the bytes of each block, from the bytes of each segment at the start."""
+        self.bounds = sorted(base + size for base, size in segments.items())
+        at_start = [life for life in self.lives if life.born == AT_START]
+        for life in at_start:
+            bisect.insort(self.bounds, life.address)
+        hits = sorted((life.address, life.born) for life in self.lives if life.born != AT_START)
+        for life in at_start:
+            life.num_bytes = life.num_bytes or self._at_start(life, hits)
         by_birth = {life.born: life for life in self.lives if life.born != AT_START}
         for index, event in enumerate(self.events):
             if event.action == "alloc":
                 life = by_birth[index]
-                size = self._block_bytes(life.address, life.requested_bytes)
-                life.num_bytes = life.num_bytes or size
-                self._insert(life.address)
+                life.num_bytes = life.num_bytes or self._block_bytes(life)
+                bisect.insort(self.bounds, life.address)
             elif event.action in BLOCK_FREED:
                 self._remove(event.address)
             elif event.action == "segment_alloc":
-                self._add_segment(event.address, event.num_bytes)
+                bisect.insort(self.bounds, event.address + event.num_bytes)
             elif event.action == "segment_free":
-                self._drop_segment(event.address)
-
-    def _place_start(self) -> None:
-        at_start = [life for life in self.lives if life.born == AT_START]
-        for life in at_start:
-            self._insert(life.address)
-        hits = sorted((life.address, life.born) for life in self.lives if life.born != AT_START)
-        for life in at_start:
-            if not life.num_bytes:
-                life.num_bytes = self._at_start(life, hits)
+                self._remove(event.address + event.num_bytes)
 
     def _at_start(self, life: BlockLife, hits: Sequence[tuple[int, int]]) -> int:
         """Return the bytes of a block that was released before the end."""
-        size = self._block_bytes(life.address, life.requested_bytes)
-        rounded = self.settings.rounded(life.requested_bytes)
-        if size > rounded or rounded <= LARGEST_SMALL_BLOCK or life.freed is None:
+        size = self._block_bytes(life)
+        end = life.address + self.settings.rounded(life.requested_bytes)
+        if size > end - life.address or size <= LARGEST_SMALL_BLOCK or life.freed is None:
             return size
         # An unused rest ends where another block was placed meanwhile.
-        end = life.address + rounded
+        last = min(end + LARGEST_SMALL_BLOCK, self._bound(life.address))
         place = bisect.bisect_left(hits, (end, AT_START))
         for address, born in hits[place : place + MOST_HITS]:
-            if address > end + LARGEST_SMALL_BLOCK:
+            if address > last:
                 break
-            if born < life.freed and self._base(address) == self._base(life.address):
+            if born < life.freed:
                 return address - life.address
         return size
 
-    def _block_bytes(self, address: int, requested: int) -> int:
-        """Return the bytes of a block at this address, given the blocks beside it."""
-        size = self.settings.rounded(requested)
-        base = self._base(address)
-        if base is None or size <= LARGEST_SMALL_BLOCK:
-            return size
-        live = self.live[base]
-        place = bisect.bisect_right(live, address)
-        end = live[place] if place < len(live) else self.ends[base]
-        rest = end - address - size
+    def _bound(self, address: int) -> int:
+        place = bisect.bisect_right(self.bounds, address)
+        return self.bounds[place] if place < len(self.bounds) else address
+
+    def _block_bytes(self, life: BlockLife) -> int:
+        """Return the bytes of a block, given the blocks beside it."""
+        size = self.settings.rounded(life.requested_bytes)
+        rest = self._bound(life.address) - life.address - size
         limit = self.settings.max_split_bytes
+        may_have_rest = size > LARGEST_SMALL_BLOCK and rest >= 0
         is_split = rest > LARGEST_SMALL_BLOCK and (limit is None or size < limit)
-        return size if is_split or rest < 0 else size + rest
+        return size + rest if may_have_rest and not is_split else size
 
-    def _base(self, address: int) -> int | None:
-        place = bisect.bisect_right(self.bases, address) - 1
-        if place < 0 or address >= self.ends[self.bases[place]]:
-            return None
-        return self.bases[place]
-
-    def _insert(self, address: int) -> None:
-        base = self._base(address)
-        if base is not None:
-            bisect.insort(self.live[base], address)
-
-    def _remove(self, address: int) -> None:
-        base = self._base(address)
-        if base is None:
-            return
-        live = self.live[base]
-        place = bisect.bisect_left(live, address)
-        if place < len(live) and live[place] == address:
-            del live[place]
-
-    def _add_segment(self, base: int, size: int) -> None:
-        if base not in self.ends:
-            bisect.insort(self.bases, base)
-        self.ends[base] = base + size
-        self.live[base] = []
-
-    def _drop_segment(self, base: int) -> None:
-        if base in self.ends:
-            del self.ends[base], self.live[base]
-            del self.bases[bisect.bisect_left(self.bases, base)]
+    def _remove(self, bound: int) -> None:
+        place = bisect.bisect_left(self.bounds, bound)
+        if place < len(self.bounds) and self.bounds[place] == bound:
+            del self.bounds[place]
 
 
 def _segments_at_start(record: DeviceRecord) -> dict[int, int]:

@@ -9,15 +9,14 @@ Proof: `python -m pytest tests/plan/test_timeline.py`.
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from ..core.generators import seeded
 from ..core.measure import (
-    Life,
     Loss,
     as_trained,
     divide,
@@ -92,8 +91,8 @@ def record_step_storages(
         _set_gradients(trained, optimizer, accumulated=accumulated, real=steps is None)
 
         gc.collect()
-        lives = StepLives(module, device, layers, before, type(optimizer).__name__, steps)
-        lives.follow_all(batch, optimizer)
+        lives = StepLives(module, device, layers, before, optimizer, steps)
+        lives.follow_all(batch)
         held: list[Tensor] = []
         with lives.running, lives, holding_output(module, held if keeps_output else None):
             run_recorded_step(module, batch, loss, optimizer, lives)
@@ -214,7 +213,7 @@ def run_recorded_step(
     del gradients
 
     if record:
-        record.take(optimizer)
+        record.take()
     else:
         take_eagerly(optimizer)
 
@@ -234,61 +233,49 @@ def measure_timeline(
     loss: Loss,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    blocks: str | Sequence[str] | None = None,
+    **options: Any,
 ) -> Timeline:
     """Measure forward, backward and optimizer step, with AdamW if no optimizer is given.
+
+    `options` are those of `record_step_storages`.
+
 
     The model itself runs, with everything that it is wrapped in. Its weights, buffers, gradients
     and mode and every generator are restored, and the optimizer is a copy. A module in eval mode is
     measured in training mode. Layers are those of `MemoryProfiler`.
     """
-    lives = record_step_storages(module, batch, loss, optimizer=optimizer, blocks=blocks)
-    return timeline_of(lives, type(module).__name__)
+    lives = record_step_storages(module, batch, loss, optimizer=optimizer, **options)
+    return timeline_of(lives)
 
 
-def timeline_of(record: StepLives, model: str) -> Timeline:
+def timeline_of(record: StepLives) -> Timeline:
     """Build the timeline of a recorded step."""
-    length = len(record.phases)
-    changes = {group: [0] * (length + 1) for group in MEMORY_GROUPS}
-    for life in record.lives:
-        changes[life.owner[0]][life.born] += life.nbytes
-        changes[life.owner[0]][length if life.died is None else life.died] -= life.nbytes
-
+    curves = record.bytes_alive_by(lambda life: life.owner[0])
+    none = numpy.zeros(len(record.phases), dtype=numpy.int64)
     owners = {
-        group: list(accumulate(change[:length]))
-        for group, change in changes.items()
-        if group not in RANK_GROUPS or any(change)
+        group: curves.get(group, none)
+        for group in MEMORY_GROUPS
+        if group in curves or group not in (*RANK_GROUPS, ALLOCATOR_GROUP)
     }
-    totals = [sum(figures) for figures in zip(*owners.values(), strict=True)]
+    totals = sum(owners.values(), none)
     if record.cuda:
-        owners[ALLOCATOR_GROUP] = [
-            allocated - known for allocated, known in zip(record.allocated, totals, strict=True)
-        ]
-        totals = record.allocated
-    else:
-        del owners[ALLOCATOR_GROUP]
+        allocated = numpy.array(record.allocated)
+        owners[ALLOCATOR_GROUP] = allocated - totals
+        totals = allocated
 
-    highest = totals.index(max(totals))
-    at_peak = {group: figures[highest] for group, figures in owners.items()}
-    shown = [
-        index
-        for index, total in enumerate(totals)
-        if index == 0 or total != totals[index - 1] or index in record.ends.values()
-    ]
+    highest = int(totals.argmax())
+    changed = numpy.flatnonzero(numpy.diff(totals, prepend=-1))
+    shown = sorted({*changed.tolist(), *record.ends.values()})
     return Timeline(
-        model=model,
-        optimizer=record.optimizer,
+        model=type(record.module).__name__,
+        optimizer=type(record.optimizer).__name__,
         device=str(record.cuda or "cpu"),
-        num_operations=length,
-        points=tuple(Point(index, record.phases[index], totals[index]) for index in shown),
-        owners={group: _figures_at(figures, shown) for group, figures in owners.items()},
-        after={phase: totals[index] for phase, index in record.ends.items()},
-        peak=_peak(record, highest, at_peak),
+        num_operations=len(totals),
+        points=tuple(Point(index, record.phases[index], int(totals[index])) for index in shown),
+        owners={group: tuple(figures[shown].tolist()) for group, figures in owners.items()},
+        after={phase: int(totals[index]) for phase, index in record.ends.items()},
+        peak=_peak(record, highest, {name: int(one[highest]) for name, one in owners.items()}),
     )
-
-
-def _figures_at(figures: Sequence[int], indices: Sequence[int]) -> tuple[int, ...]:
-    return tuple(figures[index] for index in indices)
 
 
 def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
@@ -298,10 +285,7 @@ def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
         owners[ALLOCATOR_GROUP] += within
     layers: dict[str, int] = {}
     for life in record.lives:
-        if life.owner[0] == ACTIVATIONS_GROUP and _alive(life, index):
+        is_alive = life.born <= index and (life.died is None or life.died > index)
+        if life.owner[0] == ACTIVATIONS_GROUP and is_alive:
             layers[life.owner[1]] = layers.get(life.owner[1], 0) + life.nbytes
     return Peak(sum(owners.values()), record.phases[index], index, owners, layers)
-
-
-def _alive(life: Life, index: int) -> bool:
-    return life.born <= index and (life.died is None or life.died > index)

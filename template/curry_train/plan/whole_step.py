@@ -21,11 +21,10 @@ from torch import nn
 from .. import primitives
 from .chain import Chain, Integers, PricedChain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
-from .cuda_step import StepTrace
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .parallel import Sharding, offload_note
 from .rank_step import ForcedRouting
-from .rank_time import Links, RankSeconds, links_of
+from .rank_time import OTHER_LINKS, Links, RankSeconds
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -67,28 +66,21 @@ class WholeSteps:
         *,
         chain: Callable[[Candidate], Chain],
         overhead: Callable[[StepEstimate], int] = lambda step: 0,
-        links: Links | None = None,
+        links: Links = OTHER_LINKS,
     ) -> None:
-        # None for those of the device.
-        self._links = links
+        self.links = links
         self.sketch = sketch
         self.overhead = overhead
         self.chain = chain
 
-        # Peak and FLOPs of each whole step that was estimated.
-        self.known: dict[PlanKey, tuple[int, float]] = {}
+        # Each whole step that was estimated.
+        self.known: dict[PlanKey, StepEstimate] = {}
 
-        # Traces of the whole steps, for the model of CUDA's allocator.
-        self.traces: dict[PlanKey, StepTrace] = {}
-
-        # The steps of one rank of several, for their times.
-        self._rank_steps: dict[PlanKey, StepEstimate] = {}
-
-        # Plain steps by tokens of a chunk, accumulated, and whether the model is alone.
-        self._plain_steps: dict[tuple[int | None, bool, bool], StepEstimate] = {}
+        # Plain steps of the model alone, where ranks share it.
+        self._alone: dict[PlanKey, StepEstimate] = {}
 
         # Chains by microbatch, accumulated and chunked loss.
-        self._priced: dict[tuple[int, bool, bool], PricedChain] = {}
+        self._priced: dict[tuple[Any, ...], PricedChain] = {}
 
     # What the chain predicts.
 
@@ -98,25 +90,23 @@ class WholeSteps:
         The plain step has the larger size that the chain was measured at. With several ranks, the
         chain is of the model alone, and gets what one rank has more or less.
         """
-        key = candidate.microbatch, candidate.steps > 1, candidate.chunked_loss
-        if key not in self._priced:
+        *key, _ = self._key(candidate)
+        if (*key,) not in self._priced:
             accumulated = candidate.steps > 1
             chain = self.chain(candidate)
-            alone = self._plain_step(chain, accumulated=accumulated, alone=True)
-            step = self._plain_step(chain, accumulated=accumulated, alone=False)
-            extra = step.peak_bytes - alone.peak_bytes + self.overhead(step)
+            plain = self._plain(candidate)
+            step = self.step(plain)
+            alone = self._step_alone(plain)
+            extra = self.bytes_needed(step) - alone.peak_bytes
 
-            size = MEASURED_MICROBATCH_SIZES[-1]
-            plain = replace(_plain(chain, candidate), microbatch=size)
-            self._remember(self._key(plain), step)
-            moments = chain.at(size, accumulated=accumulated).moments(plain.options)
-            for_each_sample = numpy.maximum(0, moments - alone.peak_bytes) / size
+            moments = chain.at(plain.microbatch, accumulated=accumulated).moments(plain.options)
+            for_each_sample = numpy.maximum(0, moments - alone.peak_bytes) / plain.microbatch
             shifts: Integers = extra - numpy.rint(candidate.microbatch * for_each_sample).astype(
                 numpy.int64
             )
             found = chain.at(candidate.microbatch, accumulated=accumulated).shifted(shifts)
-            self._priced[key] = replace(found, floor=found.floor + extra)
-        return self._priced[key]
+            self._priced[(*key,)] = replace(found, floor=found.floor + extra)
+        return self._priced[(*key,)]
 
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
@@ -239,41 +229,44 @@ class WholeSteps:
             for option in tried:
                 yield self.whole(replace(candidate, options={**base, last.name: option}))
 
-    def least(self, candidate: Candidate, *, near: float | None = None) -> Candidate:
+    def least(self, candidate: Candidate) -> Candidate:
         """Find the options with the least peak for this microbatch, regardless of time.
 
-        Of equal peaks the fewest FLOPs win. If the chain's figure is far above `near`, it is
-        returned without a check.
+        Of equal peaks the fewest FLOPs win.
         """
         chain = self.priced(candidate)
-        options = chain.least()
-        poorest = replace(
-            candidate,
-            options=options,
-            peak_bytes=chain.peak(options),
-            step_seconds=None,
-            flops=None,
-            checked=False,
-        )
-        if near is not None and poorest.peak_bytes > OVERESTIMATE_RATIO * near:
-            return poorest
-        found = self._poorest(poorest, chain)
+        found = self._poorest(replace(candidate, options=chain.least()), chain)
         return min(found, key=lambda one: (one.peak_bytes, one.flops))
 
     # Whole steps.
 
-    def peak(self, candidate: Candidate) -> tuple[int, float]:
-        """Return the peak of the whole step, and the FLOPs of one microbatch."""
+    def step(self, candidate: Candidate) -> StepEstimate:
+        """Return the whole step of a candidate, which is estimated once."""
         key = self._key(candidate)
         if key not in self.known:
-            step = self.recorded(candidate)
-            self._remember(key, step)
+            self.known[key] = self.recorded(candidate)
         return self.known[key]
 
-    def recorded(self, candidate: Candidate, *, sketch: Sketch | None = None) -> StepEstimate:
-        """Estimate the whole step of a candidate, in this sketch if no other one is given."""
-        if sketch is None and self._is_known_plain(candidate):
-            return self.sketch.step(candidate.microbatch, accumulated=candidate.steps > 1)
+    def bytes_needed(self, step: StepEstimate) -> int:
+        """Return the memory that a device must have for a step."""
+        return step.peak_bytes + self.overhead(step)
+
+    def recorded(
+        self,
+        candidate: Candidate,
+        *,
+        sketch: Sketch | None = None,
+        anew: bool = False,
+        alone: bool = False,
+    ) -> StepEstimate:
+        """Estimate the whole step of a candidate, in this sketch if no other one is given.
+
+        `anew`: also where the sketch has kept it, which it does with plain steps.
+        """
+        own = sketch or self.sketch
+        settings: dict[str, Any] = {"accumulated": candidate.steps > 1, "alone": alone}
+        if candidate.is_plain and not anew:
+            return own.step(candidate.microbatch, **settings)
         with drop_saved() as offload:
 
             def change(module: nn.Module) -> None:
@@ -287,21 +280,24 @@ class WholeSteps:
                         module, chunk_tokens=self.chain(candidate).chunk_tokens
                     )
 
-            return (sketch or self.sketch).step(
-                candidate.microbatch, accumulated=candidate.steps > 1, change=change
-            )
+            return own.step(candidate.microbatch, change=change, **settings)
 
-    def _is_known_plain(self, candidate: Candidate) -> bool:
-        """Check whether the sketch caches the step of a candidate on a rank, which has no change.
+    def _plain(self, candidate: Candidate) -> Candidate:
+        """Return the plain step of the larger size that the chain was measured at."""
+        chain = self.chain(candidate)
+        names = {name for names, _ in chain.kinds for name in names}
+        blocks = [name for name in chain.steps[0].blocks if name in names]
+        options = dict.fromkeys(blocks, Option(NONE_KIND))
+        return replace(candidate, microbatch=MEASURED_MICROBATCH_SIZES[-1], options=options)
 
-        Routers change the step of a model that is otherwise the same.
-        """
-        sketch = self.sketch
-        is_plain = not candidate.chunked_loss and all(
-            option.kind == NONE_KIND for option in candidate.options.values()
-        )
-        is_cached = sketch.sharding.is_shared and sketch.routing is None
-        return is_plain and is_cached
+    def _step_alone(self, plain: Candidate) -> StepEstimate:
+        """Return the plain step of the model without its sharding."""
+        if not self.sketch.sharding.is_shared:
+            return self.step(plain)
+        key = self._key(plain)
+        if key not in self._alone:
+            self._alone[key] = self.recorded(plain, alone=True)
+        return self._alone[key]
 
     def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
         """Return the peak of a candidate on one of several ranks, where the plan is for one.
@@ -312,38 +308,10 @@ class WholeSteps:
 
         def estimate() -> int:
             with torch.enable_grad(), self.sketch.on_ranks(sharding) as sketch:
-                step = self.recorded(candidate, sketch=sketch)
-            return step.peak_bytes + self.overhead(step)
+                return self.bytes_needed(self.recorded(candidate, sketch=sketch))
 
         with ThreadPoolExecutor(max_workers=1) as pool:
             return pool.submit(estimate).result()
-
-    def _remember(self, key: PlanKey, step: StepEstimate) -> None:
-        self.known[key] = step.peak_bytes + self.overhead(step), float(step.flops.sum())
-        if step.trace is not None:
-            self.traces[key] = step.trace
-        if step.course is not None:
-            self._rank_steps[key] = step
-
-    def trace(self, candidate: Candidate) -> StepTrace | None:
-        """Return the trace of a candidate that was estimated, if it is one of CUDA."""
-        return self.traces.get(self._key(candidate))
-
-    def _plain_step(self, chain: Chain, *, accumulated: bool, alone: bool) -> StepEstimate:
-        if alone and not accumulated:
-            return chain.steps[-1]
-        key = chain.chunk_tokens, accumulated, alone
-        if key not in self._plain_steps:
-            chunk = functools.partial(
-                primitives.apply_chunked_loss, chunk_tokens=chain.chunk_tokens
-            )
-            self._plain_steps[key] = self.sketch.step(
-                MEASURED_MICROBATCH_SIZES[-1],
-                accumulated=accumulated,
-                change=None if chain.chunk_tokens is None else chunk,
-                alone=alone,
-            )
-        return self._plain_steps[key]
 
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
         """List all choices for the same microbatch whose whole step was estimated."""
@@ -353,13 +321,13 @@ class WholeSteps:
 
     def whole(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the peak, time and FLOPs of its whole step."""
-        peak, flops = self.peak(candidate)
+        step = self.step(candidate)
         seconds = self.priced(candidate).seconds(candidate.options)
         return replace(
             candidate,
-            peak_bytes=peak,
+            peak_bytes=self.bytes_needed(step),
             step_seconds=self.seconds(candidate, seconds),
-            flops=candidate.steps * flops,
+            flops=candidate.steps * float(step.flops.sum()),
             checked=True,
         )
 
@@ -379,28 +347,20 @@ class WholeSteps:
         A step that was not estimated waits as the plain step of the chain's size does.
         """
         chain = self.chain(candidate)
-        plain = self._plain_step(chain, accumulated=candidate.steps > 1, alone=False)
-        step, scale = plain, candidate.microbatch / MEASURED_MICROBATCH_SIZES[-1]
-        if self._key(candidate) in self._rank_steps:
-            step, scale = self._rank_steps[self._key(candidate)], 1.0
-        found = self._window(chain, step, steps=candidate.steps, scale=scale)
-
-        # A rank has a part of the model, or its layers' copies besides, by the plain step.
-        one = self._window(chain, plain, steps=1).compute
-        part = one / chain.plain_seconds(MEASURED_MICROBATCH_SIZES[-1])
-        return replace(found, compute=candidate.steps * part * of_microbatch)
-
-    def _window(
-        self, chain: Chain, step: StepEstimate, *, steps: int, scale: float = 1.0
-    ) -> RankSeconds:
+        plain = self.step(self._plain(candidate))
+        step = self.known.get(self._key(candidate), plain)
+        scale = candidate.microbatch / MEASURED_MICROBATCH_SIZES[-1] if step is plain else 1.0
         # FSDP2 computes in the dtype of gathered parameters.
         dtype = self.sketch.sharding.precision
         dtype = dtype or str(self.sketch.case.dtype).removeprefix("torch.")
-        links = self._links_of(chain)
-        return time_of_window(step, chain.profile, links, dtype=dtype, steps=steps, scale=scale)
+        window = functools.partial(
+            time_of_window, profile=chain.profile, links=self.links, dtype=dtype
+        )
 
-    def _links_of(self, chain: Chain) -> Links:
-        return self._links or links_of(chain.profile.name)
+        # A rank has a part of the model, or its layers' copies besides, by the plain step.
+        part = window(plain, steps=1).compute / chain.plain_seconds(MEASURED_MICROBATCH_SIZES[-1])
+        found = window(step, steps=candidate.steps, scale=scale)
+        return found._replace(compute=candidate.steps * part * of_microbatch)
 
     def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
         """Return the peak where each expert gets as many tokens, and where all choose the same.
@@ -415,12 +375,12 @@ class WholeSteps:
             return None
         routing = sketch.routing or ForcedRouting(even=True)
         with routing if is_measured else contextlib.nullcontext():
-            even = self.recorded(candidate)
+            even = self.recorded(candidate, anew=True)
             with routing.worst():
-                worst = self.recorded(candidate)
+                worst = self.recorded(candidate, anew=True)
         peaks = {
-            "even_bytes": even.peak_bytes + self.overhead(even),
-            "worst_bytes": worst.peak_bytes + self.overhead(worst),
+            "even_bytes": self.bytes_needed(even),
+            "worst_bytes": self.bytes_needed(worst),
         }
         return peaks if is_measured or peaks["even_bytes"] < peaks["worst_bytes"] else None
 
@@ -429,19 +389,17 @@ class WholeSteps:
 
         None for one rank.
         """
-        step = self._rank_steps.get(self._key(candidate))
-        if step is None:
+        step = self.step(candidate)
+        if step.course is None:
             return None
-        chain = self.chain(candidate)
-        links = self._links_of(chain)
         seconds = self.priced(candidate).seconds(candidate.options)
-        text = f"Links: {links}."
+        text = f"Links: {self.links}."
         if step.host_bytes:
             text += f" {offload_note(step.host_bytes)}"
         return self.rank_seconds(candidate, seconds).to_json() | {
             "collectives": count_window(step, candidate.steps),
             "host_bytes": step.host_bytes,
-            "links": links.to_json(),
+            "links": self.links.to_json(),
             "text": text,
         }
 
@@ -453,13 +411,6 @@ class WholeSteps:
             candidate.chunked_loss,
             tuple(candidate.options.items()),
         )
-
-
-def _plain(chain: Chain, candidate: Candidate) -> Candidate:
-    """Return a candidate with all of its blocks as they are."""
-    names = {name for names, _ in chain.kinds for name in names}
-    blocks = [name for name in chain.steps[0].blocks if name in names]
-    return replace(candidate, options=dict.fromkeys(blocks, Option(NONE_KIND)))
 
 
 def order(candidate: Candidate) -> tuple[float, bool, float, int]:
