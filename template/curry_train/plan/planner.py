@@ -29,8 +29,8 @@ from ..workloads.workload import Workload
 from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
 from .cuda_step import (
-    CONTEXT_BYTES,
     StepTrace,
+    context_of,
     cuda_memory,
     least_device,
     workspace_of,
@@ -292,7 +292,7 @@ class Planner:
             overhead=self._overhead,
             links=links,
         )
-        self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
+        self.context_bytes = context_bytes
         self.by_reserved = by_reserved
         self._reserved: dict[StepTrace, int] = {}
         self._best: Candidate | None = None  # of the latest plan
@@ -330,7 +330,8 @@ class Planner:
         if step.trace not in self._reserved:
             memory = cuda_memory(step.trace, workspace_bytes=self._workspace_bytes)
             self._reserved[step.trace] = memory.reserved_bytes
-        return self._reserved[step.trace] + self.context_bytes - step.peak_bytes
+        context = context_of(step.trace, self.context_bytes)
+        return self._reserved[step.trace] + context - step.peak_bytes
 
     def _limit(self, budget_bytes: int) -> int:
         """Return the memory that a plan must fit: the budget, or the device if it has less."""
@@ -356,7 +357,10 @@ class Planner:
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
             "expandable_reserved_bytes": self._expandable(trace),
             "least_device_bytes": least,
-            "context_bytes": self.context_bytes,
+            "context_bytes": context_of(trace, self.context_bytes),
+            "convolution_workspace_bytes": max(
+                (one.num_bytes for one in trace.convolutions), default=0
+            ),
             "limit_bytes": limit_bytes,
         }
 
@@ -567,8 +571,9 @@ class Planner:
         trace = self.whole_steps.trace(least)
         if trace is None or not self.by_reserved:
             return
-        expandable = self._expandable(trace) + self.context_bytes
-        fused = self._expandable(trace.without_copies()) + self.context_bytes
+        context = context_of(trace, self.context_bytes)
+        expandable = self._expandable(trace) + context
+        fused = self._expandable(trace.without_copies()) + context
         if expandable < least.peak_bytes:
             yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
         if fused < min(expandable, least.peak_bytes):

@@ -404,10 +404,14 @@ class Plan:
             return []
         shown = {name: format_bytes(value) for name, value in self.cuda.items()}
         margin = self.cuda["limit_bytes"] - self.peak_bytes
+        workspace = ""
+        if self.cuda.get("convolution_workspace_bytes"):
+            size = shown["convolution_workspace_bytes"]
+            workspace = f"; convolution workspace, estimated: {size}"
         text = (
             f"on the device: {shown['allocated_bytes']} allocated, {shown['reserved_bytes']} "
-            f"reserved ({shown['first_step_reserved_bytes']} in the first step), and "
-            f"{shown['context_bytes']} of context; {format_bytes(margin)} of "
+            f"reserved ({shown['first_step_reserved_bytes']} in the first step"
+            f"{workspace}), and {shown['context_bytes']} of context; {format_bytes(margin)} of "
             f"{shown['limit_bytes']} are left. The least device that runs it has "
             f"{shown['least_device_bytes']}. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
             f"reserves {shown['expandable_reserved_bytes']}."
