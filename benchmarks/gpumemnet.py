@@ -200,17 +200,15 @@ def every(items: list[Any], count: int) -> list[Any]:
 
 def measure_mlps(path: Path, count: int) -> list[Row]:
     with path.open() as file:
-        rows = [
-            row for row in csv.DictReader(file) if float(row["measured_mib"]) > SMALLEST_MLP_MIB
-        ]
+        read = list(csv.DictReader(file))
+    rows = every([row for row in read if float(row["measured_mib"]) > SMALLEST_MLP_MIB], count)
     return [
-        {
-            "model": f"{row['input_features']} {row['layers']}",
-            "measured_mib": float(row["measured_mib"]),
-            "reserved_mib": estimate_mlp(row) // MIB,
-        }
-        for row in every(rows, count)
+        row_of(row["layers"], float(row["measured_mib"]), estimate_mlp(row) // MIB) for row in rows
     ]
+
+
+def row_of(model: str, measured: float, reserved: int) -> Row:
+    return {"model": model, "measured_mib": measured, "reserved_mib": reserved}
 
 
 def measure_timm(path: Path, count: int) -> list[Row]:
@@ -218,25 +216,16 @@ def measure_timm(path: Path, count: int) -> list[Row]:
     with path.open() as file:
         for row in csv.DictReader(file):
             readings[row["timm_model"]][int(row["batch_size"])] = float(row["measured_mib"])
-    names = [name for name in sorted(readings) if settled(readings[name])]
     rows = []
-    for name in every(names, count):
+    for name in every([name for name in sorted(readings) if settled(readings[name])], count):
         try:
             found = estimate_timm(name, settled(readings[name]))
         except (RuntimeError, ValueError) as error:
             print(f"{name} is left out: {error}")
             continue
         for size, reserved in found.items():
-            measured = readings[name][size]
-            rows.append(
-                {
-                    "model": name,
-                    "batch": size,
-                    "measured_mib": measured,
-                    "reserved_mib": reserved // MIB,
-                }
-            )
-            print(f"{name} {size}: {measured:.0f} MiB, {reserved // MIB} of them reserved")
+            rows.append(row_of(name, readings[name][size], reserved // MIB))
+            print(f"{name} {size}: {readings[name][size]:.0f} MiB, {reserved // MIB} reserved")
     return rows
 
 
