@@ -1,29 +1,19 @@
-"""Kill a process that saves, at every change or at random moments, and check its folder.
+"""Kill a process that saves at every change of the disk, and check its folder.
 
-    python -m store_kills FOLDER [--every N] [--random N] [--seed S] [--json PATH]
-
-It writes JSON; benchmarks/, tests/runs/ and template/ have to be on the path. A child is forked for
-each kill, from a process that has only one thread.
-Proof: `python -m pytest tests/runs/test_store_kill.py`.
+A child is forked for each kill, from a process that has only one thread.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
-import argparse
 import itertools
 import os
-import random
 import shutil
-import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 from store_models import At, CountedFiles, die, equal, new_state, tensors_of, train
 
-from curry_train.core.wording import provenance, write_json
-from curry_train.runs.files import Files
 from curry_train.runs.store import Store
 
 STEPS = 3  # the first is committed before; the child may die in the others
@@ -111,48 +101,3 @@ def at_every_change(folder: Path, expected: dict[int, Any], *, every: int) -> di
         if fault := judge(folder, expected):
             wrong.append(f"killed at change {number}: {fault}")
     return {"kills": len(killed), "wrong": wrong}
-
-
-def at_random(
-    folder: Path, expected: dict[int, Any], *, num_kills: int, seed: int
-) -> dict[str, Any]:
-    """Kill children after random times, within the time that a child needs."""
-    generator = random.Random(seed)
-    wrong = []
-    during = 0
-    prepare(folder)
-    start = time.perf_counter()
-    os.waitpid(in_child(folder, Files(folder)), 0)
-    longest = time.perf_counter() - start
-    for number in range(num_kills):
-        prepare(folder)
-        pid = in_child(folder, Files(folder))
-        time.sleep(generator.uniform(0, longest))
-        os.kill(pid, signal.SIGKILL)
-        during += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        if fault := judge(folder, expected):
-            wrong.append(f"kill {number}: {fault}")
-    return {"kills": num_kills, "before_the_end": during, "wrong": wrong}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--random", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", default="-")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    expected = states()
-    folder = options.folder / "run"
-    found = {
-        **provenance(torch.device("cpu")),
-        "at_each_change": at_every_change(folder, expected, every=options.every),
-        "at_random": at_random(folder, expected, num_kills=options.random, seed=options.seed),
-    }
-    write_json(options.json, found)
-
-
-if __name__ == "__main__":
-    main()

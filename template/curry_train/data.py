@@ -1,8 +1,9 @@
-"""Serve samples by position: an order without a table, tokens from files, shared by ranks.
+"""Serve samples by position: a shuffled order, tokens from files, shared by ranks.
 
 Proof: `python -m pytest tests/trainer`.
 """
 
+import functools
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,9 +145,6 @@ BYTE_VOCABULARY_SIZE = 256
 
 # Sample order: a pure function of seed and position, reshuffled each epoch.
 
-# Three rounds are the least that mix in a Feistel network; a test measures the order after four.
-FEISTEL_ROUNDS = 4
-
 
 @dataclass(frozen=True)
 class Order:
@@ -171,52 +169,15 @@ class Order:
         samples = numpy.empty_like(places)
         for epoch in numpy.unique(epochs):
             inside = epochs == epoch
-            keys = _round_keys(self.seed, int(epoch))
-            samples[inside] = permute(places[inside], self.num_samples, keys=keys)
+            samples[inside] = _permutation(self.num_samples, self.seed, int(epoch))[places[inside]]
         return samples
 
 
-def permute(
-    places: NDArray[numpy.int64], size: int, *, keys: NDArray[numpy.uint64]
-) -> NDArray[numpy.int64]:
-    """Return the values at these places of a permutation of `range(size)`."""
-    half = max(1, (max(1, size - 1).bit_length() + 1) // 2)
-    values = places.astype(numpy.uint64)
-    outside = numpy.ones(values.shape, dtype=bool)
-
-    # At most three of four values are outside of the range. The loop ends, because the network is
-    # a permutation: applied again and again, it returns to the place inside the range.
-    while outside.any():
-        values[outside] = _feistel(values[outside], half, keys)
-        outside = values >= size
-    return values.astype(numpy.int64)
-
-
-def _feistel(
-    values: NDArray[numpy.uint64], half: int, keys: NDArray[numpy.uint64]
-) -> NDArray[numpy.uint64]:
-    bits = numpy.uint64(half)
-    mask = numpy.uint64((1 << half) - 1)
-    left = values >> bits
-    right = values & mask
-    for key in keys:
-        left, right = right, left ^ (_mixed(right + key) & mask)
-    return (left << bits) | right
-
-
-def _round_keys(seed: int, epoch: int) -> NDArray[numpy.uint64]:
-    """Return one key for each round, different for every seed and epoch."""
-    start = _mixed(numpy.array([seed % 2**64], dtype=numpy.uint64))
-    start = _mixed(start + numpy.uint64(epoch))
-    return _mixed(start + numpy.array(range(1, FEISTEL_ROUNDS + 1), dtype=numpy.uint64))
-
-
-def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
-    """Mix all bits of each value with the finalizer of the splitmix64 generator."""
-    values = values + numpy.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    return values ^ (values >> numpy.uint64(31))
+@functools.lru_cache(maxsize=2)
+def _permutation(size: int, seed: int, epoch: int) -> NDArray[numpy.int64]:
+    """Return the order of an epoch, from the generator whose streams NumPy keeps for ever."""
+    words = [seed >> shift & 0xFFFFFFFF for shift in (0, 32, 64)]
+    return numpy.random.RandomState([*words, epoch]).permutation(size)
 
 
 # The stream of microbatches on one rank, which resumes from one integer position.
@@ -311,10 +272,6 @@ class Stream:
             if not any(first <= position < end for first, end in self.skipped):
                 positions.append(position)
         return [int(sample) for sample in self.order(positions)]
-
-    def samples(self, position: int) -> NDArray[numpy.int64]:
-        """Return the samples of all ranks in the window that starts at `position`."""
-        return self.order(self.window(position)[0])
 
     def __iter__(self) -> Iterator[Any]:
         """Yield microbatches without end; `position` moves with the last one of a window."""

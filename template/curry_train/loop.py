@@ -7,8 +7,8 @@
             schedule=factor, clip_norm=1.0, evaluate=dev_loss, evaluate_every=100,
         )
 
-Without `run` nothing is saved, unless `save` does it. `train_window` runs a single step; this
-module does what happens between steps, the same on every rank. `equip` adds to the loop of another
+Without `run` nothing is saved. `train_window` runs a single step; this module does what happens
+between steps, the same on every rank. `equip` adds to the loop of another
 trainer what this one has:
 
     equip(trainer, apply=recompute_blocks, journal="runs/mine", watch=SpikeConfig(), commit=True)
@@ -33,11 +33,10 @@ from torch.utils.data import DataLoader
 from .core.generators import buffers_kept, generators_kept
 from .core.memory_recorder import memory_record
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
-from .runs.attach import AttachedRun, Stop
+from .runs.attach import AttachedRun
 from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
 from .runs.policy_config import SpikeConfig
-from .runs.ranks import Ranks
 from .runs.state import TrainingState
 from .runs.trainers import add_callback, commit_checkpoints, library_of, record_training
 
@@ -85,7 +84,6 @@ def run_training_steps(
     loss: Callable[[nn.Module, Any], Tensor],
     *,
     steps: int,
-    first_step: int = 0,
     accumulation: GradientAccumulation | None = None,
     count: Callable[[Any], Any] | None = None,
     clip_norm: float | None = None,
@@ -93,34 +91,30 @@ def run_training_steps(
     scaler: torch.amp.GradScaler | None = None,
     evaluate: Callable[[], float] | None = None,
     evaluate_every: int | None = None,
-    save: Callable[[int], Any] | None = None,
-    save_every: int | None = None,
     after_step: Sequence[Callable[[StepReport], Any]] = (),
-    stop: Stop | None = None,
     run: AttachedRun | None = None,
 ) -> RunReport:
-    """Train until `steps` steps are done, counting `first_step` steps done before.
+    """Train until `steps` steps are done.
 
     `microbatches` begin with those of the next step. `loss` returns a sum over the terms that
     `count` counts (without `count`, a mean). `schedule` returns the factor on each group's learning
-    rate for a step, counted from 0. `evaluate` returns the dev loss. `save` is called with the
-    number of steps done, every `save_every` steps and, if steps were done since, when the loop
-    ends for any reason but an error. `NonFiniteWindow` leaves the weights as they were before the
-    step, on every rank. `stop` ends the loop after a step: `Stop(STOP_SIGNALS)` on a signal.
+    rate for a step, counted from 0. `evaluate` returns the dev loss. `NonFiniteWindow` leaves the
+    weights as they were before the step, on every rank.
 
     `run` is what `saving(..., stream=microbatches)` returned: training continues from its step, it
-    saves, writes the journal, rolls back from loss spikes, and ends the loop on a signal. `save`,
-    `save_every`, `stop` and `first_step` are then its part.
+    saves, writes the journal, rolls back from loss spikes, and ends the loop on a signal.
     """
-    _check(steps, first_step, {"evaluate": (evaluate, evaluate_every), "save": (save, save_every)})
-    if run is not None and (save is not None or stop is not None or first_step):
-        raise ValueError("run= saves, stops and has its step: leave out save, stop and first_step")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if evaluate_every is not None and (evaluate is None or evaluate_every < 1):
+        wanted = "at least 1" if evaluate is not None else "None without evaluate="
+        raise ValueError(f"evaluate_every must be {wanted}, got {evaluate_every}")
     for group in optimizer.param_groups:
         # Not torch's `initial_lr`, by which a forgotten scheduler is found.
         group.setdefault("base_lr", group.get("initial_lr", group["lr"]))
 
     accumulation = accumulation or GradientAccumulation()
-    windows = accumulation.windows(microbatches, count=count) if first_step < steps else iter(())
+    windows = accumulation.windows(microbatches, count=count)
     options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "scaler": scaler}
     loop = _StepLoop(
         train=functools.partial(train_window, model, loss=loss, **options),
@@ -132,36 +126,17 @@ def run_training_steps(
         evaluate_every=evaluate_every,
         after_step=after_step,
     )
-    if run is not None:
-        return loop.run(windows, run)
-    alone = _RunAlone(first_step, save=save, save_every=save_every, stop=stop or Stop())
-    report = loop.run(windows, alone)
-    alone.close()
-    return report
+    return loop.run(windows, run or _RunAlone())
 
 
 class _RunAlone:
-    """The run of a loop without `saving`: it calls `save` where it is due, and ends on `stop`."""
+    """The run of a loop without `saving`, which only counts its steps."""
 
-    def __init__(
-        self,
-        first_step: int,
-        *,
-        save: Callable[[int], Any] | None,
-        save_every: int | None,
-        stop: Stop,
-    ) -> None:
-        self.steps = first_step
-        self.ended_by: str | None = None
-        self._saved = first_step
-        self._save = save
-        self._save_every = save_every
-        self._stop = stop
-        self._ranks = Ranks.on_the_host()
+    steps = 0
+    ended_by: str | None = None
 
     def continues(self, *, until: int) -> bool:
-        reason = self._stop.agreed(self._ranks)
-        self.ended_by = "steps" if self.steps >= until else reason
+        self.ended_by = "steps" if self.steps >= until else None
         return self.ended_by is None
 
     def learning_rate_factor(self) -> float:
@@ -172,18 +147,6 @@ class _RunAlone:
 
     def step(self, **_: Any) -> None:
         self.steps += 1
-        if self._save_every is not None and self.steps % self._save_every == 0:
-            self._save_now()
-
-    def close(self) -> None:
-        """Save the last steps, if they are not saved yet."""
-        if self._saved < self.steps:
-            self._save_now()
-
-    def _save_now(self) -> None:
-        if self._save is not None:
-            self._save(self.steps)
-        self._saved = self.steps
 
 
 @dataclass
@@ -268,17 +231,6 @@ def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[SavedChe
 
 def _due(done: int, every: int | None, steps: int) -> bool:
     return every is not None and (done % every == 0 or done == steps)
-
-
-def _check(steps: int, first_step: int, pairs: dict[str, tuple[Any, int | None]]) -> None:
-    if steps < 1 or first_step < 0:
-        raise ValueError(
-            f"steps must be at least 1 and first_step at least 0, got {steps} and {first_step}"
-        )
-    for name, (function, every) in pairs.items():
-        if every is not None and (function is None or every < 1):
-            wanted = "at least 1" if function is not None else f"None without {name}="
-            raise ValueError(f"{name}_every must be {wanted}, got {every}")
 
 
 # Mean loss over dev samples, the same samples for any number of ranks.

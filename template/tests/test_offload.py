@@ -41,10 +41,6 @@ class Model(nn.Module):
         return [layer.hidden() is not None for layer in self.layers]
 
 
-def mean_loss(model, batch):
-    return model(batch)
-
-
 def train_step(change=None):
     torch.manual_seed(0)
     model = Model()
@@ -108,11 +104,9 @@ def test_a_saved_tensor_that_is_written_in_place_is_an_error():
         loss.backward()
 
 
-def test_memory_is_reserved_before_the_first_step_and_freed_at_removal():
+def test_removal_makes_the_blocks_as_they_were():
     model = Model()
-    batch = torch.randn(32, 16)
-    names = offload_blocks(model, batch=batch, loss=mean_loss)
-    assert offload_report(model).reserved_bytes >= 3 * 32 * 64 * 4
+    names = offload_blocks(model)
     assert remove_offload(model) == names == ["layers.0", "layers.1", "layers.2"]
     assert all(type(layer) is Block for layer in model.layers)
 
@@ -122,9 +116,7 @@ def test_memory_is_reserved_before_the_first_step_and_freed_at_removal():
     [
         ({"keep_last": 4}, "leaves none"),
         ({"min_bytes": -1}, "min_bytes"),
-        ({"batch": torch.ones(8, 16)}, "loss"),
         ({"blocks": "no_such_layer"}, "no_such_layer"),
-        ({"batch": torch.ones(8, 16), "loss": mean_loss, "min_bytes": 2**20}, "save nothing"),
     ],
 )
 def test_useless_settings_are_refused(options, message):

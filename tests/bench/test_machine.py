@@ -3,13 +3,12 @@
 python -m pytest tests/bench/test_machine.py
 """
 
-import sys
+import os
 
 import pytest
 from planted_machine import DRIFT, PlantedMachine
 
-from curry_train.bench import report
-from curry_train.bench.report import CoreTime, crowding_notes, drift_of, read_core_time
+from curry_train.bench.report import drift_of, load_notes
 from curry_train.core.timing import paired_ratio, spread_of, time_in_turns
 
 
@@ -27,31 +26,10 @@ def test_drift_is_the_last_third_over_the_first():
     assert drift_of([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
 
 
-# 1.9 of two cores in use, 0.9 of them ours.
-START = CoreTime(0.0, 100.0, 10.0)
-CROWDED = CoreTime(10.0, 119.0, 19.0)
-
-
-def test_cores_taken_by_other_processes_get_a_note():
-    (note,) = crowding_notes(START, CROWDED, cores=2)
-    assert "other processes took 1.0 of 2 cores" in note
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        CoreTime(10.0, 120.0, 30.0),  # all of the load is ours
-        CoreTime(10.0, 105.0, 10.0),  # others use half a core, and the rest is idle
-        CoreTime(0.05, 119.0, 19.0),  # less time than the kernel's clock can tell
-        None,  # no reading of the machine's load
-    ],
-)
-def test_a_machine_with_idle_cores_gets_no_note(end):
-    assert crowding_notes(START, end, cores=2) == []
-
-
-def test_the_real_machine_is_read(monkeypatch, tmp_path):
-    found = read_core_time()
-    assert found is not None or sys.platform != "linux"
-    monkeypatch.setattr(report, "CPU_STAT_FILE", tmp_path / "absent")
-    assert read_core_time() is None
+@pytest.mark.parametrize(("load", "cores", "noted"), [(1.0, 2, True), (0.9, 2, False)])
+def test_a_machine_that_was_busy_before_gets_a_note(monkeypatch, load, cores, noted):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    notes = load_notes()
+    assert bool(notes) == noted
+    assert all("kept 1.0 of 2 cores busy" in note for note in notes)

@@ -235,19 +235,6 @@ def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
     assert max(tried) <= max(2 * start, 2 * found, 2)
 
 
-def test_the_largest_batch_is_found_in_few_steps_when_bytes_grow_evenly():
-    tried = []
-
-    def bytes_of(size):
-        tried.append(size)
-        return 1000 + 7 * size
-
-    assert search(bytes_of, 1_000_000, start=8) == 142714
-    assert (
-        len(tried) <= 20
-    )  # 15 doublings, then sizes at which the line meets the limit, and halves in between
-
-
 def test_largest_batch_fits_and_one_more_does_not():
     case = Case(chain())
     limit = 2**20
@@ -368,31 +355,6 @@ def test_an_interrupted_measurement_leaves_no_folder(run, tmp_path, monkeypatch)
     (tmp_path / "out").mkdir()
     assert run("--model", "mlp").exit_code == 1
     assert (tmp_path / "out").is_dir()
-
-
-def test_the_picture_is_drawn_again_from_the_figures_alone(run, tmp_path, monkeypatch):
-    import matplotlib.figure
-
-    labels, save = [], matplotlib.figure.Figure.savefig
-
-    def keep(figure, *args, **options):
-        labels.extend(axes.get_xlabel() for axes in figure.axes)
-        return save(figure, *args, **options)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
-    rows = [made_row("none"), made_row("full", 1.3, 4.0), made_row("sac", outcome="refused")]
-    assert [SavingsRow.from_json(json.loads(json.dumps(row.to_json()))) for row in rows] == rows
-    record = {"device": "cpu", "torch": "2.13.0", "rows": [row.to_json() for row in rows]}
-    (tmp_path / "before.json").write_text(json.dumps(record))
-    monkeypatch.setattr(command, "measure_savings", None)
-    ended = run("--redraw", "before.json")
-    assert (ended.exit_code, ended.output) == (0, "wrote out/savings.png\n")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["savings.png"]
-    assert labels[0] == "step time / that of none in the same round"
-    (tmp_path / "before.json").write_text('{"rows": [{"strategy": "full"}]}')
-    ended = run("--redraw", "before.json")
-    assert ended.exit_code == 2
-    assert "before.json is no savings.json of this command" in ended.output
 
 
 def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):

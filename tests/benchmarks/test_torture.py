@@ -39,14 +39,13 @@ def run(*words):
     return done.returncode, json.loads(done.stdout)
 
 
-def test_kills_of_one_and_of_two_ranks():
-    status, found = run(
-        "torture", "--kills", "8", "--only", "kills.one_rank", "kills.two_ranks", "--json", "-"
-    )
+def test_kills_at_changes_and_of_one_and_of_two_ranks():
+    only = ("kills.one_rank", "kills.two_ranks", "kills.at_each_change")
+    status, found = run("torture", "--kills", "8", "--every", "7", "--only", *only, "--json", "-")
     assert (wrongs(found), status) == ([], 0)
     assert found["kills"]["one_rank"]["kills"] >= 4
     assert found["kills"]["two_ranks"]["kills"] >= 1
-    assert found["kills"]["total"] >= 5
+    assert found["kills"]["at_each_change"]["kills"] >= 9
 
 
 @pytest.mark.long

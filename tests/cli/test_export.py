@@ -78,7 +78,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
         export_parameters(run, "latest", tmp_path / "out")
     assert [one.name for one in tmp_path.glob("*out*")] == []
     (tmp_path / "out").mkdir()
-    with pytest.raises(FileExistsError, match="give a new folder"):
+    with pytest.raises(ValueError, match="give a new folder"):
         export_parameters(run, "latest", tmp_path / "out")
 
 

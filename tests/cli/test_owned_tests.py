@@ -53,13 +53,13 @@ FAULTS = {
     "snn-timesteps": [
         ("self.drawn_from.restore()", "pass"),
         (
-            "new_leaves, self.shape_after = tree_flatten(state)",
-            "new_leaves, self.shape_after = tree_flatten(state)\n"
-            "        new_leaves = [leaf.detach() for leaf in new_leaves]",
+            "state = self.loop.run(state, timesteps, self.schedule, again=self.again)",
+            "state = self.loop.run(state, timesteps, self.schedule, again=self.again).detach()",
         ),
+        ("with self.before, statistics_kept(modules)", "with statistics_kept(modules)"),
         (
-            "*earlier, last = schedule.chunks",
-            "earlier, last = (), ChunkSchedule(schedule.num_steps)",
+            "for inside in schedule.chunks[:-1]:",
+            "for inside in ():",
         ),
     ],
     "chunked-loss": [

@@ -15,11 +15,12 @@ from tree import ROOT
 
 from curry_train.cli.main import main
 from curry_train.cli.resume_check import (
-    _different_figure,
+    different_figure,
     different_tensor,
     resume_check,
 )
 from curry_train.runs import Journal, Store
+from curry_train.runs.history import read_history
 
 TINY = [
     "model=training_models:with_dropout",
@@ -217,15 +218,28 @@ def test_one_bit_or_one_figure_makes_runs_differ():
         == "a differs in the final state"
     )
     assert different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
-    straight = [(1, {"loss": 0.1}), (2, {"loss": 0.2})]
-    assert _different_figure(straight, [straight[0], straight[0], straight[1]]) is None
-    done_again = [straight[0], (1, {"loss": 0.1000001}), straight[1]]
-    assert (
-        _different_figure(straight, done_again)
-        == "loss of step 1 is 0.1 straight and 0.1000001 resumed"
-    )
-    assert _different_figure(straight, done_again[::-1]).startswith("loss of step 1")
-    assert _different_figure(straight, straight[:1]) == "step 2 was not trained after the resume"
+
+
+def test_a_figure_or_a_step_that_is_not_the_same_is_named(tmp_path):
+    def planted(name, losses):
+        (tmp_path / name).mkdir()
+        with Journal(tmp_path / name) as journal:
+            journal.start()
+            for step, loss in losses:
+                if step == 1 and loss != losses[0][1]:
+                    journal.resume(0)
+                journal.step(step, loss=loss, learning_rate=1e-3)
+        return read_history(tmp_path / name)
+
+    straight = planted("straight", [(1, 0.1), (2, 0.2)])
+    assert different_figure(straight, straight) is None
+    done_again = planted("again", [(1, 0.1), (1, 0.1000001), (2, 0.2)])
+    named = "loss of step 1 is 0.1 straight and 0.1000001 resumed"
+    assert different_figure(straight, done_again) == named
+    before = planted("before", [(1, 0.1000001), (1, 0.1), (2, 0.2)])
+    assert different_figure(straight, before) == named
+    short = planted("short", [(1, 0.1)])
+    assert different_figure(straight, short) == "step 2 was not trained after the resume"
 
 
 @pytest.mark.long

@@ -104,42 +104,18 @@ def test_real_project_owns_its_rooms_too() -> None:
     assert {re.split("[>=]", text)[0] for text in theirs} == {"torch", "numpy", "pyyaml", "rich"}
 
 
-def test_new_writes_the_project_and_twice_changes_nothing(bundle: Bundle, tmp_path: Path) -> None:
+def test_new_writes_the_project_and_refuses_a_folder_with_files(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    (tmp_path / "my-run").mkdir()
     first = scaffold(bundle, "new", "my-run", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     made = tree(tmp_path / "my-run")
-    wanted = project_files(bundle, name="my_run", own=False)
     made.pop("curry-train.lock")
     assert made.pop("wheels/curry_train-0.2.0-py3-none-any.whl") == b"wheel"
-    assert made == wanted
+    assert made == project_files(bundle, name="my_run", own=False)
 
     before = times(tmp_path)
     again = scaffold(bundle, "new", "my-run", cwd=tmp_path)
-    assert (again.returncode, times(tmp_path)) == (0, before)
-    assert again.stdout.startswith("Nothing to do")
-
-
-def test_new_accepts_an_empty_folder_and_refuses_one_with_other_files(
-    bundle: Bundle, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    assert scaffold(bundle, "new", "empty", "--name", "run", cwd=tmp_path).returncode == 0
-    write(tmp_path / "theirs/notes.txt", "mine\n")
-    refused = scaffold(bundle, "new", "theirs", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "exists and is not empty" in refused.error
-    assert tree(tmp_path / "theirs") == {"notes.txt": b"mine\n"}
-
-
-def test_new_on_an_edited_project_names_the_edits_and_writes_nothing(
-    bundle: Bundle, tmp_path: Path
-) -> None:
-    scaffold(bundle, "new", "run", cwd=tmp_path)
-    write(tmp_path / "run/README.md", "# Mine\n")
-    (tmp_path / "run/train.py").unlink()
-    before = times(tmp_path)
-    refused = scaffold(bundle, "new", "run", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "README.md: edited" in refused.error
-    assert "train.py: missing" in refused.error
-    assert times(tmp_path) == before
+    assert (again.returncode, times(tmp_path)) == (2, before)
+    assert "exists and is not empty" in again.error

@@ -35,7 +35,7 @@ def bundle(tmp_path: Path) -> Bundle:
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """Copy the sources of the package, so that no edit changes them during the tests."""
     root = tmp_path_factory.mktemp("clone")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root / name)
     caches = shutil.ignore_patterns("__pycache__", ".pytest_cache")
     shutil.copytree(ROOT / "template", root / "template", ignore=caches)
@@ -65,7 +65,7 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(
 
 def test_a_wheel_that_pip_can_not_build_gets_its_message(clone: Bundle, tmp_path: Path) -> None:
     root = Path(shutil.copytree(clone.package.parents[1], tmp_path / "clone"))
-    write(root / "setup.py", "raise SystemExit(7)\n")
+    write(root / "pyproject.toml", "[build-system]\nrequires = 7\n")
     with pytest.raises(ScaffoldError, match=r"pip can't build the wheel of .*clone:\n"):
         build_wheel(find_bundle(root / "template/curry_train"))
 

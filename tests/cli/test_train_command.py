@@ -39,8 +39,8 @@ RANKS = [
 ]
 
 
-def start(*words, cwd, command=TRAIN, folders=()):
-    paths = os.pathsep.join(map(str, [*folders, ROOT / "template", ROOT / "tests/trainer"]))
+def start(*words, cwd, command=TRAIN):
+    paths = os.pathsep.join(map(str, [ROOT / "template", ROOT / "tests/trainer"]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
@@ -48,9 +48,9 @@ def start(*words, cwd, command=TRAIN, folders=()):
     )
 
 
-def command(*words, cwd, command=None, **options):
+def command(*words, cwd):
     """Run the command to its end."""
-    process = start(*words, cwd=cwd, command=command or [warm_python(), *TRAIN[1:]], **options)
+    process = start(*words, cwd=cwd, command=[warm_python(), *TRAIN[1:]])
     out, error = process.communicate(timeout=240)
     return process.returncode, out, error
 
@@ -144,9 +144,9 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train,
     assert "Traceback" not in error
 
 
-def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path):
-    (tmp_path / "tensorboard.py").write_text("raise ImportError('not here')\n")
-    status, _, error = command(*TINY, "log.tensorboard=true", cwd=tmp_path, folders=[tmp_path])
+def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path, train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    status, _, error = train(*TINY, "log.tensorboard=true")
     assert (status, "pip install tensorboard" in " ".join(error.split())) == (2, True), error
     assert not (tmp_path / "runs").exists()
 
@@ -188,8 +188,10 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     assert process.returncode != 0
 
 
-def test_torchrun_with_a_wrong_configuration_gets_the_right_command(tmp_path):
-    status, _, error = command(*TINY, "steps=1", cwd=tmp_path, command=RANKS)
+def test_ranks_without_a_way_to_share_the_training_get_the_right_command(train, monkeypatch):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    status, _, error = train(*TINY, "steps=1")
     assert status != 0
     assert "ranks were started and parallel is none" in " ".join(error.split())
 

@@ -105,7 +105,6 @@ gen-tests --model mlp --out t.py --gate recompute/all | no gate matches 'recompu
 gen-tests --model mlp --out t.py --blocks x.* | the pattern 'x.*' matches no module
 gen-tests --model mlp --out t.py --package absent | can't import absent.gates
 gen-tests --model mlp --out absent/t.py     | the folder of 'absent/t.py' does not exist: create it first
-gen-tests --model mlp --out t.py --check    | there is no t.py to check
 gen-tests --model mlp --out folder          | is a directory
 gen-tests --model mlp --out t.py --batch-size 0 | 0 is not in the range
 savings --out out --batch-size 2,x          | 'x' is not a whole number from 1 up

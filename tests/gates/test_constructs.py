@@ -70,9 +70,9 @@ NEED_NOT_APPLY = {
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
 }
 # The forms that users meet most run each time, and ranks on some; the others with the long tests.
-IN_ALL = {"calls_forward", "checkpoints_all", "compiled_blocks", "data_parallel"}
-IN_ALL |= {"every_second", "keeps_in_closure", "own_batch", "raises_in_eval", "scripted", "sparse"}
-ON_RANKS = {"communicates", "derivative_in_loss", "keeps_last", "masks_in_training", "scales"}
+IN_ALL = {"calls_forward", "compiled_blocks", "data_parallel"}
+IN_ALL |= {"every_second", "own_batch", "sparse"}
+ON_RANKS = {"communicates", "derivative_in_loss", "masks_in_training"}
 
 
 def constructs(always):
@@ -83,12 +83,23 @@ def may_not_apply(gate, patterns):
     return any(fnmatch.fnmatch(gate, pattern) for pattern in [*NEED_A_PART, *patterns])
 
 
-def verdicts_on(name, gates):
-    case = Case(load_workload(f"constructs:{name}"))
-    findings = look(case)
-    patterns, found = NEED_NOT_APPLY.get(name, ([], ""))
+def case_of(name):
+    return Case(load_workload(f"constructs:{name}"))
+
+
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
+def test_the_first_look_finds_the_cause_or_nothing(name):
+    findings = look(case_of(name))
+    _, found = NEED_NOT_APPLY.get(name, ([], ""))
     assert found in " ".join(finding.text for finding in findings)
     assert found or not findings, findings
+
+
+def verdicts_on(name, gates):
+    case = case_of(name)
+    findings = look(case)
+    patterns, _ = NEED_NOT_APPLY.get(name, ([], ""))
     verdicts = [explained(gate.run(case), findings) for gate in gates]
     drop_shared_results()
     wrong = [
@@ -101,7 +112,7 @@ def verdicts_on(name, gates):
     return verdicts
 
 
-@pytest.mark.parametrize("name", constructs(IN_ALL | ON_RANKS))
+@pytest.mark.parametrize("name", constructs(IN_ALL))
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_gates_hold_or_do_not_apply_for_a_cause(name):
     gates = [gate for gate in discover() if not (gate.thorough or gate.name.endswith("two-ranks"))]

@@ -80,13 +80,6 @@ def test_a_window_divides_by_its_own_valid_terms():
     assert [(window.loss_divisor, window.num_terms) for window in windows] == [(3.0, 3), (3.0, 3)]
 
 
-def test_a_window_without_a_valid_term_is_an_error_that_names_it():
-    windows = GradientAccumulation(2).windows([[1], [1], [], []], count=len)
-    next(windows)
-    with pytest.raises(ValueError, match="window 1: none of its 2 microbatches has a valid term"):
-        next(windows)
-
-
 @pytest.mark.parametrize("terms", [-1, 2.5, True, None])
 def test_a_count_that_is_not_a_whole_number_is_refused(terms):
     with pytest.raises(ValueError, match="count\\(microbatch\\) must be a whole number"):
@@ -134,13 +127,6 @@ def test_the_result_is_the_mean_loss_and_the_norm_before_clipping():
 def test_a_clip_norm_that_would_erase_the_gradient_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm must be above 0"):
         linear_step([torch.ones(1, 2)], clip_norm=clip_norm)
-
-
-def test_a_loss_per_sample_is_refused():
-    with pytest.raises(
-        ValueError, match=r"must be one number, the sum over its terms; got shape \(3, 1\)"
-    ):
-        linear_step([torch.ones(3, 2)], loss=lambda model, batch: model(batch))
 
 
 def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():

@@ -78,17 +78,6 @@ def train(model, window, *, joint, **options):
     return train_window(model, window, summed_loss, optimizer, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"sync_each_batch": True}])
-def test_a_window_has_the_gradients_of_its_large_batch(options):
-    model = make_model()
-    microbatches = make_microbatches(0)
-    loss, expected = large_batch_gradients([microbatches], joint=False)
-    result = train(model, window_of(microbatches, **options), joint=False)
-    assert result.loss == pytest.approx(loss, rel=1e-12)
-    for parameter, gradient in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
-
-
 def test_a_joint_loss_couples_the_microbatches_of_a_window():
     model = make_model()
     microbatches = make_microbatches(0)

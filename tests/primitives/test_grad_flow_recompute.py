@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from curry_train.primitives import (
     CheckpointWrapper,
     GradFlow,
-    Recompute,
     apply_regions,
     apply_sac,
     offload_blocks,
@@ -98,8 +97,6 @@ def nested(run, *args):
 
 
 FORMS = {
-    "Recompute": replaced(Recompute),
-    "CheckpointWrapper": replaced(CheckpointWrapper),
     "CheckpointWrapper reentrant": replaced(partial(CheckpointWrapper, use_reentrant=True)),
     "blocks": recompute_blocks,
     "segments": partial(recompute_segments, num_segments=2),

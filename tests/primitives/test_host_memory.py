@@ -1,4 +1,4 @@
-"""Measure the available host memory, and reuse the buffers of a pool.
+"""Measure the available host memory, and refuse what it can't hold.
 
 python -m pytest tests/primitives/test_host_memory.py
 """
@@ -10,8 +10,8 @@ import pytest
 from curry_train.primitives import host_memory
 from curry_train.primitives.host_memory import (
     HostMemoryShort,
-    HostPool,
     available_host_bytes,
+    host_buffer,
     require_host_memory,
 )
 
@@ -61,29 +61,13 @@ def test_available_memory_is_the_least_that_the_kernel_and_control_groups_allow(
     assert available_host_bytes(tmp_path) == expected
 
 
-def test_the_pool_reuses_buffers_that_fit_and_frees_those_that_do_not():
-    pool = HostPool(pinned=False)
-    first = pool.take(5000)
-    assert first.nbytes == pool.reserved_bytes == 8192
-    pool.give(first)
-    assert pool.take(100) is first  # up to four pages fit, five do not
-    pool.give(first)
-    large = pool.take(5 * 4096)
-    assert pool.reserved_bytes == large.nbytes == 20480  # the idle first buffer was freed
-    pool.give(large)
-    assert pool.take(4096).nbytes == pool.reserved_bytes == 4096
-    pool.clear()
-    assert pool.reserved_bytes == 4096  # this buffer is in use
-
-
 def test_too_little_memory_is_an_error_with_both_figures(monkeypatch):
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**30)
     require_host_memory(2**30)
     with pytest.raises(
-        HostMemoryShort,
-        match=r"needs 3.00 GiB more of host memory and 1.00 GiB is available: offload",
+        HostMemoryShort, match=r"3,072.00 MiB more of host memory and 1,024.00 MiB is available: of"
     ):
-        HostPool(pinned=False).reserve([2**30, 2**31])
+        require_host_memory(3 * 2**30)
     monkeypatch.setattr(host_memory, "available_host_bytes", lambda: None)
     require_host_memory(2**60)  # a system without this figure
 
@@ -93,9 +77,7 @@ def test_a_refused_allocation_is_an_error_of_host_memory_not_of_the_device(monke
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refuse)
-    pool = HostPool(pinned=False)
     with pytest.raises(
-        HostMemoryShort, match=r"gave no 4.00 KiB of memory \(.*Cannot allocate.*\): offload fewer"
+        HostMemoryShort, match=r"gave no 1.00 MiB \(.*Cannot allocate.*\): offload fewer"
     ):
-        pool.take(1)
-    assert pool.reserved_bytes == 0
+        host_buffer(2**20, pinned=False)

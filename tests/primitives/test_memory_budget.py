@@ -61,11 +61,13 @@ def test_the_setting_exists_in_functorch_and_elsewhere_raises_or_does_nothing():
 
 
 def test_saved_bytes_fall_in_steps_and_stay_within_the_share():
-    saved = [saved_bytes(bounded(block_class(), budget / 8), rows(), loss) for budget in range(9)]
+    budgets = (0.0, 0.3, 0.6, 1.0)
+    saved = [saved_bytes(bounded(block_class(), budget), rows(), loss) for budget in budgets]
     assert saved == sorted(saved)
-    assert 3 <= len(set(saved)) <= 5
-    most, least = saved[-1], saved[0]
-    assert all(value <= least + budget / 8 * (most - least) for budget, value in enumerate(saved))
+    assert len(set(saved)) >= 3
+    least, most = saved[0], saved[-1]
+    for budget, value in zip(budgets, saved, strict=True):
+        assert value <= least + budget * (most - least)
 
 
 def test_a_budget_holds_for_its_model_alone():
@@ -76,6 +78,7 @@ def test_a_budget_holds_for_its_model_alone():
     assert functorch_config.activation_memory_budget == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [0.9, 0.5, 0.0])
 def test_torch_draws_again_in_backward_so_the_draws_must_still_be_kept(budget):
     """Show that the workaround is still needed: delete it when this fails."""
@@ -174,8 +177,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("budget", [0.3, 0.0])
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize(("name", "budget"), [("dropout", 0.3), *((name, 0.0) for name in DRAWS)])
 def test_random_numbers_are_drawn_once_whatever_the_budget(name, budget):
     block = block_class(DRAWS[name])
     plain, model = build(block), bounded(block, budget)
@@ -260,12 +262,6 @@ def test_equal_blocks_share_code_and_kinds_beyond_the_recompile_limit_compile():
     memory_budget(model, 0.5, backend="aot_eager")
     step(model)
     assert [_compiled(Wide.forward, layer._budget).num_graphs for layer in model.layers] == [1] * 9
-
-
-def test_a_compiled_graph_that_draws_twice_is_refused_without_a_batch_too(monkeypatch):
-    monkeypatch.setattr(compile_budget, "keep_what_draws", lambda joint: [])
-    with pytest.raises(BudgetUnsafe, match="at budget 0 the compiler runs native_dropout again"):
-        step(bounded(block_class(dropout), 0.0))
 
 
 def test_a_batch_compiles_now_and_leaves_the_model_unchanged():

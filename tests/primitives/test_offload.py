@@ -107,18 +107,18 @@ def test_at_most_two_thirds_of_what_torch_moves_and_the_report_says_it():
     case.workload.mean_loss(model, case.batch()).backward()
     saved = saved_in(case.build(), names, lambda one: case.workload.mean_loss(one, case.batch()))
     report, all_bytes = offload_report(model), sum(tensor.nbytes for tensor in saved)
-    assert report.moved_bytes == report.brought_back_bytes == report.reserved_bytes
+    assert report.moved_bytes == report.brought_back_bytes
     assert report.moved_bytes <= 0.67 * all_bytes
     assert report.skipped.keys() == {"parameter or buffer", "duplicate", "too small"}
     assert report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values()) == all_bytes
     assert max(map(len, report.table().splitlines())) <= 80
-    assert "7.89 MiB in 48 storages" in report.table()
+    assert "7.89 MiB  48 storages" in report.table()
 
 
-def test_the_device_holds_less_and_the_reserved_buffers_do_not_count():
+def test_the_device_holds_less_and_the_buffers_do_not_count():
     case = Case(transformer(), batch_size=16)
     plain, model = case.build(), case.build()
-    offload_blocks(model, batch=case.batch(), loss=case.workload.mean_loss)
+    offload_blocks(model)
     before, after = (
         measure_memory(module, case.batch(), case.workload.mean_loss) for module in (plain, model)
     )
@@ -241,16 +241,10 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
 
 def test_gradients_are_those_of_the_plain_model_step_after_step(batch):
     plain, model = twins(gelu_block)
-    for data in (
-        batch,
-        batch[:48],
-        torch.cat([batch, batch]),
-        batch,
-    ):  # other sizes need other buffers
+    for data in (batch, batch[:48], torch.cat([batch, batch]), batch):
         assert compare(
             record_step(plain, data, square_sum), record_step(model, data, square_sum)
         ).bit_equal
-    assert offload_report(model).reserved_bytes <= 3 * 2 * 128 * 32 * 4
 
 
 class Cell(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.primitives.checkpointed import BlockState
+from curry_train.primitives.block_state import BlockState
 from curry_train.primitives.regions import (
     DEEPEST_RECIPE,
     NODE_RECIPES,

@@ -5,7 +5,6 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 from dataclasses import replace
 
-import torch
 from foreign_snn_timesteps import (
     detaches_the_last_state,
     detaches_the_state,
@@ -36,36 +35,40 @@ class Noisy(SpikingNetwork):
 NOISY = replace(snn(), build=lambda: Noisy(64, 3))
 
 
-class Keeper(nn.Module):
-    """A neuron that holds its potential as an attribute, or as a buffer."""
+class Potential:
+    """An object of the user, which is no module."""
 
-    def __init__(self, potential):
+    value = 0.0
+
+
+class Keeper(nn.Module):
+    """A neuron that holds its potential in an object, or in a list inside of a list."""
+
+    def __init__(self, in_list):
         super().__init__()
         self.linear = nn.Linear(64, 64)
-        if potential is None:
-            self.v = 0.0
-        else:
-            self.register_buffer("v", potential)
+        self.potential = [[0.0]] if in_list else Potential()
 
     def forward(self, x, potential):
-        self.v = 0.9 * self.v + self.linear(x)
-        spikes = SurrogateSpike.apply(self.v - 1.0)
-        self.v = self.v - spikes
+        is_object = isinstance(self.potential, Potential)
+        own = self.potential.value if is_object else self.potential[0][0]
+        own = 0.9 * own + self.linear(x)
+        spikes = SurrogateSpike.apply(own - 1.0)
+        if is_object:
+            self.potential.value = own - spikes
+        else:
+            self.potential[0][0] = own - spikes
         return spikes, potential
 
 
 class KeeperNet(SpikingNetwork):
-    def __init__(self, potential=None):
+    def __init__(self, in_list=False):
         super().__init__(64, 3)
-        self.layers[1] = Keeper(potential)
-
-    def forward(self, x):
-        self.layers[1].v = torch.zeros(1)
-        return super().forward(x)
+        self.layers[1] = Keeper(in_list)
 
 
 KEEPERS = replace(snn(), build=KeeperNet)
-BUFFERS = replace(snn(), build=lambda: KeeperNet(torch.zeros(1)))
+LISTS = replace(snn(), build=lambda: KeeperNet(in_list=True))
 
 
 def means_of_chunks(step, inputs, state, *, time_dim=0, **options):
@@ -111,6 +114,6 @@ FAULTS = [
     broken("flops-nested", "other-chunks", patches=schedule(4), hint=NOT_ONCE),
     broken("outputs", "state-detached", detaches_the_last_state, hint="return the last state"),
     broken("outputs", "means-of-chunks", means_of_chunks, hint="in the order of time"),
-    broken("hidden-state", "an-attribute", model=KEEPERS, hint="layers.1 (Keeper) keeps state"),
-    broken("hidden-state", "a-buffer", model=BUFFERS, hint="buffer 'v'"),
+    broken("hidden-state", "an-object", model=KEEPERS, hint="state outside of its modules"),
+    broken("hidden-state", "a-nested-list", model=LISTS, hint="state outside of its modules"),
 ]

@@ -5,7 +5,6 @@ Run with `python -m pytest tests/trainer/test_data_stream.py`.
 
 import itertools
 
-import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,12 +88,6 @@ def test_exactly_the_skipped_positions_are_left_out(ranges, start, batch):
     wanted = [place for place in range(start, start + 400) if place not in inside]
     assert chained(windows(source, 10)) == wanted[: 10 * batch]
     assert set(range(wanted[10 * batch - 1] + 1, source.position)) <= inside
-
-
-def test_samples_names_what_a_window_trains_on():
-    source = stream(skipped=[(3, 6)])
-    assert sorted(source.samples(0)) == sorted(windows(stream(skipped=[(3, 6)]), 1)[0])
-    assert isinstance(source.samples(0), numpy.ndarray)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,10 @@
 Run with `python -m pytest tests/trainer/test_journal_hook.py`.
 """
 
-import pytest
 from journals import lines_of
 
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
-from curry_train.runs.history import read_history
 from curry_train.trainer import train_run
 
 WORDS = (
@@ -52,40 +50,6 @@ def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
     assert 0 < last["epoch"] < 1
     assert last["peak_bytes"] > 2**20
     assert [line["value"] for line in lines if line["kind"] == "eval"][-1] == report.dev_loss
-
-
-def test_a_resume_is_a_new_attempt_of_the_same_journal(tmp_path):
-    folder = trained(tmp_path, "steps=4").folder
-    trained(tmp_path, "steps=6", "optimizer.learning_rate=1e-4", resume="latest")
-    history = read_history(folder)
-    assert [(a.number, a.kind, a.step, a.ended) for a in history.attempts] == [
-        (1, "start", 0, "steps"),
-        (2, "resume", 4, "steps"),
-    ]
-    assert list(history.steps.step) == [1, 2, 3, 4, 5, 6]
-    assert history.facts["config"]["optimizer"]["learning_rate"] == 1e-4
-
-
-def test_an_error_is_recorded_as_the_reason_of_the_end(tmp_path):
-    def fail(report):
-        raise ZeroDivisionError("at step 2")
-
-    class Failing:
-        def __init__(self, run): ...
-
-        def __enter__(self):
-            return lambda report: fail(report) if report.step == 2 else None
-
-        def __exit__(self, *raised): ...
-
-    with pytest.raises(ZeroDivisionError):
-        trained(tmp_path, "steps=6", watch=(Failing,))
-    last = lines_of(tmp_path / "run-001")[-1]
-    assert (last["kind"], last["step"], last["reason"]) == (
-        "stop",
-        2,
-        "ZeroDivisionError: at step 2",
-    )
 
 
 def test_a_step_that_the_scaler_skipped_is_in_the_journal(tmp_path):

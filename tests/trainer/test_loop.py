@@ -67,20 +67,6 @@ def test_steps_equal_those_written_by_hand():
     assert (report.step, report.ended_by, report.finished) == (3, "steps", True)
 
 
-def test_a_run_in_two_halves_equals_one_run():
-    """Compute the schedule from the step alone, whatever ran before."""
-    whole, halves = parts(), parts()
-    schedule = lambda step: 0.9**step  # noqa: E731
-    run(*whole, steps=6, schedule=schedule)
-    data = batches()
-    run(*halves, data, steps=2, schedule=schedule)
-    run(*halves, data, steps=6, first_step=2, schedule=schedule)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(whole[0].parameters(), halves[0].parameters(), strict=True)
-    )
-
-
 def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
     module, _ = parts()
     first, *rest = module.parameters()
@@ -89,13 +75,12 @@ def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.005]
 
 
-def test_dev_loss_saves_and_hooks_run_when_they_are_due():
-    reports, saves, dev = [], [], iter(range(100))
+def test_dev_loss_and_hooks_run_when_they_are_due():
+    reports, dev = [], iter(range(100))
     run(
         *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3,
-        save=saves.append, save_every=2, after_step=[reports.append],
+        after_step=[reports.append],
     )  # fmt: skip
-    assert saves == [2, 4, 6, 7]
     assert [
         (report.step, report.dev_loss) for report in reports if report.dev_loss is not None
     ] == [
@@ -109,32 +94,9 @@ def test_dev_loss_saves_and_hooks_run_when_they_are_due():
     )
 
 
-def test_the_end_of_the_data_ends_the_run_and_saves():
-    saves = []
-    report = run(
-        *parts(), batches(5), steps=9, accumulation=GradientAccumulation(2), save=saves.append
-    )
-    assert (report.step, report.ended_by, report.finished, saves) == (3, "data", False, [3])
-
-
-def test_a_finished_run_does_nothing():
-    module, optimizer = parts()
-    before, saves = copy.deepcopy(module.state_dict()), []
-    report = run(module, optimizer, steps=3, first_step=3, save=saves.append)
-    assert (report.step, report.last, saves) == (3, None, [])
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_its_step_and_saves(number):
-    saves, handler = [], signal.getsignal(number)
-    with Stop(STOP_SIGNALS) as stop:
-        report = run(
-            *parts(), steps=50, save=saves.append, stop=stop,
-            after_step=[lambda report: report.step == 4 and os.kill(os.getpid(), number)],
-        )  # fmt: skip
-    assert (report.step, report.ended_by, saves) == (4, number.name, [4])
-    assert signal.getsignal(number) == handler
+def test_the_end_of_the_data_ends_the_run():
+    report = run(*parts(), batches(5), steps=9, accumulation=GradientAccumulation(2))
+    assert (report.step, report.ended_by, report.finished) == (3, "data", False)
 
 
 def test_a_second_interrupt_ends_the_run_at_once():
@@ -143,12 +105,6 @@ def test_a_second_interrupt_ends_the_run_at_once():
         assert stop.reason == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_stop_in_the_last_step_is_a_finished_run():
-    stop = Stop()
-    asks = [lambda report: stop.ask("asked")]
-    assert run(*parts(), steps=1, stop=stop, after_step=asks).finished
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
@@ -160,16 +116,14 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
     def remember(report):
         before[:] = [copy.deepcopy(module.state_dict())]
 
-    saves = []
     with pytest.raises(
         NonFiniteWindow, match=r"step 3: window 2: .* not finite: microbatch 0 of 2"
     ):
         run(
             module, optimizer, data, steps=9, accumulation=GradientAccumulation(2),
-            after_step=[remember], save=saves.append, save_every=1,
+            after_step=[remember],
         )  # fmt: skip
     assert all(torch.equal(before[0][name], value) for name, value in module.state_dict().items())
-    assert saves == [1, 2]
 
 
 def test_a_scaler_skips_an_overflow_and_the_run_continues():
@@ -202,33 +156,12 @@ def test_a_scaler_that_never_stops_skipping_ends_the_run():
     ("options", "message"),
     [
         ({"steps": 0}, "steps must be at least 1"),
-        ({"steps": 3, "first_step": -1}, "first_step at least 0"),
         ({"steps": 3, "evaluate_every": 2}, "evaluate_every must be None without evaluate="),
-        ({"steps": 3, "save_every": 0, "save": print}, "save_every must be at least 1, got 0"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         run(*parts(), **options)
-
-
-def test_a_stop_on_one_rank_stops_both_after_the_same_step():
-    ended = run_on_ranks(f"{__file__}:stopped_on_rank_1")
-    assert ended == [[3, "SIGTERM"], [3, "SIGTERM"]]
-
-
-def stopped_on_rank_1():
-    rank = torch.distributed.get_rank()
-    module = nn.parallel.DistributedDataParallel(CASE.build())
-    stop = Stop()
-
-    def ask(report):
-        if rank == 1 and report.step == 3:
-            stop.ask("SIGTERM")
-
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    report = run(module, optimizer, steps=20, stop=stop, after_step=[ask])
-    return [report.step, report.ended_by]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_both_with_the_same_weights():

@@ -284,8 +284,6 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     assert found["MODEL"] == "trainer=their_trainers:accelerator"
     assert load_workload(found["MODEL"]).own_batch == 4
     assert "--trainer their_trainers:accelerator" in out.read_text()
-    ended = CliRunner().invoke(main, [*words, "--out", str(out), "--check"])
-    assert ended.exit_code == 0, ended.output
 
 
 REFUSING = (

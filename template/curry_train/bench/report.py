@@ -2,16 +2,16 @@
 
 Notes name what disturbs a timing, such as other processes.
 
-Proof: `python -m pytest tests/gates/test_gates.py tests/bench/test_machine.py`.
+Proof: `python -m pytest tests/bench/test_bench_steps.py tests/bench/test_machine.py`.
 """
 
+import functools
 import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..core.generators import seed_generators, seeded
 from ..core.measure import is_out_of_memory
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns
 from ..plan.device import peak_rate
-from ..primitives.grad_accum import NonFiniteWindow, WindowResult
+from ..primitives.grad_accum import NonFiniteWindow
 from ..workloads.workload import Case, Workload, WorkloadError
 from .steps import MEASURED_OUTCOME, PLAIN_LEVER, Lever, TrainingStep, failure
 
@@ -33,53 +33,19 @@ def drift_of(seconds: Sequence[float]) -> float:
     return statistics.median(seconds[-third:]) / statistics.median(seconds[:third])
 
 
-# Load of the machine during a timing: other processes on its cores.
-
-CPU_STAT_FILE = Path("/proc/stat")
-
-# From this share of all cores in use on, a process that needs one more core has to wait.
-CROWDED_SHARE = 0.9
-
-# Up to this share of all cores, other processes are the machine's own housekeeping.
-HOUSEKEEPING_SHARE = 0.1
-
-# Seconds. The kernel counts in hundredths, and in less time one of them would be many cores.
-SHORTEST_SECONDS = 0.1
+# From this load on each core on, when a timing begins, it will wait for other processes.
+CROWDED_LOAD = 0.5
 
 
-@dataclass(frozen=True)
-class CoreTime:
-    """Seconds of the wall clock, of all processes on all cores, and of this process."""
-
-    wall: float
-    all_cores: float
-    own: float
-
-
-def read_core_time() -> CoreTime | None:
-    """Read the time of user, nice, system, interrupts and steal; None without /proc/stat."""
-    if not CPU_STAT_FILE.is_file():
-        return None
-    first_line = CPU_STAT_FILE.read_text(encoding="ascii").split("\n", 1)[0]
-    fields = [int(field) for field in first_line.split()[1:9]]
-    user, nice, system, _idle, _waiting, interrupts, soft_interrupts, stolen = fields
-    ticks = user + nice + system + interrupts + soft_interrupts + stolen
-    seconds = ticks / os.sysconf("SC_CLK_TCK")
-    return CoreTime(time.perf_counter(), seconds, time.process_time())
-
-
-def crowding_notes(start: CoreTime | None, end: CoreTime | None, *, cores: int) -> list[str]:
-    """Warn where other processes left too few cores to a timing."""
-    if start is None or end is None or end.wall - start.wall < SHORTEST_SECONDS:
-        return []
-    wall = end.wall - start.wall
-    own = (end.own - start.own) / wall
-    others = max(0.0, (end.all_cores - start.all_cores) / wall - own)
-    if others <= HOUSEKEEPING_SHARE * cores or others + own <= CROWDED_SHARE * cores:
+def load_notes() -> list[str]:
+    """Warn where other processes kept the cores busy in the minute before a timing."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load < CROWDED_LOAD * cores:
         return []
     return [
-        f"other processes took {others:.1f} of {cores} cores meanwhile, and this one waited for "
-        "them: trust the ratios more than the seconds, or run again when they have ended"
+        f"other processes kept {load:.1f} of {cores} cores busy before: trust the ratios more than "
+        "the seconds, or run again when they have ended"
     ]
 
 
@@ -121,12 +87,6 @@ class Figures:
     grad_norm: float | None = None
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def recompute_flops(self) -> int | None:
-        if self.executed_flops is None or self.model_flops is None:
-            return None
-        return self.executed_flops - self.model_flops
-
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         if self.ratio is not None:
@@ -157,13 +117,11 @@ class Bench:
         return {**vars(self), "rows": [row.to_json() for row in self.rows]}
 
 
-def complete_figures(
-    row: Figures, plain: Figures, *, same_model: bool, precision: torch.dtype | None
-) -> None:
+def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | None) -> None:
     """Derive ratios, throughput, MFU and HFU from the measured figures, and add warnings.
 
-    `precision` is the dtype whose loss tolerance applies, None for a step that changes precision:
-    its loss is not compared with the plain step's.
+    `precision` is the dtype whose loss tolerance applies. It is None for another model or
+    precision, whose loss is not compared with the plain step's.
     """
     if row.step is None:
         return
@@ -180,7 +138,7 @@ def complete_figures(
             f"above the peak ({row.peak_source}), so that is not the peak for what ran: give --peak"
         )
 
-    if row is not plain and same_model and precision is not None:
+    if row is not plain and precision is not None:
         row.notes += _training_notes(row, plain, LOSS_TOLERANCE[precision])
 
 
@@ -252,22 +210,39 @@ def measure_levers(
         raise ValueError(
             f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
         )
-    start = read_core_time()
+    notes = load_notes()
+    setups = [(PLAIN_LEVER, case), *((lever, case) for lever in levers)]
+    for other in against:
+        named = replace(PLAIN_LEVER, name=other.spec or other.name)
+        setups.append((named, replace(case, workload=other)))
+    batch = case.batch()
+    rows: list[Figures] = []
+    steps: list[TrainingStep | None] = []
     with seeded(case.seed):
-        run = _LeverRun(case, optimizer, peak, tell)
-        rows = [run.prepare(PLAIN_LEVER, case)]
-        if rows[0].outcome != MEASURED_OUTCOME:
-            raise WorkloadError(
-                f"{case.workload.name}, batch size {case.batch_size}: a plain step: {rows[0].why}"
-            )
-        rows += [run.prepare(lever, case) for lever in levers]
-        rows += [
-            run.prepare(replace(PLAIN_LEVER, name=_name(other)), replace(case, workload=other))
-            for other in against
-        ]
-        run.time(rows, rounds=rounds, warmup=warmup, clock=clock)
-    plain = run.steps[0]
-    crowded = crowding_notes(start, read_core_time(), cores=os.cpu_count() or 1)
+        for lever, own in setups:
+            tell(f"{lever.name}: memory and FLOPs")
+            row, step = Figures(lever.name), None
+            try:
+                like = steps[0] if steps and own is case else None
+                step = TrainingStep(own, lever, batch=batch, optimizer=optimizer, like=like)
+                _measure(step, row, case, peak)
+                row.model_flops = rows[0].executed_flops if like else row.executed_flops
+            except WorkloadError:
+                raise
+            except (ValueError, RuntimeError, NonFiniteWindow) as error:
+                row.outcome, row.why = failure(error, own)
+                step = None
+            rows.append(row)
+            steps.append(step)
+            _require_plain(rows[0], case)
+        plain = steps[0]
+        assert plain is not None
+        _time(rows, steps, case, rounds=rounds, warmup=warmup, clock=clock, tell=tell)
+        _require_plain(rows[0], case)
+    for row, step in zip(rows, steps, strict=True):
+        if step is not None:
+            is_same = step.case.workload is case.workload and not step.lever.changes_precision
+            complete_figures(row, rows[0], precision=case.dtype if is_same else None)
     return Bench(
         workload=case.workload.name,
         device=str(case.device),
@@ -278,144 +253,92 @@ def measure_levers(
         warmup=warmup,
         unit=plain.unit,
         rows=rows,
-        notes=[*crowded, *timing_notes(rows)],
+        notes=[*notes, *timing_notes(rows)],
     )
 
 
-def _name(workload: Workload) -> str:
-    return workload.spec or workload.name
-
-
-class _LeverRun:
-    """The steps under test, alive at the same time, in the order of their rows.
-
-    A step that can't run is None.
-    """
-
-    def __init__(
-        self, case: Case, optimizer: str | MakeOptimizer, peak: float | str | None, tell: Tell
-    ) -> None:
-        self.case = case
-        self.optimizer = optimizer
-        self.peak = peak
-        self.tell = tell
-        self.steps: list[Any] = []
-        self.model_flops: int | None = None
-        self.batch = case.batch()
-
-    def prepare(self, lever: Lever, case: Case) -> Figures:
-        """Build a step and measure everything but its time."""
-        row = Figures(lever.name)
-        step = None
-        self.tell(f"{lever.name}: memory and FLOPs")
-        try:
-            step = self._build(lever, case)
-            self._measure(step, row)
-        except WorkloadError:
-            raise
-        except (ValueError, RuntimeError, NonFiniteWindow) as error:
-            step = None
-            row.outcome, row.why = failure(error, case)
-        self.steps.append(step)
-        return row
-
-    def _measure(self, step: TrainingStep, row: Figures) -> None:
-        """Fill in loss, memory and FLOPs."""
-        seed_generators(self.case.seed)
-        result = self._first(step)
-        row.loss = result.loss
-        row.grad_norm = result.grad_norm
-        row.num_terms = result.num_terms
-        row.num_changed = len(step.changed)
-        row.num_microbatches = len(step.window)
-        row.executed_flops = step.count_flops()
-        row.peak_bytes = step.peak_bytes()
-
-        # The model's FLOPs are the plain step's: recompute adds executed FLOPs only.
-        if step.lever.is_plain:
-            self.model_flops = row.executed_flops
-        row.model_flops = self.model_flops
-        rate = peak_rate(step.case.device, step.dtype_of_products, given=self.peak)
-        row.peak_flops_per_second = rate.flops_per_second
-        row.peak_source = rate.source
-
-        if step.lever.changes and not step.changed:
-            row.notes.append("changes nothing here: the steps are the same as plain")
-        if row.peak_bytes is None:
-            row.notes.append(
-                "no peak: on the CPU, compiled code that accumulates gradients can't be followed"
-            )
-
-    def time(self, rows: Sequence[Figures], *, rounds: int, warmup: int, clock: Clock) -> None:
-        """Time the steps in turns and complete their rows."""
-        alive = [index for index, row in enumerate(rows) if row.outcome == MEASURED_OUTCOME]
-        ways = [self._way(rows[index], self.steps[index]) for index in alive]
-
-        def tell(turn: int, way: int) -> None:
-            which = f"step {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
-            self.tell(f"{rows[alive[way]].name}: {which}")
-
-        seconds = time_in_turns(
-            ways,
-            rounds=rounds,
-            warmup=warmup,
-            clock=clock,
-            wait=self.steps[0].wait,
-            before=self._between,
-            tell=tell,
+def _require_plain(plain: Figures, case: Case) -> None:
+    """Raise WorkloadError if the plain step, with which all others are compared, could not run."""
+    if plain.outcome != MEASURED_OUTCOME:
+        raise WorkloadError(
+            f"{case.workload.name}, batch size {case.batch_size}: a plain step: {plain.why}"
         )
-        for index, taken in zip(alive, seconds, strict=True):
-            if rows[index].outcome == MEASURED_OUTCOME:
-                rows[index].seconds = taken
-                rows[index].step = spread_of(taken)
-                rows[index].ratio = paired_ratio(taken, seconds[0]) if index else None
 
-        plain = rows[0]
-        if plain.outcome != MEASURED_OUTCOME:
-            raise WorkloadError(f"{self.case.workload.name}: a plain step: {plain.why}")
-        for row, step in zip(rows, self.steps, strict=True):
-            same = step is not None and step.case.workload is self.case.workload
-            precision = None if step is None or step.lever.changes_precision else step.case.dtype
-            complete_figures(row, plain, same_model=same, precision=precision)
 
-    def _build(self, lever: Lever, case: Case) -> TrainingStep:
-        like = self.steps[0] if self.steps and case.workload is self.case.workload else None
-        return TrainingStep(case, lever, batch=self.batch, optimizer=self.optimizer, like=like)
+def _measure(step: TrainingStep, row: Figures, case: Case, peak: float | str | None) -> None:
+    """Fill in everything but the time, after a first step, which creates the optimizer state."""
+    seed_generators(case.seed)
+    try:
+        result = step()
+    except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
+        ours, theirs = (one.spec or one.name for one in (case.workload, step.case.workload))
+        if case.workload is step.case.workload or is_out_of_memory(error):
+            raise
+        raise WorkloadError(
+            f"{theirs} can't take the batch of {ours}, on which both are compared: "
+            f"{type(error).__name__}: {error}. Let both factories return (module, batch) with "
+            "batches of the same structure"
+        ) from error
+    row.loss = result.loss
+    row.grad_norm = result.grad_norm
+    row.num_terms = result.num_terms
+    row.num_changed = len(step.changed)
+    row.num_microbatches = len(step.window)
+    row.executed_flops = step.count_flops()
+    row.peak_bytes = step.peak_bytes()
+    rate = peak_rate(step.case.device, step.dtype_of_products, given=peak)
+    row.peak_flops_per_second = rate.flops_per_second
+    row.peak_source = rate.source
+    if step.lever.changes and not step.changed:
+        row.notes.append("changes nothing here: the steps are the same as plain")
+    if row.peak_bytes is None:
+        row.notes.append(
+            "no peak: on the CPU, compiled code that accumulates gradients can't be followed"
+        )
 
-    def _first(self, step: TrainingStep) -> WindowResult:
-        """Run a first step, which creates the optimizer state.
 
-        Another model may not accept the batch of the first one.
-        """
+def _time(
+    rows: Sequence[Figures],
+    steps: Sequence[TrainingStep | None],
+    case: Case,
+    *,
+    rounds: int,
+    warmup: int,
+    clock: Clock,
+    tell: Tell,
+) -> None:
+    """Time the steps in turns; one that fails is skipped afterwards."""
+    alive = [(row, step) for row, step in zip(rows, steps, strict=True) if step is not None]
+
+    def start_equal() -> None:
+        for _, step in alive:
+            step.drop_gradients()
+        seed_generators(case.seed)
+
+    def show(turn: int, way: int) -> None:
+        which = f"step {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
+        tell(f"{alive[way][0].name}: {which}")
+
+    seconds = time_in_turns(
+        [functools.partial(_run, row, step) for row, step in alive],
+        rounds=rounds,
+        warmup=warmup,
+        clock=clock,
+        wait=alive[0][1].wait,
+        before=start_equal,
+        tell=show,
+    )
+    for (row, _), taken in zip(alive, seconds, strict=True):
+        if row.outcome == MEASURED_OUTCOME:
+            row.seconds = taken
+            row.step = spread_of(taken)
+            row.ratio = None if row is rows[0] else paired_ratio(taken, seconds[0])
+
+
+def _run(row: Figures, step: TrainingStep) -> None:
+    """Run a step unless it has failed before."""
+    if row.outcome == MEASURED_OUTCOME:
         try:
-            return step()
-        except (ValueError, RuntimeError, TypeError, LookupError, AttributeError) as error:
-            ours = self.case.workload
-            theirs = step.case.workload
-            if ours is theirs or is_out_of_memory(error):
-                raise
-            raise WorkloadError(
-                f"{_name(theirs)} can't take the batch of {_name(ours)}, on which both are "
-                f"compared: {type(error).__name__}: {error}. Let both factories return "
-                "(module, batch) with batches of the same structure"
-            ) from error
-
-    def _way(self, row: Figures, step: TrainingStep) -> Callable[[], None]:
-        """Return the timed function of a row; a step that fails once is skipped afterwards."""
-
-        def way() -> None:
-            if row.outcome != MEASURED_OUTCOME:
-                return
-            try:
-                step()
-            except RuntimeError as error:
-                row.outcome, row.why = failure(error, step.case)
-
-        return way
-
-    def _between(self) -> None:
-        """Before each step, drop all gradients and reset the random generators."""
-        for step in self.steps:
-            if step is not None:
-                step.drop_gradients()
-        seed_generators(self.case.seed)
+            step()
+        except RuntimeError as error:
+            row.outcome, row.why = failure(error, step.case)

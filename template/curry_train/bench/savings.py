@@ -14,9 +14,8 @@ import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -56,9 +55,9 @@ class StepSeconds:
     fastest: float
     slowest: float
     # Median ratio and its 95% confidence interval, which is None below 6 rounds.
-    ratio: float | None
-    ratio_lower: float | None
-    ratio_upper: float | None
+    ratio: float | None = None
+    ratio_lower: float | None = None
+    ratio_upper: float | None = None
 
 
 @dataclass
@@ -106,15 +105,6 @@ class SavingsRow:
         """Description of the case: workload, depth and batch size."""
         depth = f", depth {self.depth}" if self.depth else ""
         return f"{self.workload}{depth}, batch size {self.batch_size}"
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "SavingsRow":
-        """Restore a row from the result of `to_json`."""
-        seconds = data.get("seconds")
-        return cls(**{**data, "seconds": None if seconds is None else StepSeconds(**seconds)})
 
 
 # Find the largest batch whose training step fits into a number of bytes.
@@ -174,16 +164,13 @@ def search(bytes_of: Callable[[int], int | None], limit: int, *, start: int) -> 
     low = 0
     high = None
     size = start
-    known: list[tuple[int, int]] = []
     while high is None or high - low > 1:
         measured = bytes_of(size)
         if measured is None or measured > limit:
             high = size
         else:
             low = size
-        if measured is not None:
-            known.append((size, measured))
-        size = _next_size(known, low, high, limit)
+        size = 2 * low if high is None else (low + high) // 2
         if size > LARGEST_BATCH_TRIED:
             raise ValueError(
                 f"{LARGEST_BATCH_TRIED:,} samples fit {format_bytes(limit)}: memory does not grow "
@@ -192,42 +179,27 @@ def search(bytes_of: Callable[[int], int | None], limit: int, *, start: int) -> 
     return low
 
 
-def _next_size(known: list[tuple[int, int]], low: int, high: int | None, limit: int) -> int:
-    """Return the size that would reach the limit if bytes grew linearly; every other time, half.
-
-    Half of what is left ends the search where growth is not linear.
-    """
-    top = 2 * low if high is None else high - 1
-    size = top if high is None else (low + high) // 2
-    if len(known) > 1 and len(known) % 2 == 0:
-        (first, first_bytes), (second, second_bytes) = known[-2:]
-        if second_bytes != first_bytes:
-            slope = (second_bytes - first_bytes) / (second - first)
-            size = first + int((limit - first_bytes) / slope)
-    return max(low + 1, min(size, top))
-
-
 # Measure what each strategy saves and costs on a model.
 
 
 @dataclass(frozen=True)
-class _PlainFigures:
-    """Figures of the plain step, the reference for all others."""
+class _StepFigures:
+    """Everything but times that is measured of one model."""
 
     record: StepRecord
     memory: Memory
     flops: Flops
-    blocks_held: int
+    # None for compiled code, and 0 if the model repeats no block.
+    blocks_held: int | None
 
 
 def load_with_depth(spec: str, depth: int | None) -> Workload:
     """Load a workload; with `depth`, a built-in one with that many blocks."""
-    is_misspelled = (
-        spec not in BUILTIN_WORKLOADS and ":" not in spec
-    )  # load_workload lists the valid names
-    if depth is None or is_misspelled:
+    if depth is None:
         return load_workload(spec)
     if spec not in BUILTIN_WORKLOADS:
+        if ":" not in spec:
+            load_workload(spec)  # raises for a misspelled name
         raise WorkloadError(
             f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in "
             f"{spec} itself"
@@ -285,11 +257,11 @@ def measure_savings(
     return rows
 
 
-def _measure_plain(case: Case, model: nn.Module) -> _PlainFigures | None:
+def _measure_plain(case: Case, model: nn.Module) -> _StepFigures | None:
     """Measure the plain step; None if it does not fit into the device."""
     name = f"{case.workload.name}, batch size {case.batch_size}"
     try:
-        plain = _PlainFigures(*_figures(case, model), _held_in_blocks(case, model))
+        plain = _figures(case, model)
     except (ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             return None
@@ -302,7 +274,7 @@ def _measure_plain(case: Case, model: nn.Module) -> _PlainFigures | None:
     return plain
 
 
-def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
+def _figures(case: Case, model: nn.Module) -> _StepFigures:
     """Record a step for parity, then measure memory and FLOPs.
 
     The recorded step comes first, while the model's buffers are still new.
@@ -315,25 +287,18 @@ def _figures(case: Case, model: nn.Module) -> tuple[StepRecord, Memory, Flops]:
         # Compiled code runs as eager code under a dispatch mode, so it is measured without one.
         if holds_compiled_code(model):
             memory = measure_allocated(model, batch, loss)
-            return record, memory, count_executed_flops(model, batch, loss)
-        return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
-
-
-def _held_in_blocks(case: Case, model: nn.Module) -> int:
-    """Return the bytes held by the blocks; 0 if the model repeats no block."""
-    try:
-        blocks = find_blocks(model, case.blocks)
-    except NoBlocks:
-        return 0
-    with seeded(case.seed):
-        report = MemoryProfiler(model).profile(
-            case.batch(), 1, loss=case.workload.mean_loss, blocks=list(blocks)
-        )
-    return sum(layer.bytes for layer in report.layers if layer.name in blocks)
+            return _StepFigures(record, memory, count_executed_flops(model, batch, loss), None)
+        memory, flops = measure_memory(model, batch, loss), count_flops(model, batch, loss)
+    held = 0
+    with contextlib.suppress(NoBlocks), seeded(case.seed):
+        blocks = list(find_blocks(model, case.blocks))
+        report = MemoryProfiler(model).profile(case.batch(), 1, loss=loss, blocks=blocks)
+        held = sum(layer.bytes for layer in report.layers if layer.name in blocks)
+    return _StepFigures(record, memory, flops, held)
 
 
 def _measure(
-    row: SavingsRow, case: Case, weights: nn.Module, plain: _PlainFigures | None
+    row: SavingsRow, case: Case, weights: nn.Module, plain: _StepFigures | None
 ) -> nn.Module | None:
     """Fill in all figures but times and largest batch; return None if there is nothing to train."""
     model = case.build()
@@ -344,28 +309,26 @@ def _measure(
         with seeded(case.seed):
             row.modules = _apply(row.strategy, model, case)
         applied = model
-        record, memory, flops = _figures(case, model)
+        found = _figures(case, model)
         facts = STRATEGIES[row.strategy].facts
         row.facts = {} if facts is None else facts(model)
         row.python_calls = python_calls(
             case, lambda module, small: _apply(row.strategy, module, small)
         )
-        blocks_held = None if holds_compiled_code(model) else _held_in_blocks(case, model)
     except (ValueError, RuntimeError) as error:
         row.outcome, row.why = failure(error, case)
         return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None
 
-    row.held_bytes = memory.held_bytes
-    row.peak_bytes = memory.peak_bytes
-    row.forward_flops = flops.forward
+    row.held_bytes = found.memory.held_bytes
+    row.peak_bytes = found.memory.peak_bytes
+    row.forward_flops = found.flops.forward
     if plain is not None:
-        if blocks_held is not None:
-            row.blocks_held_ratio = _ratio(blocks_held, plain.blocks_held)
-        row.held_ratio = _ratio(memory.held_bytes, plain.memory.held_bytes)
-        row.peak_ratio = _ratio(memory.peak_bytes, plain.memory.peak_bytes)
-        row.recompute_flops = recompute_flops(plain.flops, flops)
+        row.blocks_held_ratio = _ratio(found.blocks_held, plain.blocks_held)
+        row.held_ratio = _ratio(row.held_bytes, plain.memory.held_bytes)
+        row.peak_ratio = _ratio(row.peak_bytes, plain.memory.peak_bytes)
+        row.recompute_flops = recompute_flops(plain.flops, found.flops)
         row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
-        parity = compare(plain.record, record, tolerance=OUTER_BOUND[case.dtype])
+        parity = compare(plain.record, found.record, tolerance=OUTER_BOUND[case.dtype])
         row.worst_error = parity.worst if math.isfinite(parity.worst) else None
         description = parity.describe(most=1)
         row.parity = description if parity.holds else f"differs: {description}"
@@ -377,8 +340,8 @@ def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:
     return list(STRATEGIES[strategy].apply(model, sample))
 
 
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _ratio(part: int | None, whole: int | None) -> float | None:
+    return part / whole if whole and part is not None else None
 
 
 def _time_strategies(
@@ -421,15 +384,15 @@ def _time_strategies(
         )
     plain = seconds[0] if timed[0][0].strategy == REFERENCE_STRATEGY else None
     for (row, _), taken in zip(timed, seconds, strict=True):
-        ratio = None if plain is None else paired_ratio(taken, plain)
-        row.seconds = StepSeconds(
-            statistics.median(taken),
-            min(taken),
-            max(taken),
-            None if ratio is None else ratio.median,
-            None if ratio is None else ratio.lower,
-            None if ratio is None else ratio.upper,
-        )
+        row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken))
+        if plain is not None:
+            ratio = paired_ratio(taken, plain)
+            row.seconds = replace(
+                row.seconds,
+                ratio=ratio.median,
+                ratio_lower=ratio.lower,
+                ratio_upper=ratio.upper,
+            )
 
 
 def _find_largest(row: SavingsRow, case: Case, model: nn.Module, limit: int) -> None:

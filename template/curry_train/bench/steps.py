@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench
 """
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ LEVER_HELP = {
     "chunked_loss": "the loss of the output layer in chunks",
     "plan=FILE": "a plan that `curry-train plan --out` wrote",
 }
+OPTION_NAMES = ("accumulate", "bf16", "autocast", "compile", "chunked_loss", "plan")
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,15 @@ def find_lever(text: str) -> Lever:
     """Return the lever of a name; raise a `ValueError` that suggests the nearest known name."""
     found = Lever(text)
     for single in text.split("+"):
-        name, sign, value = _cut(single.strip())
-        if name in _OPTION_PARSERS:
-            found = _OPTION_PARSERS[name](found, value if sign else None)
-        elif name in STRATEGIES:
-            found = _with(found, _form_of(name, value if sign else None))
-        else:
+        # Such as sac:save_matmuls or accumulate=4.
+        name, *values = re.split("[=:]", single.strip(), maxsplit=1)
+        if name not in STRATEGIES and name not in OPTION_NAMES:
             known = list_levers()
-            names = [_cut(lever)[0] for lever in known]
-            advice = did_you_mean(name, names, otherwise=f"there are {', '.join(known)}")
+            advice = did_you_mean(
+                name, [*STRATEGIES, *OPTION_NAMES], otherwise=f"there are {', '.join(known)}"
+            )
             raise ValueError(f"no lever is called {single!r}; {advice}")
+        found = _with(found, name, values[0] if values else None)
     return found
 
 
@@ -86,85 +87,61 @@ def list_levers() -> list[str]:
     return [*STRATEGIES, *LEVER_HELP]
 
 
-def _cut(text: str) -> tuple[str, str, str]:
-    """Split `sac:save_matmuls` or `accumulate=4` into name, sign and value."""
-    signs = [place for place, letter in enumerate(text) if letter in "=:"]
-    if not signs:
-        return text, "", ""
-    first = signs[0]
-    return text[:first], text[first], text[first + 1 :]
-
-
-def _with(lever: Lever, change: Apply) -> Lever:
+def _with(lever: Lever, name: str, value: str | None) -> Lever:
+    """Join another change to a lever."""
+    variants = STRATEGIES[name].variants if name in STRATEGIES else {}
+    takes_value = name in ("accumulate", "compile", "plan") or variants
+    if value is not None and not takes_value:
+        raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+    match name:
+        case "accumulate":
+            return replace(lever, accumulate=_number_of_microbatches(value))
+        case "bf16":
+            return replace(lever, dtype=torch.bfloat16)
+        case "autocast":
+            return replace(lever, autocast=torch.bfloat16)
+        case "compile":
+            change = _compile(value)
+        case "chunked_loss":
+            change = _chunk_loss
+        case "plan":
+            change = _plan(value)
+        case _:
+            if value is not None and value not in variants:
+                advice = did_you_mean(value, variants)
+                raise ValueError(f"{name} has no policy {value!r}; {advice}")
+            change = STRATEGIES[name].apply if value is None else variants[value]
     return replace(lever, changes=(*lever.changes, change))
 
 
-def _accumulate(lever: Lever, value: str | None) -> Lever:
+def _number_of_microbatches(value: str | None) -> int:
     if value is None or not value.isdecimal() or int(value) < 1:
         raise ValueError(
             f"accumulate takes a number of microbatches, such as accumulate=4; got {value!r}"
         )
-    return replace(lever, accumulate=int(value))
+    return int(value)
 
 
-def _bf16(lever: Lever, value: str | None) -> Lever:
-    _none_wanted("bf16", value)
-    return replace(lever, dtype=torch.bfloat16)
-
-
-def _autocast(lever: Lever, value: str | None) -> Lever:
-    _none_wanted("autocast", value)
-    return replace(lever, autocast=torch.bfloat16)
-
-
-def _compile(lever: Lever, value: str | None) -> Lever:
+def _compile(backend: str | None) -> Apply:
     def change(model: nn.Module, sample: Sample) -> list[str]:
-        model.compile(backend=value or "inductor")
+        model.compile(backend=backend or "inductor")
         return [""]
 
-    return _with(lever, change)
+    return change
 
 
-def _form_of(strategy: str, value: str | None) -> Apply:
-    """Return what a strategy does, or the variant of it that a value names."""
-    variants = STRATEGIES[strategy].variants
-    if value is None:
-        return STRATEGIES[strategy].apply
-    if not variants:
-        raise ValueError(f"the lever {strategy!r} takes no value, got {value!r}: leave it out")
-    if value not in variants:
-        raise ValueError(f"{strategy} has no policy {value!r}; {did_you_mean(value, variants)}")
-    return variants[value]
+def _chunk_loss(model: nn.Module, sample: Sample) -> list[str]:
+    return list(chunked_loss.apply_chunked_loss(model))
 
 
-def _chunked_loss(lever: Lever, value: str | None) -> Lever:
-    _none_wanted("chunked_loss", value)
-    return _with(lever, lambda model, sample: list(chunked_loss.apply_chunked_loss(model)))
-
-
-def _plan(lever: Lever, value: str | None) -> Lever:
-    if value is None or not Path(value).is_file():
+def _plan(path: str | None) -> Apply:
+    if path is None or not Path(path).is_file():
         raise ValueError(
-            f"plan={value or ''} is not a file: give one that curry-train plan --out wrote"
+            f"plan={path or ''} is not a file: give one that curry-train plan --out wrote"
         )
-    plan = Plan.load(value)
+    plan = Plan.load(path)
     apply = ALL_STRATEGIES["plan"].apply
-    return _with(lever, lambda model, sample: apply(model, replace(sample, apply_plan=plan.apply)))
-
-
-_OPTION_PARSERS: dict[str, Callable[[Lever, str | None], Lever]] = {
-    "accumulate": _accumulate,
-    "bf16": _bf16,
-    "autocast": _autocast,
-    "compile": _compile,
-    "chunked_loss": _chunked_loss,
-    "plan": _plan,
-}
-
-
-def _none_wanted(name: str, value: str | None) -> None:
-    if value is not None:
-        raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
+    return lambda model, sample: apply(model, replace(sample, apply_plan=plan.apply))
 
 
 # The outcomes of a setup.

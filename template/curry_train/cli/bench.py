@@ -28,10 +28,8 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_bench
 from .options import (
-    UnusableInput,
+    CaseOptions,
     blocks_text,
-    case_of,
-    choose_device,
     echo_notes,
     parsed,
     plot_option,
@@ -207,11 +205,7 @@ def bench_command(
     optimizer: str | None,
     peak: float | str | None,
     plot_path: str | None,
-    blocks: str | None,
-    device: str,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
+    asked: CaseOptions,
     json_path: str | None,
 ) -> None:
     """Time optimizer steps with each lever.
@@ -220,42 +214,38 @@ def bench_command(
 
     Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
     """
-    place = choose_device(device)
-    try:
-        chosen = [find_lever(name) for name in dict.fromkeys(levers)]
-        workload = load_workload(spec)
-        case = case_of(workload, place, dtype, batch_size, seed, blocks)
-        require_available(case)
-        _check_blocks(case)
-        case, choice = settle_blocks(case)
-        others = [load_workload(other) for other in dict.fromkeys(against)]
-        steps_by = optimizer or workload.optimizer or "adamw"
-        make_optimizer(steps_by, case.build())
-        if plot_path:
-            require_matplotlib()  # after the options are checked, before the work begins
+    chosen = [find_lever(name) for name in dict.fromkeys(levers)]
+    workload = load_workload(spec)
+    case = asked.case(workload)
+    require_available(case)
+    _check_blocks(case)
+    case, choice = settle_blocks(case)
+    others = [load_workload(other) for other in dict.fromkeys(against)]
+    steps_by = optimizer or workload.optimizer or "adamw"
+    make_optimizer(steps_by, case.build())
+    if plot_path:
+        require_matplotlib()  # after the options are checked, before the work begins
 
-        with messages_on_screen() as show_message:
-            bench = measure_levers(
-                case,
-                chosen,
-                against=others,
-                optimizer=steps_by,
-                rounds=steps,
-                warmup=warmup,
-                peak=peak,
-                tell=show_message,
-            )
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
+    with messages_on_screen() as show_message:
+        bench = measure_levers(
+            case,
+            chosen,
+            against=others,
+            optimizer=steps_by,
+            rounds=steps,
+            warmup=warmup,
+            peak=peak,
+            tell=show_message,
+        )
 
     echo_notes(workload)
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}")
-    facts = provenance(place)
+    facts = provenance(asked.device)
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])
     if json_path:
         figures = bench.to_json() | {"device": facts["device"]}
-        write_json(json_path, facts | figures | {"seed": seed, "blocks": choice.to_json()})
+        write_json(json_path, facts | figures | {"seed": asked.seed, "blocks": choice.to_json()})
 
 
 def _check_blocks(case: Case) -> None:

@@ -8,7 +8,6 @@ Colours are from Paul Tol's palettes for colour-blind readers.
 Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py`.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,13 +18,12 @@ import numpy
 from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
-from ..core.timing import NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
+from ..core.timing import Ratio
 from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.fewest import FewestGpus
 from ..plan.planner import Planner
 from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
-from ..primitives.grad_flow_report import UPDATE_RATIO_RANGE
 from ..runs.history import Course, History
 from ..runs.journal import event_number, printable
 from .options import require_matplotlib
@@ -74,67 +72,48 @@ def _save(figure: Any, path: str | Path) -> None:
 
 VERDICT_COLOURS = {"slower": "#EE6677", "faster": "#228833"}
 ALIKE_COLOUR = "#4477AA"
-# Steps slower than this multiple of the slowest configuration's median are only counted.
-FARTHEST_STEP_RATIO = 1.6
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]:
     """Write a PNG of the measured configurations and return their names."""
-    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
+    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME and row.step]
     names = [row.name for row in rows]
     figure = _new_figure(
         *(11.5, 1.9 + 0.52 * len(rows)),
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
         f"{device or bench.device}: one optimizer step",
-        f"{bench.rounds} rounds in turns; dots: steps, line: median, bar: 10% to 90%; brackets: "
-        "95% interval of the median ratio to the plain step of the same round",
+        f"{bench.rounds} rounds in turns; line: median, bar: 10% to 90%; brackets: 95% interval of "
+        "the median ratio to the plain step of the same round",
     )
     times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.7, 1))
-    slowest = max(row.step.median for row in rows if row.step)
-    scale, unit = (1.0, "s") if slowest >= 1 else (1000.0, "ms")
-    end = min(1.02 * max(max(row.seconds) for row in rows), FARTHEST_STEP_RATIO * slowest)
+    labels = []
     for place, row in enumerate(rows):
-        _draw_times(times, place, row, scale, end)
-    times.set_xlim(0, scale * end)
-    _frame(times, f"step time, {unit}, and ratio to the plain step", grid="x")
+        assert row.step is not None
+        colour = VERDICT_COLOURS.get(row.ratio.verdict if row.ratio else "", ALIKE_COLOUR)
+        milliseconds = [1000 * one for one in (row.step.lower, row.step.median, row.step.upper)]
+        lower, median, upper = milliseconds
+        times.barh(place, upper - lower, left=lower, height=0.5, color=colour, alpha=0.4)
+        times.vlines(median, place - 0.3, place + 0.3, colour, linewidth=2.5)
+        labels.append(f"{row.name}\n{format_seconds(row.step.median)}{_ratio_text(row.ratio)}")
+    times.set_xlim(left=0)
+    _frame(times, "step time, ms", grid="x")
 
     peaks = [(row.peak_bytes or 0) / BYTES_PER_MIB for row in rows]
     bars = memory.barh(range(len(rows)), peaks, height=0.5, color="#B8B8B8")
     memory.bar_label(bars, [_peak_label(row) for row in rows], padding=4, fontsize=9)
     memory.set_xlim(0, 1.42 * max(peaks))
     _frame(memory, "peak of a step, MiB", grid="x")
-    times.set_yticks(range(len(rows)), names, fontsize=9)
-    times.set_ylim(len(rows) - 0.4, -0.6)
+    times.set_yticks(range(len(rows)), labels, fontsize=9)
+    times.invert_yaxis()
     _save(figure, path)
     return names
 
 
-def _draw_times(axes: Any, place: int, row: Figures, scale: float, end: float) -> None:
-    """Draw the steps of a configuration; a label at the right has its figures."""
-    if row.step is None:
-        return
-    colour = (
-        GREY_COLOUR if row.ratio is None else VERDICT_COLOURS.get(row.ratio.verdict, ALIKE_COLOUR)
-    )
-    lower = scale * row.step.lower
-    width = scale * row.step.upper - lower
-    axes.barh(place, width, left=lower, height=0.5, color=colour, alpha=0.25)
-    # Spread the dots so that they do not overlap; a fixed pattern keeps plots reproducible.
-    heights = [place + 0.09 * ((turn * 7) % 5 - 2) for turn in range(len(row.seconds))]
-    steps = [scale * seconds for seconds in row.seconds]
-    axes.plot(steps, heights, ".", color=colour, markersize=4, alpha=0.55)
-    axes.vlines(scale * row.step.median, place - 0.3, place + 0.3, colour, linewidth=2.5)
-    label = format_seconds(row.step.median)
-    if row.ratio is not None:
-        label += f", {row.ratio.median:.2f}x"
-        if row.ratio.verdict != TOO_FEW_VERDICT:
-            label += f" [{row.ratio.lower:.2f}, {row.ratio.upper:.2f}]"
-        if row.ratio.verdict == NO_DIFFERENCE_VERDICT:
-            label += ", no difference seen"
-    if beyond := sum(seconds > end for seconds in row.seconds):
-        label += f"; {beyond} much slower"
-    right = axes.get_yaxis_transform()
-    axes.text(1.02, place, label, transform=right, fontsize=9, color=colour, va="center")
+def _ratio_text(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    interval = "" if ratio.lower is None else f" [{ratio.lower:.2f}, {ratio.upper:.2f}]"
+    return f", {ratio.median:.2f}x{interval}"
 
 
 def _peak_label(row: Figures) -> str:
@@ -147,10 +126,7 @@ def _peak_label(row: Figures) -> str:
 # savings: peak memory against step time and recomputed FLOPs, a line of panels for each case.
 
 MOST_CASES = 4
-SAVINGS_NOTE = (
-    "mark: the median; thin line: its 95% interval; dashed: the Pareto front; on grey, another "
-    "strategy is better in both"
-)
+SAVINGS_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
 
 
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> list[str]:
@@ -163,15 +139,31 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
     figure = _new_figure(11.5, 0.5 + 4.0 * len(cases), title, SAVINGS_NOTE)
     for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
+        points: tuple[list[tuple[float, float]], ...] = ([], [])
         for row in case:
             index = names.index(row.strategy)
             look = {
                 "color": COLOURS[index % len(COLOURS)],
                 "marker": STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)],
+                "linestyle": "none",
+                "label": _strategy_label(row),
             }
-            _draw_strategy(panels, row, look)
-        _draw_front(panels[0], [(row.seconds.ratio, row) for row in case if row.seconds])
-        _draw_front(panels[1], [(_recomputed(row), row) for row in case])
+            peak = (row.peak_bytes or 0) / BYTES_PER_MIB
+            seconds = row.seconds
+            ratio = None if seconds is None else seconds.ratio
+            for axes, found, cost in zip(
+                panels, points, (ratio, 100 * (row.recompute_ratio or 0)), strict=True
+            ):
+                if cost is not None and row.peak_bytes is not None:
+                    axes.plot([cost], [peak], **look)
+                    found.append((cost, peak))
+            if seconds is not None and seconds.ratio_lower is not None:
+                ends = (seconds.ratio_lower, seconds.ratio_upper)
+                panels[0].hlines(peak, *ends, look["color"], linewidth=0.9, alpha=0.5)
+        for axes, found in zip(panels, points, strict=True):
+            front = list(zip(*pareto(found), strict=True))
+            axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
+            axes.set_ylim(bottom=0)
         _frame(panels[0], "step time / that of none in the same round", "peak, MiB")
         _frame(panels[1], "recomputed FLOPs, % of one forward")
         panels[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold")
@@ -180,21 +172,28 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
     return [case[0].label for case in cases]
 
 
+def _strategy_label(row: SavingsRow) -> str:
+    if row.strategy == REFERENCE_STRATEGY:
+        return row.strategy
+    if not row.modules:
+        return f"{row.strategy} (changes nothing)"
+    return row.strategy if row.peak_ratio is None else f"{row.strategy} {row.peak_ratio:.0%}"
+
+
 def choose_cases(rows: Sequence[SavingsRow]) -> list[list[SavingsRow]]:
     """Group the measured rows by case.
 
     Of too many cases, take the last of each workload, usually its largest.
     """
-    groups = []
-    for _, group in itertools.groupby(rows, key=lambda row: row.label):
-        measured = [row for row in group if row.outcome == MEASURED_OUTCOME]
-        if measured:
-            groups.append(measured)
-    if len(groups) > MOST_CASES:
-        groups = list({group[0].workload: group for group in groups}.values())[:MOST_CASES]
+    groups: dict[str, list[SavingsRow]] = {}
+    for row in rows:
+        if row.outcome == MEASURED_OUTCOME:
+            groups.setdefault(row.label, []).append(row)
     if not groups:
         raise ValueError("nothing was measured, so there is nothing to draw; see the rows for why")
-    return groups
+    if len(groups) <= MOST_CASES:
+        return list(groups.values())
+    return list({group[0].workload: group for group in groups.values()}.values())[:MOST_CASES]
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -206,61 +205,17 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return front
 
 
-def _recomputed(row: SavingsRow) -> float | None:
-    return None if row.recompute_ratio is None else 100 * row.recompute_ratio
-
-
-def _draw_strategy(panels: Any, row: SavingsRow, look: dict[str, Any]) -> None:
-    """Draw the mark of a strategy in both panels, with its name for the legend."""
-    if row.peak_bytes is None:
-        return
-    peak = row.peak_bytes / BYTES_PER_MIB
-    label = row.strategy
-    if row.strategy != REFERENCE_STRATEGY and not row.modules:
-        label += " (changes nothing)"
-    elif row.strategy != REFERENCE_STRATEGY and row.peak_ratio is not None:
-        label += f" {row.peak_ratio:.0%}"
-    look |= {"linestyle": "none", "markersize": 8, "markeredgecolor": "white", "zorder": 4}
-    panels[1].plot([_recomputed(row) or 0], [peak], label=label, **look)
-    seconds = row.seconds
-    if seconds is None or seconds.ratio is None:
-        return
-    panels[0].plot([seconds.ratio], [peak], **look)
-    if seconds.ratio_lower is not None:
-        ends = (seconds.ratio_lower, seconds.ratio_upper)
-        panels[0].hlines(peak, *ends, look["color"], linewidth=0.9, alpha=0.5)
-
-
-def _draw_front(axes: Any, places: Sequence[tuple[float | None, SavingsRow]]) -> None:
-    """Draw the Pareto front as dashed steps, and the area above it in grey."""
-    points = [
-        (place, row.peak_bytes / BYTES_PER_MIB)
-        for place, row in places
-        if place is not None and row.peak_bytes is not None
-    ]
-    top = 1.22 * max((peak for _, peak in points), default=1.0)
-    axes.margins(x=0.1)
-    axes.set_ylim(0, top)
-    if front := pareto(points):
-        left, right = axes.get_xlim()
-        x = [front[0][0], *(place for place, _ in front), right]
-        y = [top, *(peak for _, peak in front), front[-1][1]]
-        axes.plot(x, y, color="#999999", linewidth=1.0, linestyle="--", drawstyle="steps-post")
-        axes.fill_between(x, y, top, step="post", color="#F3F3F3", linewidth=0, zorder=0)
-        axes.set_xlim(left, right)
-
-
 # grad-flow: layers by probed steps, a panel for each quantity.
 
 PANELS = {
     "activation": "activation, rms",
     "gradient": "gradient, rms",
-    "update": "update / weight (white lines: 1e-4, 1e-2)",
+    "update": "update / weight",
 }
 NONFINITE_COLOUR = "#E4002B"
 NOT_SEEN_COLOUR = "#E8E8E8"
 ZERO_COLOUR = "black"
-MOST_NAMES = 60  # more names than this are unreadable beside each other
+MOST_NAMES = 60  # more names than this are unreadable next to each other
 COLOUR_DECADES = 8  # decades of the colour scale; smaller values share its darkest colour
 
 
@@ -271,88 +226,65 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
     names = list(records[-1].layers)
     height = min(22.0, max(3.4, 1.8 + 0.17 * len(names)))
     figure = _new_figure(11 + 0.07 * max(map(len, names)), height, title or "layers by steps")
-    panels = figure.subplots(1, len(PANELS), sharey=True)
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
+    panels = figure.subplots(1, len(PANELS), sharey=True)
     for axes, (kind, label) in zip(panels, PANELS.items(), strict=True):
-        cells = [_cell(record.layers[name], kind) for name in names for record in records]
-        shape = (len(names), len(records))
-        grid = numpy.array([value for value, _ in cells], dtype=float).reshape(shape)
-        bad = numpy.array([is_bad for _, is_bad in cells]).reshape(shape)
-        bounds = UPDATE_RATIO_RANGE if kind == "update" else ()
-        image, ticks = _draw_cells(axes, grid, bad, bounds)
+        cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
+        image = _draw_cells(axes, numpy.array(cells, dtype=float))
         bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
         bar.set_label(label, fontsize=10)
-        bar.minorticks_off()
-        bar.set_ticks(ticks, labels=[f"{tick:.0e}" for tick in ticks], fontsize=8)
-        for bound in bounds:
-            bar.ax.axvline(bound, color="white", linewidth=1.5)
-        _mark_steps(axes, records)
+        _frame(axes, "step", grid="both")
+        axes.grid(False)
+        last = len(records) - 1
+        places = sorted({round(place) for place in numpy.linspace(0, last, min(last + 1, 6))})
+        steps = [f"{records[at].step}{'' if records[at].stepped else ' skipped'}" for at in places]
+        axes.set_xticks(places, steps)
 
-    every = -(-len(names) // MOST_NAMES)
-    rows = range(0, len(names), every)
-    size = 7 if len(names) > 30 else 8
-    panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=size, family="monospace")
-    legend: list[Any] = [
+    rows = range(0, len(names), -(-len(names) // MOST_NAMES))
+    panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=7, family="monospace")
+    legend = [
         Patch(color=NONFINITE_COLOUR, label="inf or nan"),
         Patch(color=NOT_SEEN_COLOUR, label="not seen"),
         Patch(color=ZERO_COLOUR, label="exactly 0"),
-        Line2D([], [], color=NONFINITE_COLOUR, marker="v", linestyle="none", label="skipped step"),
     ]
-    figure.legend(handles=legend, loc="outside lower right", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles=legend, loc="outside lower right", ncols=3, frameon=False, fontsize=8)
     _save(figure, path)
 
 
-def _cell(layer: LayerFlow, kind: str) -> tuple[float | None, bool]:
-    """Return the drawn figure of a layer, and whether values behind it are inf or nan."""
+def _cell(layer: LayerFlow, kind: str) -> float | None:
+    """Return the drawn figure of a layer: infinite where a value is not finite, None: not seen."""
+    if kind == "update":
+        update = layer.update
+        if update is None:
+            return None
+        return update.ratio if math.isfinite(update.distance + update.weight_norm) else math.inf
     spread = layer.gradient if kind == "gradient" else layer.activation
-    update = layer.update
-    if kind == "update" and update is not None:
-        return update.ratio, not math.isfinite(update.distance + update.weight_norm)
-    if kind == "update" or spread is None:
-        return None, False
-    return spread.rms, spread.nonfinite > 0
+    if spread is None:
+        return None
+    return math.inf if spread.nonfinite else spread.rms
 
 
-def _draw_cells(axes: Any, grid: Any, bad: Any, bounds: Sequence[float]) -> tuple[Any, Any]:
-    """Draw values on a logarithmic scale; return the image and the ticks of its scale."""
+def _draw_cells(axes: Any, grid: Any) -> Any:
+    """Draw values on a logarithmic scale, which spans at least a decade."""
     import matplotlib
     from matplotlib.colors import ListedColormap, LogNorm
 
-    good = grid[numpy.isfinite(grid) & (grid > 0) & ~bad]
+    good = grid[numpy.isfinite(grid) & (grid > 0)]
     highest = float(good.max()) if good.size else 1.0
     lowest = max(float(good.min()), highest / 10**COLOUR_DECADES) if good.size else 0.1
-    lowest = min([lowest, *bounds])
-    highest = max([highest, *bounds])
-    # Span at least a decade, so that noise does not look like a slope.
-    widening = max(1.0, math.sqrt(10 * lowest / highest))
-    lowest /= widening
-    highest *= widening
+    # A small range would let noise look like a slope.
+    lowest = min(lowest, highest / 10)
 
     # Without the darkest end of viridis, which is left to values that are exactly 0.
-    colours = ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0.15, 1.0, 256)))
-    hidden = ~numpy.isfinite(grid) | (grid <= 0) | bad
-    shown = numpy.ma.masked_where(hidden, numpy.clip(grid, lowest, None))
-    axes.set_facecolor(NOT_SEEN_COLOUR)
+    colours: Any = ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0.15, 1.0, 256)))
+    ends = {"bad": NOT_SEEN_COLOUR, "under": ZERO_COLOUR, "over": NONFINITE_COLOUR}
+    colours = colours.with_extremes(**ends)
+    shown = numpy.where(grid > 0, numpy.maximum(grid, lowest), grid)
+    # Values out of the scale have the colours of its ends; LogNorm would mask 0 and infinity.
+    shown = numpy.where(grid == 0, lowest / 2, numpy.where(grid == math.inf, 2 * highest, shown))
     options = {"aspect": "auto", "interpolation": "nearest"}
-    image = axes.imshow(shown, norm=LogNorm(lowest, highest), cmap=colours, **options)
-    for cells, colour in ((grid == 0) & ~bad, ZERO_COLOUR), (bad, NONFINITE_COLOUR):
-        masked = numpy.ma.masked_where(~cells, cells)
-        axes.imshow(masked, cmap=ListedColormap([colour]), **options)
-    return image, numpy.geomspace(lowest, highest, 4)
-
-
-def _mark_steps(axes: Any, records: Sequence[StepFlow]) -> None:
-    """Name a few steps below the panel, and mark those that were skipped above it."""
-    last = len(records) - 1
-    places = sorted({round(place) for place in numpy.linspace(0, last, min(last + 1, 6))})
-    axes.set_xticks(places, [str(records[place].step) for place in places], fontsize=8)
-    axes.set_xlabel("step", fontsize=9)
-    skipped = [index for index, record in enumerate(records) if not record.stepped]
-    if skipped:
-        look = {"color": NONFINITE_COLOUR, "markersize": 6, "clip_on": False}
-        axes.plot(skipped, [-0.5] * len(skipped), "v", **look)
+    return axes.imshow(shown, norm=LogNorm(lowest, highest), cmap=colours, **options)
 
 
 # memory: bytes by owner over a step or a record, and at its peak.
@@ -361,61 +293,40 @@ PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
 
 
 def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
-    """Write a PNG: bytes by owner over the record, and at its peak."""
+    """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
     figure = _new_figure(11, 4.6, course.title)
-    course_axes, owner_axes = figure.subplots(1, 2, width_ratios=(2.7, 1))
-    _draw_course(course_axes, course, colours)
-    _draw_owners(owner_axes, course, colours)
-    _save(figure, path)
-
-
-def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
-    layers = [numpy.array(owned) / BYTES_PER_MIB for owned in course.owners.values()]
+    axes = figure.add_subplot()
+    total = course.totals[course.peak_place]
+    peak = total / BYTES_PER_MIB
     reserved = [size / BYTES_PER_MIB for size in course.reserved]
-    peak = course.totals[course.peak_place] / BYTES_PER_MIB
-    highest = max([peak, *reserved, 1e-9])
-    own = [colours[owner] for owner in course.owners]
-    axes.stackplot(course.moments, layers, colors=own, step="post", linewidth=0, zorder=2)
-    if reserved:
-        line = {"drawstyle": "steps-post", "color": "black", "linewidth": 1, "zorder": 3}
-        axes.plot(course.moments, reserved, label="reserved", **line)
-        axes.legend(loc="lower right", fontsize=8, frameon=False)
-    axes.set_xlim(course.moments[0], course.end)
-    axes.set_ylim(0, highest * 1.22)
     for number, (phase, start, end) in enumerate(course.phases):
         axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
-        axes.axvline(end, color="#666666", linewidth=0.6, linestyle=":", zorder=3)
         if (end - start) * 80 >= course.end * len(phase):
-            middle = (start + end) / 2
-            axes.text(
-                middle, highest * 1.19, phase, ha="center", va="top", fontsize=9, color=GREY_COLOUR
-            )
-
+            axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9, zorder=4)
+    axes.stackplot(
+        course.moments,
+        [numpy.array(owned) / BYTES_PER_MIB for owned in course.owners.values()],
+        colors=[colours[owner] for owner in course.owners],
+        labels=[
+            f"{owner}  {format_mebibytes(owned[course.peak_place])} "
+            f"({owned[course.peak_place] / max(total, 1):.0%})"
+            for owner, owned in course.owners.items()
+        ],
+        step="post",
+        linewidth=0,
+    )
+    if reserved:
+        line = {"drawstyle": "steps-post", "color": "black", "linewidth": 1}
+        axes.plot(course.moments, reserved, label="reserved", **line)
+    axes.set_xlim(course.moments[0], course.end)
+    axes.set_ylim(0, max([peak, *reserved, 1e-9]) * 1.1)
     moment = course.moments[course.peak_place]
-    side, away = ("left", 8) if moment < course.end / 2 else ("right", -8)
-    axes.plot([moment], [peak], "v", color="black", markersize=6, zorder=4, clip_on=False)
-    place = {"xytext": (away, 4), "textcoords": "offset points", "ha": side, "va": "bottom"}
-    axes.annotate(course.peak_text, (moment, peak), fontsize=9, fontweight="bold", **place)
+    axes.plot([moment], [peak], "v", color="black", clip_on=False, label=course.peak_text)
     _frame(axes, course.unit, "MiB alive", grid="y")
-
-
-def _draw_owners(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
-    """Draw a bar for each owner, in the stacking order of the course."""
-    owned = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
-    widths = [held / BYTES_PER_MIB for held in owned.values()]
-    longest = max([*widths, 1e-9])
-    own = [colours[owner] for owner in owned]
-    # A colour key at the left, for owners whose bar is too short to show its colour.
-    axes.barh(list(owned), 0.04 * longest, left=-0.08 * longest, height=0.3, color=own)
-    bars = axes.barh(list(owned), widths, color=own)
-    whole = max(sum(owned.values()), 1)
-    labels = [f"{format_mebibytes(held)}  ({held / whole:.0%})" for held in owned.values()]
-    axes.bar_label(bars, labels, padding=3, fontsize=9)
-    axes.set_xlim(-0.1 * longest, 1.55 * longest)
-    axes.set_title("MiB at the peak, by owner", fontsize=10, loc="left")
-    axes.set_xticks([])
-    axes.tick_params(left=False)
-    axes.spines[:].set_visible(False)
+    figure.legend(
+        title="MiB at the peak", loc="outside right upper", fontsize=9, frameon=False, reverse=True
+    )
+    _save(figure, path)
 
 
 # plan: predicted step time against memory, a line for each microbatch.
@@ -554,7 +465,6 @@ EVENT_MARKERS = {
     "warning": "d",
     "stop": "s",
 }
-FAINT: dict[str, Any] = {"color": "#444444", "alpha": FAINT_OPACITY, "linewidth": 1.0}
 
 
 def plot_runs(
@@ -575,6 +485,7 @@ def plot_runs(
     named = sorted(drawn, key=_last_loss)[:MOST_NAMED]
     # The runs with a name are drawn last, over the others.
     looks = [(history, OTHER_RUNS_COLOUR) for history in drawn if history not in named]
+    num_others = len(looks)
     looks += zip(named, COLOURS, strict=False)
     metrics = [name for history in drawn for name in history.metrics]
     metric = max(metrics, key=metrics.count) if metrics else None
@@ -583,13 +494,14 @@ def plot_runs(
     panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     loss, *others, memory, events = panels
 
-    for history, colour in looks:
-        _draw_values(loss, history.course, "loss", colour, smooth=smooth)
+    for number, (history, colour) in enumerate(looks):
+        label = shorten(history.name) if number >= num_others else None
+        _draw_values(loss, history.course, "loss", colour, smooth=smooth, label=label)
         _draw_values(others[-1], history.course, "learning_rate", colour)
         _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
         if metric in history.metrics:
             _draw_values(others[0], history.metrics[metric], "value", colour)
-    is_lost = _scale_loss(loss, [history.course for history in drawn], scale)
+    _scale_loss(loss, [history.course for history in drawn], scale)
     _frame(loss, "", "loss" if smooth is None else f"loss, mean over {smooth} steps")
     if metric:
         _frame(others[0], "", printable(metric, longest=20).replace("_", " "))
@@ -597,8 +509,12 @@ def plot_runs(
     _frame(memory, "", "peak, GiB")
     for axes in (others[-1], memory):
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-    signs = _draw_events(events, looks[-len(named) :])
-    _draw_run_legends(figure, looks, signs, is_lost=is_lost)
+    _draw_events(events, looks[num_others:])
+    if num_others:
+        loss.plot([], [], color=OTHER_RUNS_COLOUR, label=f"{num_others} more, which end higher")
+    if len(looks) > 1:
+        handles = loss.get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", fontsize=8, frameon=False)
     _save(figure, path)
     return [history.name for history in named]
 
@@ -633,6 +549,7 @@ def _draw_values(
     *,
     smooth: int | None = None,
     divide: float = 1.0,
+    label: str | None = None,
 ) -> None:
     """Draw the steps that count, and faintly those that were rolled back or resumed over."""
     for steps in (*course.superseded, course.steps):
@@ -642,80 +559,60 @@ def _draw_values(
             x = x[smooth - 1 :]
             y = numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
         y = numpy.where(numpy.isfinite(y), y, numpy.nan)
-        opacity = None if steps is course.steps else FAINT_OPACITY
+        counts = steps is course.steps
+        look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}
         # A value alone has no line.
-        style = "." if len(x) == 1 else "-"
-        axes.plot(x, y, style, color=colour, alpha=opacity, linewidth=1.2)
+        axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)
 
 
-def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> bool:
-    """Set the loss axis, mark losses that are not finite, and return whether there are any.
+def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> None:
+    """Set the loss axis, and mark losses that are not finite at its upper edge.
 
     The axis is logarithmic where losses span a decade. On a linear axis a spike leaves the picture
-    rather than flatten the rest. Losses that are not finite are marked at the upper edge.
+    rather than flatten the rest.
     """
+    parts = [part for course in courses for part in (course.steps, *course.superseded)]
+    lost = [
+        step
+        for part in parts
+        for step, loss in zip(part.step, part.values["loss"], strict=True)
+        if not math.isfinite(loss)
+    ]
+    edge = axes.get_xaxis_transform()
+    axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, transform=edge, zorder=5)
     current = numpy.concatenate([numpy.asarray(one.steps.values["loss"]) for one in courses])
     finite = current[numpy.isfinite(current)]
-    least, most = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    if not len(finite):
+        return
+    least, most = finite.min(), finite.max()
     if scale == "log" and least <= 0:
         raise ValueError(
             f"a loss of {least:g} can't be drawn on a logarithmic axis: use the linear one"
         )
     if scale == "log" or (scale == "auto" and least > 0 and most > LOG_FROM * least):
         axes.set_yscale("log")
-    elif len(finite):
-        usual = numpy.percentile(finite, 99.5)
-        margin = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
-        top = usual if most > usual + SPIKE_ROOM * (usual - least) else most
-        axes.set_ylim(least - margin, top + 2 * margin)
-    lost = []
-    for course in courses:
-        for steps in (course.steps, *course.superseded):
-            is_finite = numpy.isfinite(numpy.asarray(steps.values["loss"]))
-            lost += numpy.asarray(steps.step)[~is_finite].tolist()
-    edge = {"transform": axes.get_xaxis_transform(), "zorder": 5}
-    axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, **edge)
-    return bool(lost)
+        return
+    usual = numpy.percentile(finite, 99.5)
+    margin = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
+    top = usual if most > usual + SPIKE_ROOM * (usual - least) else most
+    axes.set_ylim(least - margin, top + 2 * margin)
 
 
-def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> list[Any]:
-    """Draw a row of events for each run; return what the legend explains."""
-    from matplotlib.lines import Line2D
-
-    handles = {}
-    for row, (history, colour) in enumerate(runs):
+def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
+    """Draw a row of events for each run, with a legend of their signs below."""
+    for row, (_, colour) in enumerate(runs):
         axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
-        for kind in EVENT_MARKERS.keys() & history.marks.keys():
-            look: dict[str, Any] = {"marker": EVENT_MARKERS[kind], "linestyle": "none"}
-            look["color"] = SPIKE_COLOUR if kind == "spike" else colour
-            steps = history.marks[kind].step
-            axes.plot(steps, [row] * len(steps), clip_on=False, markersize=6, **look)
-            look["color"] = SPIKE_COLOUR if kind == "spike" else "#444444"
-            handles[kind] = Line2D([], [], label=kind, markersize=6, **look)
+    for kind, marker in EVENT_MARKERS.items():
+        for row, (history, colour) in enumerate(runs):
+            if marks := history.marks.get(kind):
+                own = SPIKE_COLOUR if kind == "spike" else colour
+                sign = {"marker": marker, "linestyle": "none", "clip_on": False}
+                axes.plot(marks.step, [row] * len(marks.step), color=own, label=kind, **sign)
+    axes.plot([], [], color=GREY_COLOUR, alpha=FAINT_OPACITY, label="rolled back or resumed over")
+    handles, labels = axes.get_legend_handles_labels()
+    signs = dict(zip(labels, handles, strict=True))
+    place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
+    axes.figure.legend(signs.values(), signs.keys(), fontsize=8, frameon=False, **place)
     axes.set_ylim(len(runs) - 0.4, -0.6)
     _frame(axes, "step", "events", grid="x")
     axes.set_yticks([])
-    return [handles[kind] for kind in EVENT_MARKERS if kind in handles]
-
-
-def _draw_run_legends(
-    figure: Any, looks: Sequence[tuple[History, str]], signs: list[Any], *, is_lost: bool
-) -> None:
-    """Name the runs at the right, and explain the signs of events below."""
-    from matplotlib.lines import Line2D
-
-    if is_lost:
-        cross: dict[str, Any] = {"marker": "x", "linestyle": "none", "color": SPIKE_COLOUR}
-        signs.append(Line2D([], [], label="loss not finite", **cross))
-    if signs:
-        signs.append(Line2D([], [], label="rolled back or resumed over", **FAINT))
-        place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
-        figure.legend(handles=signs, fontsize=8, frameon=False, **place)
-    if len(looks) == 1:
-        return
-    named = looks[-MOST_NAMED:]
-    lines = [Line2D([], [], color=colour, label=shorten(run.name)) for run, colour in named]
-    if more := len(looks) - len(named):
-        label = f"{more} more, which end higher"
-        lines.append(Line2D([], [], color=OTHER_RUNS_COLOUR, label=label))
-    figure.legend(handles=lines, loc="outside right upper", fontsize=8, frameon=False)

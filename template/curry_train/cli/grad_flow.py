@@ -20,9 +20,7 @@ from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_flow
 from .options import (
-    UnusableInput,
-    case_of,
-    choose_device,
+    CaseOptions,
     dtype_name,
     echo_notes,
     plot_option,
@@ -94,11 +92,7 @@ LOOP_NOT_RUN = "\nyour loop was not run: these steps train the model with the lo
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
     spec: str,
-    blocks: str | None,
-    device: str,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
+    asked: CaseOptions,
     json_path: str | None,
     steps: int,
     every: int,
@@ -114,38 +108,34 @@ def grad_flow_command(
     Exit status: 0 all values finite, 1 some were not (the first layer is named), 2 wrong usage,
     3 device not available. A dead layer is reported but is no failure.
     """
-    place = choose_device(device)
-    try:
-        workload = load_workload(spec)
-        case = case_of(workload, place, dtype, batch_size, seed, blocks)
-        case, _ = settle_blocks(case)
-        module = case.build()
-        sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
-        STRATEGIES[strategy].apply(module, sample)
-        optimizer = _optimizer(workload, module, learning_rate)
-        flow = GradFlow(
-            module,
-            optimizer,
-            every=every,
-            layers=list(layers) or None,
-            blocks=case.blocks,
-        )
-        if plot_path:
-            require_matplotlib()  # after the options are checked, before the work begins
-        losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
+    workload = load_workload(spec)
+    case = asked.case(workload)
+    case, _ = settle_blocks(case)
+    module = case.build()
+    sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
+    STRATEGIES[strategy].apply(module, sample)
+    optimizer = _optimizer(workload, module, learning_rate)
+    flow = GradFlow(
+        module,
+        optimizer,
+        every=every,
+        layers=list(layers) or None,
+        blocks=case.blocks,
+    )
+    if plot_path:
+        require_matplotlib()  # after the options are checked, before the work begins
+    losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
 
     echo_notes(workload)
     click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec))
-    facts = provenance(place)
+    facts = provenance(asked.device)
     dtype = dtype_name(case.dtype)
     if plot_path:
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
-        facts |= {"seed": seed, "strategy": strategy}
+        facts |= {"seed": asked.seed, "strategy": strategy}
         facts |= {"learning_rate": optimizer.param_groups[0]["lr"]}
         write_json(json_path, facts | {"losses": losses} | flow_json(flow))
     if any(record.nonfinite for record in flow.records):

@@ -6,9 +6,10 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 """
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
 from ..plan.shapes import host_note
 from ..plan.snapshot import (
     BlockHistory,
-    MemorySnapshot,
-    UnusableSnapshot,
     read_snapshot,
 )
 from ..plan.timeline import record_step_storages, timeline_of
@@ -35,13 +34,17 @@ from ..runs.journal import printable
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_course
-from .memory_page import OWNER_COLOURS, course_of_blocks, course_of_timeline, write_page
+from .memory_page import (
+    OWNER_COLOURS,
+    MemoryCourse,
+    course_of_blocks,
+    course_of_timeline,
+    write_page,
+)
 from .options import (
     DTYPES,
-    UnusableInput,
+    CaseOptions,
     blocks_text,
-    case_of,
-    choose_device,
     dtype_name,
     dtype_to_use,
     echo_notes,
@@ -53,15 +56,12 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, table
+from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
 MOST_STEPS = 12
 NAME_WIDTH = 56
-# A larger file is announced with the time that it takes.
-LONG_TO_READ_BYTES = 100 * 2**20
-READ_BYTES_PER_SECOND = 1e7
 # Options of a measured model, which a snapshot has no use for.
 MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 
@@ -233,50 +233,22 @@ def _row(name: str, size: int, whole: int) -> list[str]:
 
 
 def figures_of(path: str) -> dict[str, int]:
-    """Return the bytes of a snapshot or a plan by owner, with `allocated` and `reserved`."""
-    if not _is_json(path):
-        owned = OwnedBlocks(_fullest(read_snapshot(path)))
-        history = owned.history
-        totals = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
-        return owned.owners | totals
-    try:
-        data = json.loads(Path(path).read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is neither a snapshot nor a plan: {error}") from error
-    figures = _plan_figures(data) if isinstance(data, dict) else {}
-    if not figures:
-        raise ValueError(
-            f"{path} has no allocated bytes of a plan: write one with "
-            "curry-train plan --target GPU --json PATH"
-        )
-    return figures
-
-
-def _is_json(path: str) -> bool:
+    """Return `allocated` and `reserved` bytes of a plan, or of a snapshot with those by owner."""
     with Path(path).open("rb") as file:
-        return file.read(64).lstrip()[:1] == b"{"
-
-
-def _plan_figures(data: Mapping[str, Any]) -> dict[str, int]:
-    """Return the figures of `plan --json`, `plan --out` or `memory --snapshot --json`."""
-    plan = data.get("plan", data)
-    cuda = plan.get("cuda") if isinstance(plan, dict) else None
-    found = dict(cuda) if isinstance(cuda, dict) else {}
-    names = {
-        "allocated": ("allocated_bytes", "peak_allocated_bytes", "peak_bytes"),
-        "reserved": ("reserved_bytes", "peak_reserved_bytes"),
-    }
-    figures: dict[str, int] = {}
-    for name, keys in names.items():
-        for source in (found, data):
-            values = [source[key] for key in keys if isinstance(source.get(key), int)]
-            if values:
-                figures.setdefault(name, values[0])
-    owners = data.get("owners")
-    if isinstance(owners, list):
-        pairs = [pair for pair in owners if isinstance(pair, list) and len(pair) == 2]
-        figures |= {str(name): size for name, size in pairs if isinstance(size, int)}
-    return figures
+        is_json = file.read(64).lstrip()[:1] == b"{"
+    if is_json:
+        data = json.loads(Path(path).read_text())
+        figures = {name: data.get(f"{name}_bytes") for name in ("allocated", "reserved")}
+        if not all(isinstance(size, int) for size in figures.values()):
+            raise ValueError(
+                f"{path} has no allocated bytes of a plan: write one with "
+                "curry-train plan --target GPU --json PATH"
+            )
+        return figures
+    histories = [BlockHistory(record) for record in read_snapshot(path).devices]
+    history = max(histories, key=lambda history: history.peak_allocated)
+    totals = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
+    return OwnedBlocks(history).owners | totals
 
 
 def comparison(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
@@ -299,29 +271,21 @@ def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
     return f"against {printable(path)}, MiB:\n{table(rows)}"
 
 
-def _fullest(snapshot: MemorySnapshot) -> BlockHistory:
-    """Return the device that allocated the most."""
-    histories = [BlockHistory(record) for record in snapshot.devices]
-    return max(histories, key=lambda history: history.peak_allocated)
+@dataclass(frozen=True)
+class Report:
+    """What a command prints, writes as JSON, and draws."""
+
+    text: str
+    results: dict[str, Any]
+    course: Callable[[], MemoryCourse]
 
 
-def report_snapshot(
-    path: str,
-    *,
-    against: str | None = None,
-    json_path: str | None = None,
-    plot_path: str | None = None,
-    html_path: str | None = None,
-) -> None:
-    """Print who owns the peak of a snapshot; raises UnusableSnapshot."""
-    if plot_path:
-        require_matplotlib()
+def report_snapshot(path: str, against: str | None = None) -> Report:
+    """Find out who owns the peak of a snapshot; raises UnusableSnapshot."""
     other = None if against is None else figures_of(against)
-    num_bytes = Path(path).stat().st_size
-    if num_bytes > LONG_TO_READ_BYTES:
-        minutes = num_bytes / READ_BYTES_PER_SECOND / 60
-        click.echo(f"reading {format_bytes(num_bytes)}, about {minutes:.0f} min", err=True)
-    snapshot = read_snapshot(path)
+    with messages_on_screen() as show_message:
+        show_message(f"reading {format_bytes(Path(path).stat().st_size)}")
+        snapshot = read_snapshot(path)
     name = printable(Path(path).name)
     reports = []
     for record in snapshot.devices:
@@ -331,7 +295,8 @@ def report_snapshot(
     fullest = reports[0]
     texts = [report.text() for report in reports]
     texts += [f"note: {note}" for note in snapshot.notes]
-    results = fullest.to_json() | {"snapshot": path, "settings": list(snapshot.notes)}
+    results = provenance(torch.device("cpu")) | fullest.to_json()
+    results |= {"snapshot": path, "settings": list(snapshot.notes)}
     results["devices"] = [report.to_json() for report in reports]
     if other is not None and against is not None:
         history = fullest.history
@@ -339,15 +304,8 @@ def report_snapshot(
         pairs = comparison(fullest.owned.owners | own, other)
         texts.append(comparison_text(pairs, against))
         results["against"] = {name: {"this": a, "other": b} for name, (a, b) in pairs.items()}
-    click.echo("\n\n".join(texts))
-    if plot_path or html_path:
-        course = course_of_blocks(fullest.owned, title=fullest.name)
-        if plot_path:
-            plot_course(course, OWNER_COLOURS, plot_path)
-        if html_path:
-            write_page(course, html_path)
-    if json_path:
-        write_json(json_path, provenance(torch.device("cpu")) | results)
+    course = functools.partial(course_of_blocks, fullest.owned, title=fullest.name)
+    return Report("\n\n".join(texts), results, course)
 
 
 # The command.
@@ -366,7 +324,7 @@ def report_snapshot(
     "--against",
     type=click.Path(exists=True, dir_okay=False),
     metavar="FILE",
-    help="Compare with another snapshot, or with plan.json.",
+    help="Compare with another snapshot, or with what `plan --json` wrote.",
 )
 @click.option("--on-shapes", is_flag=True, help="Run the model without values, in little memory.")
 @run_options
@@ -379,7 +337,8 @@ def memory_command(
     json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
-    **settings: Any,
+    on_shapes: bool,
+    asked: CaseOptions,
 ) -> None:
     """Show what holds the memory of a training step.
 
@@ -388,18 +347,22 @@ def memory_command(
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
     _check_usage(click.get_current_context(), spec, snapshot_path, against)
-    outputs: dict[str, Any] = {
-        "json_path": json_path,
-        "plot_path": plot_path,
-        "html_path": html_path,
-    }
     if spec is not None:
-        measure_model(spec, **settings, **outputs)
-        return
-    try:
-        report_snapshot(str(snapshot_path), against=against, **outputs)
-    except (UnusableSnapshot, ValueError, RuntimeError, MemoryError) as error:
-        raise UnusableInput(str(error)) from error
+        report = measure_model(spec, asked, on_shapes=on_shapes, is_drawn=bool(plot_path))
+    else:
+        if plot_path:
+            require_matplotlib()
+        try:
+            report = report_snapshot(str(snapshot_path), against)
+        except MemoryError as error:
+            raise UnusableInput(str(error)) from error
+    click.echo(report.text)
+    if plot_path:
+        plot_course(report.course(), OWNER_COLOURS, plot_path)
+    if html_path:
+        write_page(report.course(), html_path)
+    if json_path:
+        write_json(json_path, report.results)
 
 
 def _check_usage(
@@ -420,59 +383,45 @@ def _check_usage(
 
 @contextlib.contextmanager
 def _case_to_measure(
-    spec: str,
-    *,
-    on_shapes: bool,
-    device: str,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
-    blocks: str | None,
+    spec: str, asked: CaseOptions, *, on_shapes: bool
 ) -> Iterator[tuple[Case, str | None]]:
     """Provide the case, and why it has no values if it runs on shapes.
 
     With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
     """
-    place = choose_device(device)
     source: str | Workload = spec
     why = "as asked"
     if not on_shapes or is_taken(spec):
         source = load_workload(spec)
-        case = case_of(source, place, dtype, batch_size, seed, blocks)
+        case = asked.case(source)
         missing = missing_room(case)
         if missing is None and not on_shapes:
             yield case, None
             return
         why = missing or why
     own = None if isinstance(source, str) else source
-    precision = DTYPES[dtype or "float32"] if own is None else dtype_to_use(dtype, own)
-    with Sketch(source, dtype=precision, seed=seed, blocks=blocks) as sketch:
+    precision = DTYPES[asked.dtype or "float32"] if own is None else dtype_to_use(asked.dtype, own)
+    with Sketch(source, dtype=precision, seed=asked.seed, blocks=asked.blocks) as sketch:
         if sketch.why_real is not None:
             raise ValueError(f"{spec} does not run on shapes: {sketch.why_real}")
-        size = samples_of(sketch.case.workload, batch_size)
+        size = samples_of(sketch.case.workload, asked.batch_size)
         yield replace(sketch.case, batch_size=size), why
 
 
 def measure_model(
-    spec: str,
-    *,
-    blocks: str | None,
-    json_path: str | None,
-    plot_path: str | None,
-    html_path: str | None,
-    **settings: Any,
-) -> None:
-    """Measure one training step of a model, and print what holds its memory."""
+    spec: str, asked: CaseOptions, *, on_shapes: bool, is_drawn: bool = False
+) -> Report:
+    """Measure one training step of a model, to find out what holds its memory."""
     stack = contextlib.ExitStack()
     try:
-        case, why = stack.enter_context(_case_to_measure(spec, blocks=blocks, **settings))
+        case, why = stack.enter_context(_case_to_measure(spec, asked, on_shapes=on_shapes))
         workload = case.workload
         module = case.build()
         batch = case.batch()
-        if plot_path:
+        if is_drawn:
             # A wrong pattern is reported before a missing package.
             with contextlib.suppress(NoBlocks):
-                find_blocks(module, blocks)
+                find_blocks(module, asked.blocks)
             require_matplotlib()
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss
@@ -488,8 +437,6 @@ def measure_model(
             accumulated=workload.accumulation > 1,
         )
         timeline = timeline_of(lives, type(module).__name__)
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
     finally:
         stack.close()
 
@@ -503,13 +450,8 @@ def measure_model(
         tables.insert(1, fill_screen(f"run on shapes alone, {why}"))
     if optimizer is not None and (note := host_note(optimizer)) is not None:
         tables.append(fill_screen(note))
-    click.echo("\n\n".join(tables))
-    course = course_of_timeline(timeline, lives.lives)
-    if plot_path:
-        plot_course(course, OWNER_COLOURS, plot_path)
-    if html_path:
-        write_page(course, html_path)
-    if json_path:
-        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size}
-        results = {"profile": profile.to_json(), "timeline": timeline.to_json(), "on_shapes": why}
-        write_json(json_path, facts | {"seed": seed, "blocks": choice.to_json()} | results)
+    facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size, "seed": seed}
+    facts |= {"blocks": choice.to_json(), "on_shapes": why}
+    facts |= {"profile": profile.to_json(), "timeline": timeline.to_json()}
+    course = functools.partial(course_of_timeline, timeline, lives.lives)
+    return Report("\n\n".join(tables), facts, course)

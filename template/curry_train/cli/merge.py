@@ -50,14 +50,13 @@ class Lock:
     """Everything that was copied into a project.
 
     `project` is None where techniques were added to a repository that `new` did not make.
-    `wheel` is the hash of the sources that its wheel was built from. `directory` and `package` are
+    `directory` and `package` are
     where techniques are, and how Python imports them.
     """
 
     version: str
     project: str | None = None
     own: bool = False
-    wheel: str | None = None
     directory: str | None = None
     package: str | None = None
     techniques: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import shlex
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import fill_screen, write_output
+from .screen import UnusableInput, fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -33,12 +34,6 @@ class DeviceMissing(click.ClickException):
     """The requested device is not available."""
 
     exit_code = 3
-
-
-class UnusableInput(click.ClickException):
-    """The user's input can't be used."""
-
-    exit_code = 2
 
 
 def choose_device(name: str) -> torch.device:
@@ -285,19 +280,21 @@ def dtype_to_use(name: str | None, workload: Workload) -> torch.dtype:
     return workload.dtype or torch.float32
 
 
-def case_of(
-    workload: Workload,
-    place: torch.device,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
-    blocks: str | None,
-    *,
-    default: int | None = None,
-) -> Case:
-    """Return the case of the options that every command has."""
-    size = samples_of(workload, batch_size, default=default)
-    return Case(workload, place, dtype_to_use(dtype, workload), size, seed, blocks)
+@dataclass(frozen=True)
+class CaseOptions:
+    """The options that mean the same in every command that runs a model."""
+
+    device: torch.device
+    dtype: str | None
+    batch_size: int | None
+    seed: int
+    blocks: str | None
+
+    def case(self, workload: Workload, *, default: int | None = None) -> Case:
+        """Return a workload as it was asked for, on its device."""
+        size = samples_of(workload, self.batch_size, default=default)
+        dtype = dtype_to_use(self.dtype, workload)
+        return Case(workload, self.device, dtype, size, self.seed, self.blocks)
 
 
 def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:
@@ -322,7 +319,15 @@ def blocks_text(choice: BlockChoice) -> str:
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that mean the same in every command that runs a model."""
+    """Add `--json`, and the options that a command gets as `asked`, which are `CaseOptions`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, device: str, **settings: Any) -> Any:
+        names = ("dtype", "batch_size", "seed", "blocks")
+        own = {name: settings.pop(name) for name in names}
+        asked = CaseOptions(choose_device(device), **own)
+        return command(*args, asked=asked, **settings)
+
     options = (
         json_option(),
         seed_option(),
@@ -331,9 +336,10 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         blocks_option(),
         device_option(),
     )
+    changed: Callable[..., Any] = run
     for option in options:
-        command = option(command)
-    return command
+        changed = option(changed)
+    return changed
 
 
 def require_matplotlib() -> None:

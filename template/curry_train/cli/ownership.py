@@ -8,9 +8,9 @@ Proof: `python -m pytest tests/cli/test_scaffold.py`.
 """
 
 import ast
-import hashlib
 import importlib.metadata
 import keyword
+import os
 import re
 import shutil
 import subprocess
@@ -336,8 +336,10 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 # The wheel
 
-SOURCES_OF_WHEEL = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES_OF_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
 LEAST_SETUPTOOLS = 77
+# The first second that a zip file can hold, so that equal sources give equal wheels.
+WHEEL_TIME = 315_532_800
 # Files of an installed package that belong to its installation.
 WRITTEN_BY_INSTALLERS = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 
@@ -345,17 +347,6 @@ WRITTEN_BY_INSTALLERS = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 def wheel_name(bundle: Bundle) -> str:
     """Return the file name of the package's wheel."""
     return f"{PACKAGE}-{bundle.version}-py3-none-any.whl"
-
-
-def sources_digest(bundle: Bundle) -> str:
-    """Return the SHA-256 over all files of a wheel; two builds of it differ in their bytes."""
-    total = hashlib.sha256()
-    for folder in (bundle.package, bundle.project, bundle.tests):
-        for path in _files_below(folder):
-            if not path.startswith(f"{BUNDLED_FOLDER}/"):
-                digest = hashlib.sha256((folder / path).read_bytes()).hexdigest()
-                total.update(f"{digest} {path}\n".encode())
-    return total.hexdigest()
 
 
 def build_wheel(bundle: Bundle) -> bytes:
@@ -376,7 +367,11 @@ def build_wheel(bundle: Bundle) -> bytes:
         if _setuptools_version() >= LEAST_SETUPTOOLS:
             command.append("--no-build-isolation")  # it needs no network then
         done = subprocess.run(
-            [*command, "--wheel-dir", folder, folder], capture_output=True, text=True, check=False
+            [*command, "--wheel-dir", folder, folder],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
         )
         if done.returncode:
             raise ScaffoldError(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
@@ -401,8 +396,10 @@ def _pack_again(distribution: importlib.metadata.Distribution) -> bytes:
                     record = str(file)
                 if file.hash is None or ".." in file.parts or file.name in WRITTEN_BY_INSTALLERS:
                     continue
-                archive.write(str(file.locate()), str(file))
+                # Without the time of the file, which is that of the installation.
+                packed_file = zipfile.ZipInfo(str(file))
+                archive.writestr(packed_file, file.read_binary(), zipfile.ZIP_DEFLATED)
                 rows.append(f"{file},{file.hash.mode}={file.hash.value},{file.size}\n")
-            archive.writestr(record, "".join([*rows, f"{record},,\n"]))
+            archive.writestr(zipfile.ZipInfo(record), "".join([*rows, f"{record},,\n"]))
         packed.seek(0)
         return packed.read()

@@ -32,7 +32,6 @@ from ..workloads.workload import Case, Workload
 from .figures import plot_fewest, plot_plan
 from .options import (
     DTYPES,
-    UnusableInput,
     blocks_option,
     choose_device,
     dtype_option,
@@ -258,8 +257,6 @@ def plan_command(
     except Infeasible as error:
         console.print("\n".join([*here, str(error)]), markup=False)
         sys.exit(1)
-    except (ValueError, RuntimeError) as error:
-        raise UnusableInput(str(error)) from error
 
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])

@@ -17,8 +17,8 @@ from ..core.wording import provenance, write_json
 from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import LoopFailed, preflight_program
 from ..gates.verdict import Verdict
-from .options import UnusableInput, json_option
-from .screen import ScreenCommand, fill_screen
+from .options import json_option
+from .screen import ScreenCommand, UnusableInput, fill_screen
 
 
 @click.command("preflight", cls=ScreenCommand, example="--script train.py -- --rate 0.1")

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +24,18 @@ from torch import Tensor
 
 from ..config import load_config
 from ..core.wording import provenance
-from ..runs.format import facts_of, read_checkpoint_metadata, read_tensors
-from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
-from ..runs.layout import read_manifest
+from ..runs.history import History, Steps, read_history
 from ..runs.store import SavedRun
 from ..trainer import train_run
-from .options import UnusableInput, choose_device, model_option, new_folder
-from .runs import JSON_OPTION, end
+from .options import choose_device, model_option, new_folder
+from .runs import JSON_OPTION, end, saved_tensors
+from .runs_diff import compare_values
 from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
 
 # Check that a resumed run equals an uninterrupted one to the bit.
 
-COMPARED_FIGURES = ("loss", "dev_loss", "grad_norm", "learning_rate")
+COMPARED_FIGURES = ("loss", "grad_norm", "learning_rate")
 STRAIGHT_RUN_NAME = "straight"
 KILLED_RUN_NAME = "killed"
 
@@ -82,7 +81,7 @@ def resume_check(
     _train([*given, f"name={STRAIGHT_RUN_NAME}"], config=config)
     _train([*given, f"name={KILLED_RUN_NAME}"], config=config, kill_at=kill_at)
     killed_run = folder / f"{KILLED_RUN_NAME}-001"
-    last_step = max(step for step, _ in _metrics(killed_run))
+    last_step = read_history(killed_run).last_step
     if last_step != kill_at - 1:
         raise ValueError(
             f"the run was to be killed in step {kill_at} and ended after step {last_step}: this is "
@@ -91,16 +90,14 @@ def resume_check(
 
     _train([*given, f"name={KILLED_RUN_NAME}"], config=config, resume=killed_run.name)
     straight_run = folder / f"{STRAIGHT_RUN_NAME}-001"
-    straight = _metrics(straight_run)
-    resumed = _metrics(killed_run)
-    straight_state = final_tensors(straight_run)
-    resumed_state = final_tensors(killed_run)
-    difference = _different_figure(straight, resumed)
+    straight, resumed = (read_history(run) for run in (straight_run, killed_run))
+    straight_state, resumed_state = (final_tensors(run) for run in (straight_run, killed_run))
+    difference = different_figure(straight, resumed)
     return ResumeCheck(
         steps=steps,
         killed_at=kill_at,
-        resumed_from=_resumed_from(killed_run),
-        figures=sum(len(figures) for _, figures in resumed),
+        resumed_from=resumed.marks["resume"].step[0],
+        figures=sum(len(part) for _, _, part in _compared(straight, resumed)),
         tensors=len(straight_state),
         difference=difference or different_tensor(straight_state, resumed_state),
     )
@@ -113,51 +110,26 @@ def final_tensors(run: Path) -> dict[str, Tensor]:
     if newest is None:
         raise ValueError(f"{run} has no saved state")
 
-    manifest = read_manifest(saved.files, newest.folder)
-    metadata = read_checkpoint_metadata(saved.files, newest.folder, manifest)
-    tensors = {
-        name: torch.empty(facts.shape, dtype=facts.dtype)
-        for name, facts in facts_of(metadata).items()
-    }
-    read_tensors(saved.files, newest.folder, metadata, tensors)
-    return tensors
+    return saved_tensors(saved, newest.folder)
 
 
-def _metrics(run: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the figures of each step in journal order; a repeated step appears twice.
-
-    An evaluation before the first step belongs to none.
-    """
-    steps: list[tuple[int, dict[str, Any]]] = []
-    for event in JournalReading(run / JOURNAL_FILE_NAME):
-        if event.kind == "step":
-            figures = {name: event.facts[name] for name in COMPARED_FIGURES if name in event.facts}
-            steps.append((event.step, figures))
-        elif event.kind == "eval" and steps:
-            _, figures = steps[-1]
-            figures[event.facts["metric"]] = event.facts["value"]
-    return steps
+def _compared(straight: History, resumed: History) -> Iterator[tuple[str, Steps, Steps]]:
+    """Yield each figure with the steps of both runs, those that the kill repeats included."""
+    for name in COMPARED_FIGURES:
+        for part in (*resumed.course.superseded, resumed.steps):
+            yield name, straight.steps, part
+    for name in straight.metrics.keys() & resumed.metrics.keys():
+        for part in (*resumed.metrics[name].superseded, resumed.metrics[name].steps):
+            yield "value", straight.metrics[name].steps, part
 
 
-def _resumed_from(run: Path) -> int:
-    """Return the step of the state that the killed run continued from."""
-    return next(
-        event.step for event in JournalReading(run / JOURNAL_FILE_NAME) if event.kind == "resume"
-    )
-
-
-def _different_figure(
-    straight: Sequence[tuple[int, Any]], resumed: Sequence[tuple[int, Any]]
-) -> str | None:
-    expected = dict(straight)
-    for step, figures in resumed:
-        for name in COMPARED_FIGURES:
-            first = expected.get(step, {}).get(name)
-            second = figures.get(name)
-            both_nan = first != first and second != second
-            if first != second and not both_nan:
-                return f"{name} of step {step} is {first!r} straight and {second!r} resumed"
-    missing = sorted(expected.keys() - dict(resumed).keys())
+def different_figure(straight: History, resumed: History) -> str | None:
+    """Name the first figure of a resumed run that is not the same, or a step that it lacks."""
+    for name, expected, part in _compared(straight, resumed):
+        if parted := compare_values(expected, part, name).parted:
+            what = "dev loss" if name == "value" else name
+            return f"{what} of step {parted.step} is {parted.a!r} straight and {parted.b!r} resumed"
+    missing = sorted({*straight.steps.step} - {*resumed.steps.step})
     return f"step {missing[0]} was not trained after the resume" if missing else None
 
 
@@ -267,16 +239,13 @@ def resume_check_command(
     given = [*words, *([f"model={model}"] if model else [])]
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, out)
-        try:
-            show_message = stack.enter_context(messages_on_screen())
-            show_message("straight, killed, resumed")
-            every = save_every or max(1, kill_step // 2)
-            facts = provenance(choose_device(load_config(config, given).device))
-            result = resume_check(
-                folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
-            )
-        except ValueError as error:
-            raise UnusableInput(str(error)) from error
+        show_message = stack.enter_context(messages_on_screen())
+        show_message("straight, killed, resumed")
+        every = save_every or max(1, kill_step // 2)
+        facts = provenance(choose_device(load_config(config, given).device))
+        result = resume_check(
+            folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
+        )
 
     repeated = result.killed_at - result.resumed_from
     console = Console(highlight=False)

@@ -20,22 +20,24 @@ from ..config import set_words
 from ..core.wording import format_bytes, write_json
 from ..runs.format import (
     MODEL_PREFIX,
-    Contents,
-    Loading,
-    LoadReport,
-    Snapshot,
+    SAFETENSORS_FILE_NAME,
+    SafetensorsReader,
+    TensorFacts,
+    facts_of,
+    read_checkpoint_metadata,
+    read_tensors,
 )
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
 from ..runs.policy_config import PolicyConfig
-from ..runs.ranks import DamagedCheckpoint, RunError, StateMismatch
+from ..runs.ranks import DamagedCheckpoint, StateMismatch
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
 from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
-from .options import UnusableInput, dtype_option, json_option, model_option
-from .screen import LazyGroup, fill_screen, messages_on_screen, table
+from .options import dtype_option, json_option, model_option
+from .screen import LazyGroup, UnusableInput, fill_screen, messages_on_screen, table
 
 # Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
 
@@ -280,13 +282,10 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     CHECKPOINT is latest, or a folder such as rollback/step-00000500.dcp.
     """
     saved = _open(run)
-    try:
-        if checkpoint is None:
-            folders = [row["folder"] for row in checkpoint_rows(saved)]
-        else:
-            folders = [saved.folder_of(checkpoint)]
-    except (ValueError, DamagedCheckpoint) as error:
-        raise UnusableInput(str(error)) from error
+    if checkpoint is None:
+        folders = [row["folder"] for row in checkpoint_rows(saved)]
+    else:
+        folders = [saved.folder_of(checkpoint)]
 
     errors: dict[str, str | None] = {}
     with messages_on_screen() as show_message:
@@ -359,31 +358,41 @@ MODEL_FILE_NAME = "model.safetensors"
 SHARD_BYTES = 5 * 10**9
 
 
-class ParametersOnly:
-    """Loads the parameters and buffers of a model from a checkpoint, without a model."""
+def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
+    """Verify a checkpoint, and read its tensors without a model."""
+    run.verify(folder)
+    manifest = read_manifest(run.files, folder)
 
-    def __init__(self, *, strip: str = "") -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._prefix = MODEL_PREFIX + strip
+    def empty(found: Mapping[str, TensorFacts]) -> dict[str, torch.Tensor]:
+        return {name: torch.empty(one.shape, dtype=one.dtype) for name, one in found.items()}
 
-    def snapshot(self) -> Snapshot:
-        raise NotImplementedError("the parameters are written as safetensors, and not saved again")
+    if SAFETENSORS_FILE_NAME in manifest.files:
+        reader = SafetensorsReader(run.files, folder)
+        tensors = empty(reader.facts())
+        reader.read_into(tensors)
+        return tensors
+    metadata = read_checkpoint_metadata(run.files, folder, manifest)
+    tensors = empty(facts_of(metadata))
+    read_tensors(run.files, folder, metadata, tensors)
+    return tensors
 
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        targets = {
-            name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in contents.tensors.items()
-            if name.startswith(self._prefix)
-        }
-        if not targets:
-            known = (name for name in contents.tensors if name.startswith(MODEL_PREFIX))
-            first = min(known, default="none").removeprefix(MODEL_PREFIX)
-            wanted = self._prefix.removeprefix(MODEL_PREFIX)
-            raise StateMismatch(f"no parameter's name begins with {wanted!r}: the first is {first}")
-        for name, target in targets.items():
-            self.tensors[name.removeprefix(self._prefix)] = target
-        report = LoadReport(matched=len(targets), wanted=len(targets))
-        return Loading(targets, lambda: None, report)
+
+def _parameters(tensors: Mapping[str, torch.Tensor], strip: str) -> dict[str, torch.Tensor]:
+    """Return the model's tensors whose names begin with a prefix, without it."""
+    of_model = {
+        name.removeprefix(MODEL_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL_PREFIX)
+    }
+    chosen = {
+        name.removeprefix(strip): tensor
+        for name, tensor in of_model.items()
+        if name.startswith(strip)
+    }
+    if not chosen:
+        first = min(of_model, default="none")
+        raise StateMismatch(f"no parameter's name begins with {strip!r}: the first is {first}")
+    return chosen
 
 
 def export_parameters(
@@ -401,13 +410,12 @@ def export_parameters(
     `strip` a prefix of the exported names that is left out.
     """
     if folder.exists():
-        raise FileExistsError(f"{folder} exists: give a new folder")
-    state = ParametersOnly(strip=strip)
-    run.load(run.folder_of(checkpoint), state)
+        raise ValueError(f"{folder} exists: give a new folder")
+    parameters = _parameters(saved_tensors(run, run.folder_of(checkpoint)), strip)
     staged = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     staged.mkdir(parents=True)
     try:
-        files = _write_shards(staged, state.tensors, shard_bytes)
+        files = _write_shards(staged, parameters, shard_bytes)
         if config is not None:
             shutil.copyfile(config, staged / "config.json")
         for path in (*staged.iterdir(), staged):
@@ -456,7 +464,10 @@ def _write_shards(
 @click.argument("checkpoint", default="latest")
 @click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")
 @click.option(
-    "--model-config", metavar="FILE", help="A config.json of Hugging Face to put beside them."
+    "--model-config",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A config.json of Hugging Face to put next to them.",
 )
 @click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
 @click.option("--shard-bytes", metavar="NUMBER", default="5e9", help="Most bytes of a file.")
@@ -476,17 +487,14 @@ def export_command(
     verified. Parameters that share values are written once, under the first name.
     """
     saved = _open(run)
-    try:
-        files = export_parameters(
-            saved,
-            checkpoint,
-            Path(out),
-            config=model_config,
-            strip=strip,
-            shard_bytes=int(float(shard_bytes)),
-        )
-    except (RunError, ValueError, OSError) as error:
-        raise UnusableInput(printable(str(error), longest=1000)) from error
+    files = export_parameters(
+        saved,
+        checkpoint,
+        Path(out),
+        config=model_config,
+        strip=strip,
+        shard_bytes=int(float(shard_bytes)),
+    )
 
     names = {name: len(shard) for name, shard in files.items()}
     console = Console(highlight=False)
@@ -522,15 +530,12 @@ def estimate_command(
     KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
     estimated, 1 the volume of --folder is too small, 2 wrong usage.
     """
-    try:
-        if (parameters is None) == (model is None):
-            raise ValueError("give --parameters or --model")
-        number = _count(model) if model else int(float(parameters or 0))
-        block: dict[str, Any] = {}
-        set_words(block, [word.removeprefix("checkpoint.") for word in words])
-        estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
-    except (ValueError, OverflowError) as error:
-        raise UnusableInput(str(error)) from error
+    if (parameters is None) == (model is None):
+        raise ValueError("give --parameters or --model")
+    number = _count(model) if model else int(float(parameters or 0))
+    block: dict[str, Any] = {}
+    set_words(block, [word.removeprefix("checkpoint.") for word in words])
+    estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
     console = Console(highlight=False)
     console.print(estimate_table(estimate), markup=False)
     for line in estimate.advice:

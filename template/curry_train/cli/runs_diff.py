@@ -5,7 +5,6 @@ Proof: `python -m pytest tests/cli/test_runs_diff.py tests/cli/test_runs_diff_co
 
 import json
 import math
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -15,10 +14,9 @@ import click
 import numpy
 
 from ..core.wording import format_bytes, format_seconds, write_json
-from ..runs.history import Attempt, History, Marks, read_history
+from ..runs.history import Attempt, History, Marks, Steps, read_history
 from ..runs.journal import find_journal, finite, printable
-from ..runs.ranks import RunError
-from .options import UnusableInput, json_option
+from .options import json_option
 from .screen import ScreenCommand, fill_screen, table
 
 # Compare two runs by their journals: configuration, code, losses, costs and events.
@@ -60,16 +58,8 @@ class Parting:
     step: int
     a: float
     b: float
-
-    @property
-    def amount(self) -> float:
-        return self.b - self.a
-
-    @property
-    def relative(self) -> float:
-        if math.isfinite(self.amount) and self.a:
-            return abs(self.amount / self.a)
-        return math.inf
+    amount: float
+    relative: float
 
 
 @dataclass(frozen=True)
@@ -119,31 +109,12 @@ class RunDifference:
     # Whether the journals of A and of B record the configuration, the code and the environment.
     recorded: dict[str, tuple[bool, bool]] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        for name, losses in ((None, self.losses), *self.metrics.items()):
-            target = found["losses"] if name is None else found["metrics"][name]
-            for key in ("parted", "visibly", "largest"):
-                parting: Parting | None = getattr(losses, key)
-                if parting is not None:
-                    target[key] |= {"amount": parting.amount, "relative": parting.relative}
-        return found
-
 
 def difference(a: History, b: History) -> RunDifference:
     """Compare two runs; steps that were rolled back are left out."""
-    facts_a = a.facts
-    facts_b = b.facts
-    changed: dict[str, list[SettingChange]] = {}
-    recorded: dict[str, tuple[bool, bool]] = {}
-    for section in ("config", "code", "environment"):
-        changed[section] = changes(facts_a.get(section), facts_b.get(section))
-        recorded[section] = (_known(section, facts_a), _known(section, facts_b))
-    changed["code"] = [
-        change for change in changed["code"] if change.name.split(".")[0] in CODE_FACTS
-    ]
-    command = changes({"command": facts_a.get("command")}, {"command": facts_b.get("command")})
-
+    sections = ("config", "code", "environment")
+    changed = {name: changes(a.facts.get(name), b.facts.get(name)) for name in sections}
+    command = changes(*({"command": run.facts.get("command")} for run in (a, b)))
     kinds = {*a.marks, *b.marks} - {"start"}
     return RunDifference(
         a.name,
@@ -151,17 +122,18 @@ def difference(a: History, b: History) -> RunDifference:
         same=a.path.resolve() == b.path.resolve() and len(a.attempts) == len(b.attempts),
         resumed=find_continuation(a, b),
         config=changed["config"],
-        code=changed["code"],
+        code=[one for one in changed["code"] if one.name.split(".")[0] in CODE_FACTS],
         environment=command + changed["environment"],
-        losses=compare_values(
-            a.steps.step, a.steps.values["loss"], b.steps.step, b.steps.values["loss"]
-        ),
+        losses=compare_values(a.steps, b.steps, "loss"),
         costs=_costs_of_both(a, b),
-        metrics=_metrics(a, b),
+        metrics={
+            name: compare_values(a.metrics[name].steps, b.metrics[name].steps, "value")
+            for name in sorted(a.metrics.keys() & b.metrics.keys())
+        },
         events={
             kind: (_events_of_kind(a, kind), _events_of_kind(b, kind)) for kind in sorted(kinds)
         },
-        recorded=recorded,
+        recorded={name: (_known(name, a.facts), _known(name, b.facts)) for name in sections},
     )
 
 
@@ -185,21 +157,16 @@ def _went_on(earlier: History, later: History) -> Attempt | None:
         return None
 
     earlier_runs = {attempt.run for attempt in earlier.attempts} | {earlier.path.parent.name}
-    later_runs = {attempt.run for attempt in later.attempts}
+    later_runs = {attempt.run for attempt in later.attempts} | {later.path.parent.name}
     for attempt in later.attempts:
-        if (
-            attempt.from_run is not None
-            and attempt.from_run in earlier_runs
-            and attempt.from_run not in later_runs
-        ):
+        if attempt.from_run is not None and attempt.from_run in earlier_runs - later_runs:
             return attempt
 
     # The same journal, or a copy that was continued, begins with all attempts of `earlier`.
     num_shared = len(earlier.attempts)
-    earlier_openings = [_opening(attempt) for attempt in earlier.attempts]
-    later_openings = [_opening(attempt) for attempt in later.attempts[: num_shared + 1]]
-    if later_openings[:-1] == earlier_openings:
-        return later.attempts[num_shared]
+    openings = [_opening(attempt) for attempt in earlier.attempts]
+    if [_opening(attempt) for attempt in later.attempts[:num_shared]] == openings:
+        return next(iter(later.attempts[num_shared:]), None)
     return None
 
 
@@ -223,21 +190,21 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def compare_values(
-    steps_a: "array[int]", a: "array[float]", steps_b: "array[int]", b: "array[float]"
-) -> Losses:
+def compare_values(a: Steps, b: Steps, name: str) -> Losses:
     """Compare the values at the steps that both have; nan on both sides counts as equal."""
     common, places_a, places_b = numpy.intersect1d(
-        steps_a, steps_b, assume_unique=True, return_indices=True
+        a.step, b.step, assume_unique=True, return_indices=True
     )
-    values_a = numpy.asarray(a)[places_a]
-    values_b = numpy.asarray(b)[places_b]
+    values_a = numpy.asarray(a.values[name])[places_a]
+    values_b = numpy.asarray(b.values[name])[places_b]
     both_nan = numpy.isnan(values_a) & numpy.isnan(values_b)
-    differing = numpy.flatnonzero((values_a != values_b) & ~both_nan)
-    partings = [
-        Parting(int(common[place]), float(values_a[place]), float(values_b[place]))
-        for place in differing
-    ]
+    partings = []
+    for place in numpy.flatnonzero((values_a != values_b) & ~both_nan):
+        one, other = float(values_a[place]), float(values_b[place])
+        amount = other - one
+        relative = abs(amount / one) if math.isfinite(amount) and one else math.inf
+        partings.append(Parting(int(common[place]), one, other, amount, relative))
+    spans = [(part.step[0], part.step[-1]) if len(part) else None for part in (a, b)]
     return Losses(
         num_common=len(common),
         num_different=len(partings),
@@ -245,19 +212,14 @@ def compare_values(
         last_common=int(common[-1]) if len(common) else None,
         parted=next(iter(partings), None),
         visibly=next((one for one in partings if one.relative > VISIBLE_LOSS_DIFFERENCE), None),
-        largest=max(partings, key=_parting_size, default=None),
-        spans=(_first_and_last(steps_a), _first_and_last(steps_b)),
+        # A difference that is nan counts as infinite.
+        largest=max(
+            partings,
+            key=lambda one: math.inf if math.isnan(one.amount) else abs(one.amount),
+            default=None,
+        ),
+        spans=(spans[0], spans[1]),
     )
-
-
-def _parting_size(parting: Parting) -> float:
-    """Return the absolute difference, infinite where it is nan."""
-    amount = abs(parting.amount)
-    return math.inf if math.isnan(amount) else amount
-
-
-def _first_and_last(steps: Sequence[int]) -> tuple[int, int] | None:
-    return (steps[0], steps[-1]) if len(steps) else None
 
 
 def _known(section: str, facts: Mapping[str, Any]) -> bool:
@@ -287,17 +249,6 @@ def _costs_of_both(a: History, b: History) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _metrics(a: History, b: History) -> dict[str, Losses]:
-    found = {}
-    for name in sorted(a.metrics.keys() & b.metrics.keys()):
-        steps_a = a.metrics[name].steps
-        steps_b = b.metrics[name].steps
-        found[name] = compare_values(
-            steps_a.step, steps_a.values["value"], steps_b.step, steps_b.values["value"]
-        )
-    return found
-
-
 # The command, its text and its JSON.
 
 MOST_CHANGES = 40  # changes shown per section; --json has all
@@ -324,14 +275,11 @@ def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
     A run is a name in --runs, a folder or a journal; NAME@2 is the run as its second attempt left
     it. Exit status: 0 compared, 2 a run can't be read.
     """
-    try:
-        histories = [read_history(find_journal(name, root=root), name=name) for name in (a, b)]
-    except (RunError, ValueError) as error:
-        raise UnusableInput(fill_screen(printable(str(error), longest=1000), indent="")) from error
+    histories = [read_history(find_journal(name, root=root), name=name) for name in (a, b)]
     found = difference(*histories)
     click.echo(diff_text(found, histories))
     if json_path:
-        write_json(json_path, finite(found.to_json()))
+        write_json(json_path, finite(asdict(found)))
 
 
 def diff_text(found: RunDifference, histories: Sequence[History]) -> str:
@@ -346,33 +294,31 @@ def diff_text(found: RunDifference, histories: Sequence[History]) -> str:
         )
 
     blocks = [
-        list(_lead(found)),
-        [_about(mark, history) for mark, history in zip("AB", histories, strict=True)],
+        _lead(found),
+        map(_about, "AB", histories),
+        *(_part(name, getattr(found, name), found) for name in ("config", "code", "environment")),
+        _losses("losses", found.losses),
+        *(_losses(printable(name, longest=30), one) for name, one in found.metrics.items()),
+        _costs(found, histories),
+        _events(found),
     ]
-    blocks += [
-        list(_part(name, getattr(found, name), found)) for name in ("config", "code", "environment")
-    ]
-    blocks.append(list(_losses("losses", found.losses)))
-    blocks += [
-        list(_losses(printable(name, longest=30), losses)) for name, losses in found.metrics.items()
-    ]
-    blocks += [list(_costs(found, histories)), list(_events(found))]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+    texts = ("\n".join(lines) for lines in blocks)
+    return "\n\n".join(text for text in texts if text)
 
 
 def _lead(found: RunDifference) -> Iterator[str]:
     if found.resumed is None:
         return
-    earlier = found.resumed.earlier
-    later = found.resumed.later
-    step = found.resumed.step
-    if found.resumed.how == "rollback":
-        yield fill_screen(f"{later} rolled {earlier} back to step {step}")
-    else:
-        yield fill_screen(f"{later} resumed from {earlier} at step {step}")
-    if not found.resumed.reached:
+    went = found.resumed
+    how = (
+        f"rolled {went.earlier} back to"
+        if went.how == "rollback"
+        else (f"resumed from {went.earlier} at")
+    )
+    yield fill_screen(f"{went.later} {how} step {went.step}")
+    if not went.reached:
         yield fill_screen(
-            f"but this journal of {earlier} does not have step {step}: "
+            f"but this journal of {went.earlier} does not have step {went.step}: "
             "is it another run of that name?"
         )
 

@@ -11,10 +11,9 @@ import click
 
 from ..core.wording import write_json
 from ..runs.history import History, read_history
-from ..runs.journal import find_journal, finite, printable
-from ..runs.ranks import RunError
+from ..runs.journal import find_journal, finite
 from .figures import plot_runs
-from .options import UnusableInput, json_option, output_option
+from .options import json_option, output_option
 from .screen import ScreenCommand
 
 
@@ -57,15 +56,10 @@ def runs_plot_command(
 
     A run is a name in --runs, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
     """
-    try:
-        histories = [
-            read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)
-        ]
-        coloured = plot_runs(histories, out, scale=scale, smooth=smooth)
-    except (RunError, ValueError) as error:
-        raise UnusableInput(printable(str(error), longest=1000)) from error
-    except RuntimeError as error:  # matplotlib is missing
-        raise UnusableInput(str(error)) from error
+    histories = [
+        read_history(find_journal(name, root=root), name=name) for name in dict.fromkeys(names)
+    ]
+    coloured = plot_runs(histories, out, scale=scale, smooth=smooth)
     if json_path:
         rows = [_summary(history) | {"coloured": history.name in coloured} for history in histories]
         write_json(json_path, finite({"out": out, "runs": rows}))

@@ -6,10 +6,9 @@ Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ from ..workloads.workload import Case
 from .figures import plot_savings
 from .options import (
     DTYPES,
-    UnusableInput,
     blocks_option,
     blocks_text,
     choose_device,
@@ -59,7 +57,13 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import SCREEN_WIDTH, ScreenCommand, fill_screen, progress_on_screen, table
+from .screen import (
+    SCREEN_WIDTH,
+    ScreenCommand,
+    fill_screen,
+    progress_on_screen,
+    table,
+)
 
 # Table of savings, at most 80 columns wide.
 
@@ -230,12 +234,6 @@ def _numbers(values: Sequence[str]) -> list[int]:
 @device_option()
 @dtype_option()
 @seed_option()
-@click.option(
-    "--redraw",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="JSON",
-    help="Measure nothing; draw the picture of an earlier savings.json.",
-)
 @json_option()
 def savings_command(
     out: Path,
@@ -245,7 +243,6 @@ def savings_command(
     repeats: int,
     device: str,
     json_path: str | None,
-    redraw: Path | None,
     **options: Any,
 ) -> None:
     """Measure what each strategy saves and costs.
@@ -253,31 +250,25 @@ def savings_command(
     Exit status: 0 measured, 1 a strategy changed the training, 2 wrong usage, 3 device not
     available.
     """
-    if redraw is not None:
-        click.echo(_redraw(redraw, out))
-        return
     place = choose_device(device)
+    names = choose_strategies(strategies)
+    cases, choices = _cases(models or ("transformer",), place, options)
+    if limit is not None:
+        check_limit(limit, place)
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
+    facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
     try:
-        names = choose_strategies(strategies)
-        cases, choices = _cases(models or ("transformer",), place, options)
-        if limit is not None:
-            check_limit(limit, place)
-        is_new = not out.exists()
-        out.mkdir(parents=True, exist_ok=True)
-        facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
-        facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
-        try:
-            rows = _measure(cases, names, repeats=repeats, limit=limit)
-        except BaseException:
-            if is_new:
-                out.rmdir()
-            raise
-        data = facts | {"limit_bytes": limit, "rows": [row.to_json() for row in rows]}
-        write_json(str(out / "savings.json"), data)
-        title = f"{facts['device']}, torch {facts['torch']}"
-        picture = _write_picture(rows, out / "savings.png", device=title)
-    except (ValueError, OSError) as error:
-        raise UnusableInput(str(error)) from error
+        rows = _measure(cases, names, repeats=repeats, limit=limit)
+    except BaseException:
+        if is_new:
+            out.rmdir()
+        raise
+    data = facts | {"limit_bytes": limit, "rows": [asdict(row) for row in rows]}
+    write_json(str(out / "savings.json"), data)
+    title = f"{facts['device']}, torch {facts['torch']}"
+    picture = _write_picture(rows, out / "savings.png", device=title)
     if json_path:
         write_json(json_path, data)
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
@@ -340,20 +331,6 @@ def _measure(
                 tell=show_message,
             )
     return rows
-
-
-def _redraw(path: Path, out: Path) -> str:
-    """Draw the figures of an earlier savings.json and return what was written."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        rows = [SavingsRow.from_json(row) for row in data["rows"]]
-        device = f"{data['device']}, torch {data['torch']}"
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnusableInput(
-            f"{path} is no savings.json of this command: {type(error).__name__}: {error}"
-        ) from error
-    out.mkdir(parents=True, exist_ok=True)
-    return _write_picture(rows, out / "savings.png", device=device)
 
 
 def _write_picture(rows: Sequence[SavingsRow], path: Path, *, device: str) -> str:

@@ -48,7 +48,6 @@ from .ownership import (
     is_module_name,
     project_files,
     public_names,
-    sources_digest,
     technique_files,
     technique_modules,
     wheel_name,
@@ -73,22 +72,16 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
     DIR gets a training loop to read and change, model, data, configuration and tests. It depends on
     curry-train and carries it as a wheel, so that it installs where no other copy is.
 
-    Exit status: 0 made or there already, 2 wrong usage; nothing is written then.
+    Exit status: 0 made, 2 wrong usage; nothing is written then.
     """
     bundle = find_bundle()
     root = Path(os.path.abspath(directory))
     name = root.name.replace("-", "_") if name is None else name
-    files = project_files(bundle, name=name, own=own)
-    known = _project_in(root, name=name, own=own)
-    lock = known or Lock(bundle.version, name, own, None if own else sources_digest(bundle))
-    compared = compare_files(root, lock, files)
-    wheel = compare_wheel(bundle, root, lock)
-    if known is not None:
-        _refuse_differences(root, [*compared, *wheel])
-        click.echo(f"Nothing to do: {root} holds this project already, every file the same.")
-        return
-    more = wheel_changes(bundle, root, wheel, dry_run=dry_run)
-    plan = make_plan(root, lock, compared, copied, more=more)
+    check_project_name(name)
+    _check_new_folder(root)
+    lock = Lock(bundle.version, name, own)
+    compared = compare_files(root, lock, project_files(bundle, name=name, own=own))
+    plan = make_plan(root, lock, compared, copied, more=wheel_changes(bundle, root, lock))
     if not dry_run:
         write_project(plan)
     _echo_plan(plan, what="a new project", dry_run=dry_run)
@@ -96,67 +89,39 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
         click.echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
 
 
-def _project_in(root: Path, *, name: str, own: bool) -> Lock | None:
-    """Return the lock of this same project, or None for a folder that is absent or empty."""
-    check_project_name(name)
+def _check_new_folder(root: Path) -> None:
+    """Refuse a place that can't become a new project."""
     if root.is_symlink():
         raise ScaffoldError(f"{root} is a link; name the folder itself")
     if root.exists() and not root.is_dir():
         raise ScaffoldError(f"{root} is a file; name a folder that does not exist yet")
     if not root.parent.is_dir():
         raise ScaffoldError(f"{root.parent} is not a folder; create it first")
-    lock = read_lock(root)
-    if lock is None and root.is_dir() and any(root.iterdir()):
+    if root.is_dir() and any(root.iterdir()):
         raise ScaffoldError(
-            f"{root} exists and is not empty; name a new folder, "
-            "or use 'curry-train add' for a repository"
+            f"{root} exists and is not empty; name a new folder, use 'curry-train update' for a "
+            "project, or 'curry-train add' for a repository"
         )
-    if lock is None and root == Path.cwd():
+    if root == Path.cwd():
         raise ScaffoldError(
             f"{root} is the current directory, which can't be replaced; run this from its parent"
         )
-    if lock is not None and lock.project != name:
-        owner = f"the project {lock.project}" if lock.project else "a repository of your own"
-        raise ScaffoldError(f"{root} holds {owner} already; name a new folder for {name}")
-    if lock is not None and lock.own != own:
-        kind = "with --own" if lock.own else "without --own"
-        raise ScaffoldError(f"{root} was made {kind}; name a new folder for the other kind")
-    return lock
 
 
-def _refuse_differences(root: Path, compared: list[Comparison]) -> None:
-    equal = (FileState.SAME, FileState.GONE)
-    lines = [f"  {entry.path}: {entry.state}" for entry in compared if entry.state not in equal]
-    if lines:
-        head = f"{root} holds this project with differences; nothing was written"
-        advice = "'curry-train diff' shows them; 'curry-train update' merges"
-        raise ScaffoldError("\n".join([head, *lines, advice]))
-
-
-def compare_wheel(bundle: Bundle, root: Path, lock: Lock) -> list[Comparison]:
-    """Compare the wheel of a project, if it carries one, by the sources that it was built from."""
-    if lock.wheel is None:
+def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
+    """Plan to write the wheel of a project that carries one, and to delete those before it."""
+    if lock.project is None or lock.own:
         return []
     path = f"wheels/{wheel_name(bundle)}"
-    state = FileState.SAME if lock.wheel == sources_digest(bundle) else FileState.NEWER
-    return [Comparison(path, state if (root / path).is_file() else FileState.NEW)]
-
-
-def wheel_changes(
-    bundle: Bundle, root: Path, compared: list[Comparison], *, dry_run: bool
-) -> list[Change]:
-    """Plan to write the wheel where it is not up to date, and to delete those before it."""
-    changes = []
-    for entry in compared:
-        if entry.state is FileState.SAME:
-            return [Change(entry.path, "same", None, None)]
-        for old in root.glob(f"wheels/{PACKAGE}-*.whl"):
-            if old != root / entry.path:
-                changes.append(Change(f"wheels/{old.name}", "delete", b"", None))
-        action = "create" if entry.state is FileState.NEW else "replace"
-        content = b"" if dry_run else build_wheel(bundle)
-        changes.append(Change(entry.path, action, None, content))
-    return changes
+    changes = [
+        Change(f"wheels/{old.name}", "delete", b"", None)
+        for old in root.glob(f"wheels/{PACKAGE}-*.whl")
+        if old != root / path
+    ]
+    before = (root / path).read_bytes() if (root / path).is_file() else None
+    after = build_wheel(bundle)
+    action = "create" if before is None else "same" if before == after else "replace"
+    return [*changes, Change(path, action, before, after)]
 
 
 # add
@@ -361,10 +326,8 @@ def update_command(directory: Path, dry_run: bool) -> None:
                 "run a version that is as new"
             )
         compared = compare_files(root, lock, files_of_lock(bundle, lock))
-        wheel = compare_wheel(bundle, root, lock)
-        more = wheel_changes(bundle, root, wheel, dry_run=dry_run)
-        digest = sources_digest(bundle) if wheel else None
-        lock = replace(lock, version=bundle.version, wheel=digest)
+        more = wheel_changes(bundle, root, lock)
+        lock = replace(lock, version=bundle.version)
         plan = make_plan(root, lock, compared, updated, more=more)
         if not dry_run:
             write_changes(plan)
@@ -423,7 +386,6 @@ def diff_command(directory: Path, patch: bool) -> None:
     lock = _lock_of(root)
     bundle = find_bundle()
     compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    compared += compare_wheel(bundle, root, lock)
     for entry in compared:
         click.echo(f"{entry.state:<17}{entry.path}")
         if patch:

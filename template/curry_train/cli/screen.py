@@ -62,8 +62,8 @@ FULL_OR_READ_ONLY = {
 }
 
 
-class ResultNotWritten(click.ClickException):
-    """A file that a command writes can't be written."""
+class UnusableInput(click.ClickException):
+    """The user's input can't be used, or a result can't be written."""
 
     exit_code = 2
 
@@ -86,7 +86,7 @@ def errors_that_fit(outputs: Iterable[Any] = ()) -> Iterator[None]:
             with suppress(OSError), Path(os.devnull).open("w") as nothing:
                 os.dup2(nothing.fileno(), sys.stdout.fileno())
         place = error.filename or "standard output"
-        raise ResultNotWritten(f"{place}: {error.strerror}") from error
+        raise UnusableInput(f"{place}: {error.strerror}") from error
 
 
 @contextmanager
@@ -129,12 +129,20 @@ def _children_to_standard_error() -> Iterator[None]:
 class ScreenCommand(click.Command):
     """Show a line for each option, in sections, and one example.
 
-    `example` is what follows the name of the command in a call that works.
+    `example` is what follows the name of the command in a call that works. A ValueError or a
+    RuntimeError ends it with its message and status 2, unless it `keeps_traceback`.
     """
 
-    def __init__(self, *args: Any, example: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        example: str | None = None,
+        keeps_traceback: bool = False,
+        **settings: Any,
+    ) -> None:
         super().__init__(*args, **settings)
         self.example = example
+        self.keeps_traceback = keeps_traceback
 
     def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
         """Run the command; Ctrl-C ends some at once."""
@@ -168,7 +176,15 @@ class ScreenCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with errors_that_fit(ctx.params.values()), json_on_standard_output(ctx):
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except (click.exceptions.Exit, click.Abort):
+                raise
+            except (ValueError, OverflowError, RuntimeError) as error:
+                if isinstance(self, click.Group) or self.keeps_traceback:
+                    raise
+                # The input is wrong, or the environment.
+                raise UnusableInput(printable_lines(str(error))) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each section; a group has its commands first."""
@@ -357,6 +373,13 @@ def render_template(place: Path, **values: Any) -> str:
     )
     environment.filters["literal"] = literal
     return environment.get_template(place.name).render(**values)
+
+
+def printable_lines(text: str) -> str:
+    """Escape what a terminal would act on, such as control characters of a file's name."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
+    )
 
 
 def fill_screen(text: str, *, indent: str = "  ") -> str:

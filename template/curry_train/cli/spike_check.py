@@ -23,8 +23,7 @@ from torch import Tensor
 from ..config import Config, load_config
 from ..core.wording import provenance, unheard, write_json
 from ..data import Dataset
-from ..runs.history import read_history
-from ..runs.journal import JOURNAL_FILE_NAME, JournalReading
+from ..runs.history import History, Marks, read_history
 from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.spike import Limit, SpikeWatchdog
@@ -33,7 +32,6 @@ from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
 from .figures import plot_runs
 from .options import (
-    UnusableInput,
     choose_device,
     json_option,
     model_option,
@@ -42,6 +40,7 @@ from .options import (
     require_matplotlib,
 )
 from .resume_check import different_tensor, final_tensors
+from .runs_diff import compare_values
 from .screen import ScreenCommand, fill_screen, progress_on_screen
 from .train import open_named_run
 
@@ -156,30 +155,29 @@ def spike_check(
     plant = _Plant(at, num_windows)
     last = at + num_windows - 1
 
-    def train_as(name: str, *more_words: str) -> tuple[dict[int, float], float | None]:
+    def train_as(name: str, *more_words: str) -> History:
         _train(load_config(config, [*given, *more_words, f"name={name}"]), plant, watch)
-        return _figures(folder / f"{name}-001")
+        return read_history(folder / f"{name}-001")
 
     with unheard(*SILENCED_LOGGERS):
-        figures = {RECOVERED_RUN_NAME: train_as(RECOVERED_RUN_NAME)}
-        events = list(JournalReading(folder / f"{RECOVERED_RUN_NAME}-001" / JOURNAL_FILE_NAME))
-        spikes = [event for event in events if event.kind == "spike"]
-        rollbacks = [event for event in events if event.kind == "rollback"]
-        skips = tuple(
-            (event.facts["start"], event.facts["stop"]) for event in events if event.kind == "skip"
+        recovered = train_as(RECOVERED_RUN_NAME)
+        runs = {RECOVERED_RUN_NAME: recovered}
+        spikes, rollbacks, skips = (
+            recovered.marks.get(kind, Marks()).events for kind in ("spike", "rollback", "skip")
         )
+        skipped = tuple((event.facts["start"], event.facts["stop"]) for event in skips)
         if rollbacks:
-            skip_word = f"data.skip={[list(pair) for pair in skips]}"
-            figures[WITHOUT_RUN_NAME] = train_as(WITHOUT_RUN_NAME, "spike.action=none", skip_word)
-            figures[THROUGH_RUN_NAME] = train_as(THROUGH_RUN_NAME, "spike.action=none")
+            skip_word = f"data.skip={[list(pair) for pair in skipped]}"
+            runs[WITHOUT_RUN_NAME] = train_as(WITHOUT_RUN_NAME, "spike.action=none", skip_word)
+            runs[THROUGH_RUN_NAME] = train_as(THROUGH_RUN_NAME, "spike.action=none")
 
     difference = None
     missed = None
-    recovered_losses = figures[RECOVERED_RUN_NAME][0]
     if rollbacks:
-        difference = _difference(folder, recovered_losses, figures[WITHOUT_RUN_NAME][0])
+        difference = _difference(folder, recovered, runs[WITHOUT_RUN_NAME])
     else:
-        missed = missed_spike(recovered_losses, spike, first=at, last=last)
+        losses = dict(zip(recovered.steps.step, recovered.steps.values["loss"], strict=True))
+        missed = missed_spike(losses, spike, first=at, last=last)
     return SpikeCheck(
         steps=steps,
         planted=(at, last),
@@ -187,9 +185,9 @@ def spike_check(
         rollbacks=len(rollbacks),
         found_after=spikes[0].step - at + 1 if spikes else None,
         back_to=rollbacks[0].step if rollbacks else None,
-        skipped=skips,
-        losses={name: list(losses.values())[-1] for name, (losses, _) in figures.items()},
-        dev_losses={name: dev for name, (_, dev) in figures.items()},
+        skipped=skipped,
+        losses={name: run.steps.values["loss"][-1] for name, run in runs.items()},
+        dev_losses={name: _dev_loss(run) for name, run in runs.items()},
         difference=difference,
         missed=missed,
     )
@@ -265,30 +263,21 @@ def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Wa
         )
 
 
-def _figures(run: Path) -> tuple[dict[int, float], float | None]:
-    """Return the losses without those that were rolled back, and the last dev loss."""
-    losses: dict[int, float] = {}
-    dev: float | None = None
-    for event in JournalReading(run / JOURNAL_FILE_NAME):
-        if event.kind == "rollback":
-            losses = {step: loss for step, loss in losses.items() if step <= event.step}
-        elif event.kind == "step":
-            losses[event.step] = event.facts["loss"]
-        elif event.kind == "eval":
-            dev = event.facts["value"]
-    return losses, dev
+def _dev_loss(run: History) -> float | None:
+    """Return the last dev loss."""
+    values = [course.steps.values["value"] for course in run.metrics.values()]
+    return values[0][-1] if values else None
 
 
-def _difference(folder: Path, recovered: dict[int, float], without: dict[int, float]) -> str | None:
-    for step in sorted(recovered.keys() | without.keys()):
-        first = recovered.get(step)
-        second = without.get(step)
-        if first != second:
-            return (
-                f"the loss of step {step} is {first!r} recovered and {second!r} in the run that "
-                "never saw the samples"
-            )
-
+def _difference(folder: Path, recovered: History, without: History) -> str | None:
+    """Name the first difference of the recovered run from one that never saw the samples."""
+    if recovered.steps.step != without.steps.step:
+        return "the recovered run is of other steps than the run that never saw the samples"
+    if parted := compare_values(recovered.steps, without.steps, "loss").parted:
+        return (
+            f"the loss of step {parted.step} is {parted.a!r} recovered and {parted.b!r} in the run "
+            "that never saw the samples"
+        )
     names = (RECOVERED_RUN_NAME, WITHOUT_RUN_NAME)
     return different_tensor(*(final_tensors(folder / f"{name}-001") for name in names))
 
@@ -352,21 +341,18 @@ def spike_check_command(
 
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, keep_path)
-        try:
-            settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
-            check_settings(settings, at=at, num_windows=windows)
-            load_workload(settings.model)  # a wrong model is reported before a missing package
-            if plot_path:
-                _require_matplotlib()
-            facts = provenance(choose_device(settings.device))
-            watch = stack.enter_context(_progress(steps))
-            result = spike_check(
-                folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
-            )
-            if plot_path:
-                _draw(result, folder, plot_path)
-        except (ValueError, RunError) as error:
-            raise UnusableInput(str(error)) from error
+        settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
+        check_settings(settings, at=at, num_windows=windows)
+        load_workload(settings.model)  # a wrong model is reported before a missing package
+        if plot_path:
+            require_matplotlib()
+        facts = provenance(choose_device(settings.device))
+        watch = stack.enter_context(_progress(steps))
+        result = spike_check(
+            folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
+        )
+        if plot_path:
+            _draw(result, folder, plot_path)
 
     for line in describe_spike_check(result):
         console.print(fill_screen(line, indent=""), markup=False)
@@ -421,13 +407,6 @@ def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
         f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
         f"(spike.least_rise), {limit.by_level:.2g}{drift}"
     )
-
-
-def _require_matplotlib() -> None:
-    try:
-        require_matplotlib()
-    except RuntimeError as error:
-        raise UnusableInput(str(error)) from error
 
 
 def _draw(found: SpikeCheck, folder: Path, path: str) -> None:

@@ -2,17 +2,15 @@
 
     curry-train gen-tests --model my_model:build --out tests/test_gates.py
 
-The text depends on the options alone, so a file can be compared with a fresh one.
+The text depends on the options alone: written again, it differs only by what is new.
 Proof: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
-import difflib
 import fnmatch
 import importlib
 import importlib.machinery
 import importlib.metadata
 import os
-import re
 import shlex
 import sys
 import sysconfig
@@ -30,7 +28,6 @@ from ..gates.verdict import no_such_gate
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
-    UnusableInput,
     batch_size_option,
     blocks_option,
     device_option,
@@ -41,15 +38,10 @@ from .options import (
     settle_blocks,
     trainer_option,
 )
-from .screen import ScreenCommand, literal, render_template, write_output
+from .screen import ScreenCommand, UnusableInput, literal, render_template, write_output
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
-# The first line of the command in a generated file, which depends on how it was started.
-COMMAND_PATTERN = re.compile(
-    r"^    .*(?:gen_checkpoint_tests\.py'?|gen-tests)(?= \\$|$)", re.MULTILINE
-)
-LONGEST_SHOWN_DIFFERENCE = 24  # lines
 GENERATED_LINE_WIDTH = 88  # formatters leave lines up to this length unchanged by default
 AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
@@ -124,15 +116,6 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
 def is_rendered(text: str) -> bool:
     """Return whether a file was rendered by this module and may be overwritten."""
     return GENERATED_FILE_MARK in text
-
-
-def differences(found: str, expected: str) -> list[str]:
-    """Return a diff from `found` to `expected`, ignoring how the command was started."""
-    before, after = (
-        COMMAND_PATTERN.sub("    curry-train gen-tests", text).splitlines()
-        for text in (found, expected)
-    )
-    return list(difflib.unified_diff(before, after, "the file", "rendered now", lineterm="", n=1))
 
 
 def import_root(name: str) -> Path | None:
@@ -232,7 +215,6 @@ def _wrapped(first: str, words: Sequence[str]) -> str:
     metavar="NAME",
     help="Where the gates are, such as mylib.training.",
 )
-@click.option("--check", is_flag=True, help="Write nothing; check that FILE is up to date.")
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
 @click.pass_context
 def testgen_command(
@@ -241,37 +223,26 @@ def testgen_command(
     model: str | None,
     trainer: str | None,
     out: str,
-    check: bool,
     overwrite: bool,
     **options: Any,
 ) -> None:
     """Write a pytest file that runs every gate.
 
-    Exit status: 0 written, or up to date, 1 with --check if FILE is not up to date, 2 wrong usage.
+    A file that this command wrote is replaced. Exit status: 0 written, 2 wrong usage.
     """
     if (model is None) == (trainer is None):
         raise click.UsageError("give either --model or --trainer")
     recipe = Recipe(model or f"{TRAINER_PREFIX}{trainer}", out=Path(out), **options)
     shown = PurePath(os.path.relpath(out)).as_posix()
-    try:
-        # A device such as /dev/full may have no end.
-        found = recipe.out.read_text(encoding="utf-8") if recipe.out.is_file() else None
-        if check and found is None:
-            raise UnusableInput(f"there is no {shown} to check: leave out --check to write it")
-        if not (check or overwrite or found is None or is_rendered(found)):
-            raise UnusableInput(
-                f"{shown} was not written by this command: choose another --out, or add --overwrite"
-            )
-        text = render(recipe, command=_command_words(context))
-        if not check:
-            write_output(recipe.out, text)
-    except (ValueError, OSError) as error:
-        raise UnusableInput(str(error)) from error
-    if check:
-        _report_differences(shown, differences(found or "", text))
-    else:
-        command = f"{_python_path(recipe)}python -m pytest {shlex.quote(shown)}"
-        click.echo(f"wrote {shown}; run it with\n  {command}")
+    # A device such as /dev/full may have no end.
+    found = recipe.out.read_text(encoding="utf-8") if recipe.out.is_file() else None
+    if not (overwrite or found is None or is_rendered(found)):
+        raise UnusableInput(
+            f"{shown} was not written by this command: choose another --out, or add --overwrite"
+        )
+    write_output(recipe.out, render(recipe, command=_command_words(context)))
+    command = f"{_python_path(recipe)}python -m pytest {shlex.quote(shown)}"
+    click.echo(f"wrote {shown}; run it with\n  {command}")
 
 
 def _command_words(context: click.Context) -> list[str]:
@@ -281,18 +252,6 @@ def _command_words(context: click.Context) -> list[str]:
     script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
     command = [context.info_name or "gen-tests"] if context.parent else []
     return ["python", script, *command]
-
-
-def _report_differences(shown: str, lines: list[str]) -> None:
-    """Print how the file differs, and exit with status 1 if it does."""
-    if not lines:
-        click.echo(f"{shown} is what this command writes")
-        return
-    click.echo("\n".join(lines[:LONGEST_SHOWN_DIFFERENCE]))
-    if len(lines) > LONGEST_SHOWN_DIFFERENCE:
-        click.echo(f"... and {len(lines) - LONGEST_SHOWN_DIFFERENCE} lines more")
-    click.echo(f"{shown} is not what this command writes: run it without --check to write it again")
-    sys.exit(1)
 
 
 def _python_path(recipe: Recipe) -> str:

@@ -59,12 +59,11 @@ from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
     DTYPES,
     DeviceMissing,
-    UnusableInput,
     choose_device,
     json_option,
     model_option,
 )
-from .screen import ScreenCommand, wrapped
+from .screen import ScreenCommand, UnusableInput, wrapped
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 
@@ -164,7 +163,7 @@ def _vocabulary(module: nn.Module) -> int | None:
 # The command.
 
 
-@click.command("train", cls=ScreenCommand, example="steps=20 batch_size=8 microbatch=4")
+@click.command("train", cls=ScreenCommand, keeps_traceback=True, example="steps=20 microbatch=4")
 @click.option(
     "--config",
     "path",

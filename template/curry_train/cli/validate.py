@@ -16,6 +16,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -49,9 +50,7 @@ from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
-    UnusableInput,
-    case_of,
-    choose_device,
+    CaseOptions,
     dtype_name,
     echo_notes,
     first_line,
@@ -59,7 +58,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, progress_on_screen
+from .screen import ScreenCommand, UnusableInput, fill_screen, progress_on_screen
 
 # Terminal tables of gate results: a line per technique or per gate.
 
@@ -98,63 +97,48 @@ class VerdictLines:
         self._looks = looks
         self._by_gate = by_gate
         self._workload = ""
+        self._technique = ""
         self._group: list[Verdict] = []
         self.rows: list[GateRow] = []
 
     def add(self, row: GateRow) -> None:
         self.rows.append(row)
+        technique = technique_of(row.verdict.gate)
+        if row.workload != self._workload or technique != self._technique:
+            self.end_group()
         if row.workload != self._workload:
-            self.end_group()
-            self._workload = row.workload
             self._print_columns(row.workload, "\n".join(self._looks[row.workload].lines()), "dim")
-        elif self._group and self._key(row.verdict) != self._key(self._group[0]):
-            self.end_group()
+        self._workload = row.workload
+        self._technique = technique
         self._group.append(row.verdict)
-
-    def _key(self, verdict: Verdict) -> tuple[str, str]:
-        """Return what the verdicts of one line share.
-
-        By gate these are the gates of a technique that do not apply for the same reason.
-        """
-        technique = technique_of(verdict.gate)
-        if not self._by_gate:
-            return technique, ""
-        return technique, verdict.hint if verdict.passed is None else verdict.gate
+        if self._by_gate:
+            self._print_gate(row.verdict, self._looks[row.workload])
 
     def findings(self, workload: str) -> tuple[FailureCause, ...]:
         return self._looks[workload].findings
 
     def end_group(self) -> None:
-        """Print the line of the verdicts that are complete."""
-        if not self._group:
-            return
-        first = self._group[0]
-        technique = technique_of(first.gate)
-        seen = self._looks[self._workload]
-        if not self._by_gate:
-            self._print_columns(f"  {technique}", _counted(self._group, seen))
-        elif len(self._group) > 1:
-            text = f"n/a: {escape(seen.short(first.hint))}"
-            self._print_columns(f"  {technique}: {len(self._group)} gates", text)
-        else:
-            mark = VERDICT_MARKS[first.passed]
-            text = f"{mark}: {escape(seen.short(first.hint))}"
-            if first.required == TO_RUN and not first.ran:
-                text = f"{mark} before your model ran: {escape(seen.short(_cause(first)))}"
-            elif first.passed is not None:
-                ran = " + ".join(first.ran) or "nothing"
-                text = f"{mark} [dim]on {ran}[/]: {escape(first.measured)}"
-            self._print_columns(f"  {first.gate}", text)
+        """Print the line of a technique, of which all verdicts are there."""
+        if self._group and not self._by_gate:
+            counted = _counted(self._group, self._looks[self._workload])
+            self._print_columns(f"  {self._technique}", counted)
         self._group = []
 
+    def _print_gate(self, verdict: Verdict, seen: FirstLook) -> None:
+        mark = VERDICT_MARKS[verdict.passed]
+        text = f"{mark}: {escape(seen.short(verdict.hint))}"
+        if verdict.required == TO_RUN and not verdict.ran:
+            text = f"{mark} before your model ran: {escape(seen.short(_cause(verdict)))}"
+        elif verdict.passed is not None:
+            ran = " + ".join(verdict.ran) or "nothing"
+            text = f"{mark} [dim]on {ran}[/]: {escape(verdict.measured)}"
+        self._print_columns(f"  {verdict.gate}", text)
+
     def _print_columns(self, name: str, text: str, style: str = "") -> None:
-        indent = max(NAME_WIDTH, len(name)) + 2
-        width = max(20, self._console.width - indent)
-        for line in Text.from_markup(text, style=style).wrap(self._console, width) or [Text()]:
-            line.rstrip()
-            line = Text.assemble(name.ljust(indent) if line else name, line)
-            self._console.print(line, soft_wrap=True)
-            name = ""
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(min_width=NAME_WIDTH, no_wrap=True)
+        grid.add_row(name, Text.from_markup(text, style=style))
+        self._console.print(grid)
 
     def print_end(self, notes: Sequence[str]) -> None:
         """Print the details of the gates that failed, the counts, and what of the user's ran."""
@@ -319,11 +303,7 @@ def validate_command(
     models: tuple[str, ...],
     patterns: tuple[str, ...],
     implementations: tuple[str, ...],
-    blocks: str | None,
-    device: str,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int,
+    asked: CaseOptions,
     shrink: int | None,
     json_path: str | None,
     figures: bool,
@@ -337,7 +317,6 @@ def validate_command(
     """
     given = load_implementations(implementations, patterns)
     gates = choose_gates(patterns, given)
-    place = choose_device(device)
     if list_only:
         names = "\n".join(gate.name for gate in gates)
         click.echo(f"{list_claims(gates)}\n\n{list_contracts(gates)}" if figures else names)
@@ -347,25 +326,21 @@ def validate_command(
     specs = [prefix + spec for spec in models or BUILTIN_WORKLOADS]
 
     console = Console(highlight=False)
-    facts = provenance(place)
+    facts = provenance(asked.device)
     forward_seconds = 0.0
-    try:
-        cases = []
-        looks: dict[str, FirstLook] = {}
-        for workload in _named_once([load_workload(spec) for spec in specs]):
-            wanted = (dtype, batch_size, seed, blocks)
-            case = case_of(workload, place, *wanted, default=DEFAULT_BATCH_SIZE)
-            require_available(case)
-            case, looks[workload.name], seconds = _look(case)
-            cases.append(case)
-            forward_seconds += seconds
-    except ValueError as error:
-        raise UnusableInput(str(error)) from error
+    cases = []
+    looks: dict[str, FirstLook] = {}
+    for workload in _named_once([load_workload(spec) for spec in specs]):
+        case = asked.case(workload, default=DEFAULT_BATCH_SIZE)
+        require_available(case)
+        case, looks[workload.name], seconds = _look(case)
+        cases.append(case)
+        forward_seconds += seconds
 
     is_long = _announce_time(console, forward_seconds, gates, shrinks=bool(shrink))
     if is_long:
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
-    settings = _print_settings(console, cases, facts, seed)
+    settings = _print_settings(console, cases, facts, asked.seed)
     for one in given:
         console.print(f"{one.spec} in place of our {one.name}", style="dim")
         settings.setdefault("implementations", {})[one.name] = one.spec

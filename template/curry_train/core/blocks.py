@@ -3,14 +3,12 @@
 Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_blocks.py`.
 """
 
-import contextlib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
@@ -95,27 +93,6 @@ TIMESTEPS_ATTRIBUTE = "_timesteps"
 
 Parts = tuple[type, type, tuple[tuple[str, Any], ...]]
 _classes: dict[Parts, Any] = {}
-
-# The number of open `plain_blocks`, and of recomputed calls that run now, of all threads.
-num_plain: list[int] = [0]
-num_recomputed: list[int] = [0]
-
-
-@contextlib.contextmanager
-def plain_blocks() -> Iterator[None]:
-    """Run changed blocks as the original ones in forwards inside the context."""
-    num_plain[0] += 1
-    try:
-        yield
-    finally:
-        num_plain[0] -= 1
-
-
-def is_active(module: nn.Module | None = None) -> bool:
-    """Return whether a changed block works now: in training, with grad mode."""
-    if num_plain[0] and not num_recomputed[0]:
-        return False
-    return (module is None or module.training) and torch.is_grad_enabled()
 
 
 def class_as_written(module: nn.Module) -> type:
@@ -287,4 +264,5 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
             seen.add(id(leaf))
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)], seen)
+            values = [getattr(leaf, field.name, None) for field in fields(leaf)]
+            yield from tensors_in(values, seen)

@@ -76,8 +76,11 @@ class Generators:
 
     def are_as(self, other: "Generators") -> bool:
         """Return whether two snapshots hold the same states."""
-        own = self._states, self._other_devices, self._other_states
-        return same_state(own, (other._states, other._other_devices, other._other_states))
+        return same_state(self.leaves(), other.leaves())
+
+    def leaves(self) -> list[Any]:
+        """Return all tensors, arrays and numbers of the states."""
+        return tree_leaves((self._states, self._other_devices, self._other_states))
 
     def restore(self) -> None:
         """Set the generators to these states."""

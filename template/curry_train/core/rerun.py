@@ -14,6 +14,28 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
 
+# The number of open `plain_blocks`, and of recomputed calls that run now, of all threads.
+num_plain: list[int] = [0]
+num_recomputed: list[int] = [0]
+
+
+@contextlib.contextmanager
+def plain_blocks() -> Iterator[None]:
+    """Run changed blocks as the original ones in forwards inside the context."""
+    num_plain[0] += 1
+    try:
+        yield
+    finally:
+        num_plain[0] -= 1
+
+
+def is_active(module: nn.Module | None = None) -> bool:
+    """Return whether a changed block works now: in training, with grad mode."""
+    if num_plain[0] and not num_recomputed[0]:
+        return False
+    return (module is None or module.training) and torch.is_grad_enabled()
+
+
 # Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
 unwatched = torch._C.DisableTorchFunction
 

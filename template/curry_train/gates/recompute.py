@@ -25,7 +25,6 @@ from ..core.generators import seeded
 from ..core.measure import Memory, count_flops, forward_flops, measure_memory, recompute_flops
 from ..core.parity import Parity, StepRecord, check_comparable, compare, record
 from ..plan.profiler import MemoryProfiler
-from ..primitives.offload import NothingToMove
 from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.sac import PolicyError
@@ -34,7 +33,7 @@ from ..primitives.strategies import STRATEGIES, Sample, choose_segments
 from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of
-from .offload import OFFLOAD_GATES
+from .offload import OFFLOAD_GATES, why_nothing_moves
 from .same_training import (
     calls_counted,
     on_blocks,
@@ -180,8 +179,9 @@ def compare_long_run(case: Case) -> Verdict:
     for strategy in LONG_RUN_STRATEGIES:
         try:
             apply = STRATEGIES[strategy].apply
-            verdict = same_training(gate, case, apply, num_steps=LONG_RUN_STEPS)
-        except (NothingToMove, PolicyError):
+            why = why_nothing_moves if strategy == "offload" else None
+            verdict = same_training(gate, case, apply, by_torch=why, num_steps=LONG_RUN_STEPS)
+        except PolicyError:
             continue
         if verdict.passed is False:
             return replace(verdict, measured=f"{strategy}: {verdict.measured}")

@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 
 import fnmatch
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -431,7 +432,18 @@ def _pool(num_processes: int) -> ProcessPoolExecutor:
     threads = max(1, torch.get_num_threads() // num_processes)
     # Spawn, because a fork of a process that has used threads may hang.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (threads,))
+    return ProcessPoolExecutor(num_processes, context, _start_worker, (threads,))
+
+
+def _start_worker(threads: int) -> None:
+    """Set the threads, and keep what is imported out of the garbage that measurements collect."""
+    # Imported here because not every command needs the compiler; the first optimizer does.
+    import torch._dynamo
+
+    torch.set_num_threads(threads)
+    discover()
+    gc.collect()
+    gc.freeze()
 
 
 def _settings(case: Case) -> dict[str, Any]:

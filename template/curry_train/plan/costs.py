@@ -23,7 +23,7 @@ from ..core.blocks import match_inside
 from ..core.generators import seeded
 from ..core.measure import LiveStorages, OperationMode, has_wrapper, operation_flops, tensors_in
 from ..primitives import sac
-from ..primitives.checkpointed import TORCH_ATTRIBUTES
+from ..primitives.block_state import TORCH_ATTRIBUTES
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .record import operation_cost

@@ -294,8 +294,9 @@ class Plan:
     def apply(self, model: nn.Module) -> list[str]:
         """Apply the plan to a model in place, and return the names of the changed modules.
 
-        The names, state dict and source of the model stay the same. Raises `PlanMismatch` for a
-        model with other blocks.
+        The loop is left to you: it has to train windows of `steps` microbatches of `microbatch`
+        samples. The names, state dict and source of the model stay the same. Raises `PlanMismatch`
+        for a model with other blocks.
         """
         self.check(model)
         changed = apply_options(model, self.options)

@@ -27,7 +27,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "grad_flow": ("GradFlow",),
         "grad_flow_report": ("flow_findings", "flow_json", "flow_table"),
-        "hidden_state": ("HiddenState",),
         "host_memory": ("HostMemoryShort",),
         "offload": (
             "offload_blocks",
@@ -67,6 +66,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "choose_segments",
         ),
         "snn_timesteps": (
+            "HiddenState",
             "checkpoint_timesteps",
             "recompute_timesteps",
             "remove_timesteps",

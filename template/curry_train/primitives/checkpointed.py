@@ -10,180 +10,20 @@ import contextlib
 import functools
 import logging
 import sys
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Generator, Tensor, nn
-from torch.nn.parameter import Parameter, UninitializedBuffer, UninitializedParameter
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.blocks import num_recomputed
-from ..core.rerun import (
-    function_modes,
-    function_modes_as,
-    is_batch_norm,
-    mark_returned_once,
-    statistics_kept,
-)
-
-# State that a block reads beside its inputs, which a second call in the backward must find again.
-
-# Attributes that torch keeps on every module. Only `training` is part of a call.
-TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
-COPIED_CONTAINERS = {list, dict, set, deque, OrderedDict, defaultdict}
-# A longer container is data, and copying it at each call would cost more than the call.
-LONGEST_COPIED = 1000
-
-# The buffers and tensor attributes that each module is known to write in place.
-written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-
-
-class BlockState:
-    """Parameters, buffers, attributes, generators and mode of modules at their first call.
-
-    Call `begin` before and `end` after it; inside `with state:` the modules have that state again,
-    and what a second call writes is dropped: statistics, counters and histories advance once.
-    Objects that were replaced since are put back (`functional_call`, swapped weights). A tensor
-    that was changed in place can't be: an error, as in autograd. Batch norms are left to
-    `statistics_kept`. Long loops and few calls, because every call of a block runs this.
-    """
-
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
-        self.roots = roots
-        self.states: dict[int, SimpleNamespace] = {}
-        # The block's own generators, and those it was called with, with their states.
-        self.generators: list[tuple[Generator, Tensor]] = []
-        self.outside: list[Any] = []
-
-    def begin(self, arguments: Iterable[Any] = ()) -> None:
-        """Record the state before the first call."""
-        self.states = {}
-        self.generators = [(one, one.get_state()) for one in arguments if type(one) is Generator]
-        modules: list[Any] = list(self.roots)
-        while modules:
-            module = modules.pop()
-            if module is None or id(module) in self.states:
-                continue
-            modules += module._modules.values()
-            self.states[id(module)] = state = SimpleNamespace(
-                module=module,
-                parameters=module._parameters.copy(),
-                buffers={} if is_batch_norm(module) else module._buffers.copy(),
-                attributes=module.__dict__.copy(),
-                versions={},
-                containers={},
-                # Tensors that the call writes in place, as they were before it.
-                clones={},
-            )
-            may_be_written = state.buffers.copy()
-            for name in state.attributes.keys() - TORCH_ATTRIBUTES:
-                value = state.attributes[name]
-                if isinstance(value, Tensor):
-                    may_be_written[name] = value
-                elif type(value) is Generator:
-                    self.generators.append((value, value.get_state()))
-                elif type(value) in COPIED_CONTAINERS and len(value) <= LONGEST_COPIED:
-                    state.containers[name] = value.copy()
-            # What a module writes is not known before its first call.
-            written = written_names.get(module, may_be_written)
-            for name, value in (*state.parameters.items(), *may_be_written.items()):
-                is_lazy = type(value) in (UninitializedParameter, UninitializedBuffer)
-                if value is None or is_lazy or value.is_inference():
-                    continue
-                state.versions[name] = value, value._version
-                if name in written and name in may_be_written:
-                    state.clones[name] = value.detach().clone()
-
-    def end(self) -> None:
-        """Note after the first call what it wrote in place."""
-        for state in self.states.values():
-            written = written_names.setdefault(state.module, set())
-            for name, (tensor, version) in list(state.versions.items()):
-                if tensor._version != version:
-                    written.add(name)
-                if name in written and name in state.clones:
-                    del state.versions[name]
-                else:
-                    state.clones.pop(name, None)
-                    state.versions[name] = tensor, tensor._version
-
-    def __enter__(self) -> None:
-        for state in self.states.values():
-            for name, (tensor, version) in state.versions.items():
-                if tensor._version != version and not _is_released(tensor):
-                    raise self._changed(state.module, name)
-        outside: list[tuple[dict[str, Any], ...]] = []
-        for state in self.states.values():
-            module = state.module
-            parameters = module._parameters
-            buffers = module._buffers
-            attributes = module.__dict__
-            outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
-            if [*map(id, parameters.values())] != [*map(id, state.parameters.values())]:
-                _put_back(parameters, state.parameters)
-            buffers.update(state.buffers)
-            _set_attributes(module, state.attributes)
-            for name, value in state.containers.items():
-                attributes[name] = value.copy()
-            for name, value in state.clones.items():
-                (buffers if name in state.buffers else attributes)[name] = value.clone()
-        generators = [(one, one.get_state()) for one, _ in self.generators]
-        self.outside.append((outside, generators))
-        for generator, drawn in self.generators:
-            generator.set_state(drawn)
-        num_recomputed[0] += 1
-
-    def __exit__(self, *_: object) -> None:
-        num_recomputed[0] -= 1
-        outside, generators = self.outside.pop()
-        for generator, drawn in generators:
-            generator.set_state(drawn)
-        for state, before in zip(self.states.values(), outside, strict=False):
-            if [*map(id, state.module._parameters.values())] != [*map(id, before[0].values())]:
-                _put_back(state.module._parameters, before[0])
-            state.module._buffers.update(before[1])
-            _set_attributes(state.module, before[2])
-
-    def _changed(self, module: nn.Module, name: str) -> RuntimeError:
-        for root in self.roots:
-            for path, other in root.named_modules():
-                if other is module:
-                    name = f"{path}.{name}".lstrip(".") + f" of {type(root).__name__}"
-        return RuntimeError(
-            f"{name} was changed in place between the forward and its backward, so the block can't "
-            "be recomputed as it ran: run backward before the change, or assign a new tensor"
-        )
-
-
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    own = module.__dict__
-    for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
-        del own[name]
-    for name, value in attributes.items():
-        if name not in TORCH_ATTRIBUTES and own.get(name) is not value:
-            own[name] = value
-
-
-def _is_released(tensor: Any) -> bool:
-    """Return whether the memory of a tensor was freed, as sharded training does between calls."""
-    has_storage = tensor is not None and tensor.layout == torch.strided and tensor.numel() > 0
-    return has_storage and tensor.untyped_storage().nbytes() == 0
-
-
-def _put_back(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Put back replaced parameters, but not a shard or a whole one that `fully_shard` exchanges."""
-    for name, value in values.items():
-        present = parameters.get(name)
-        is_exchanged = hasattr(value, "placements") != hasattr(present, "placements")
-        if present is not value and not is_exchanged and not _is_released(value):
-            parameters[name] = value
-
+from ..core.blocks import tensors_in
+from ..core.rerun import function_modes, function_modes_as, mark_returned_once, statistics_kept
+from .block_state import BlockState
 
 # Calls flattened to functions of their tensors, for `torch.utils.checkpoint`.
 
@@ -236,7 +76,7 @@ class FlatCall:
                 self.leaves[index] = TENSOR_PLACEHOLDER
         if self.shape is None:
             return tensors
-        return [*tensors, *_in_dataclasses(self.leaves, set())]
+        return [*tensors, *(one for one in tensors_in(self.leaves) if not one.is_inference())]
 
     def __call__(self, *tensors: Tensor) -> Any:
         if self.inputs is not None:
@@ -261,19 +101,6 @@ class FlatCall:
             self.second,
         ):
             return self.run(*values[:num_args], **kwargs)
-
-
-def _in_dataclasses(leaves: Iterable[Any], seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in dataclasses, which pytree opens only if their class is registered."""
-    for leaf in leaves:
-        if not is_dataclass(leaf) or isinstance(leaf, type) or id(leaf) in seen:
-            continue
-        seen.add(id(leaf))
-        values = tree_leaves([getattr(leaf, field.name, None) for field in fields(leaf)])
-        for value in values:
-            if isinstance(value, Tensor) and not value.is_inference():
-                yield value
-        yield from _in_dataclasses(values, seen)
 
 
 # Activation checkpointing of one call, on top of `torch.utils.checkpoint`.

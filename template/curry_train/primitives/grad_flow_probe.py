@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/gates tests/primitives`.
 import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -248,67 +247,22 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 def sums_of(tensor: Tensor) -> Tensor:
     """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two."""
-    elements = dense(tensor).numel() * (2 if tensor.is_complex() else 1)
     tensor = _numbers(tensor)
-    count = _counted_here if tensor.device.type == "cpu" else _counted_there
-    nonzero, bad, squares = count(tensor)
-    return torch.stack([torch.full_like(bad, elements), elements - nonzero, bad, squares])
-
-
-def _counted_here(tensor: Tensor) -> Tensor:
-    """Count nonzero and nonfinite elements and sum the squares, on the CPU.
-
-    Reading a number costs nothing here, so nonfinite elements are counted only in pieces whose sum
-    of squares is not finite.
-    """
-    nonzero = 0
-    bad = 0
-    squares = 0.0
-    for piece in _pieces(tensor, CPU_PIECE_ELEMENTS):
-        values = piece.to(torch.float64).flatten()
-        nonzero += int(torch.count_nonzero(values).item())
-        piece_squares = torch.dot(values, values).item()
+    on_cpu = tensor.device.type == "cpu"
+    sums = empty_sums(1, tensor.device)[0]
+    elements, zeros, bad, squares = sums
+    elements += tensor.numel()
+    zeros += tensor.numel()
+    for piece in _pieces(tensor, CPU_PIECE_ELEMENTS if on_cpu else DEVICE_PIECE_ELEMENTS):
+        values = piece.to(sums.dtype).flatten()
+        piece_squares = torch.dot(values, values)
+        zeros -= torch.count_nonzero(values)
         squares += piece_squares
-        if not math.isfinite(piece_squares):
-            bad += int(torch.count_nonzero(values - values).item())
-    return torch.tensor([nonzero, bad, squares], dtype=torch.float64)
-
-
-def _counted_there(tensor: Tensor) -> Tensor:
-    """Count the same as `_counted_here`, without waiting for the device."""
-    counted = torch.zeros(3, dtype=wide(tensor.device), device=tensor.device)
-    for piece in _pieces(tensor, DEVICE_PIECE_ELEMENTS):
-        values = piece.to(counted.dtype).flatten()
-        piece_sums = (
-            torch.count_nonzero(values),
+        # Reading a number costs nothing on the CPU, and waits for any other device.
+        if not (on_cpu and math.isfinite(piece_squares.item())):
             # inf - inf and nan - nan are nan, which counts as nonzero.
-            torch.count_nonzero(values - values),
-            torch.dot(values, values),
-        )
-        counted += torch.stack([piece_sum.to(counted.dtype) for piece_sum in piece_sums])
-    return counted
-
-
-def squares_of(tensor: Tensor, *, less: Tensor | None = None) -> Tensor:
-    """Return the sum of squares of a tensor, or of its difference from `less`.
-
-    It is computed in float64, because an optimizer's update is often below the rounding error of
-    half precision.
-    """
-    tensor = _numbers(tensor)
-    less = None if less is None else _numbers(less)
-    most = CPU_PIECE_ELEMENTS if tensor.device.type == "cpu" else DEVICE_PIECE_ELEMENTS
-    dtype = wide(tensor.device)
-    total = torch.zeros((), dtype=dtype, device=tensor.device)
-    others: Iterator[Tensor | None] = (
-        itertools.repeat(None) if less is None else _pieces(less, most)
-    )
-    for piece, other in zip(_pieces(tensor, most), others, strict=False):
-        values = piece.to(dtype).flatten()
-        if other is not None:
-            values = values - other.to(dtype).flatten()
-        total += torch.dot(values, values)
-    return total
+            bad += torch.count_nonzero(values - values)
+    return sums
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
@@ -603,7 +557,8 @@ class ParameterSums:
             if parameter.grad is not None:
                 row = self._at_step[parameter.device][index]
                 self.met[index] = True
-                row.copy_(squares_of(parameter.grad).to(row.device) / _squared(scale, row))
+                squares = sums_of(parameter.grad)[SQUARES_COLUMN]
+                row.copy_(squares.to(row.device) / _squared(scale, row))
             if updates:
                 self._kept[index] = dense(parameter.detach()).clone()
 
@@ -616,8 +571,9 @@ class ParameterSums:
                 parameter = self._parameters[index]
                 after = dense(parameter.detach())
                 row = self._moves[parameter.device][index]
-                row[0].copy_(squares_of(before))
-                row[1].copy_(squares_of(after, less=before))
+                # The difference of two near numbers is exact in their own precision.
+                row[0].copy_(sums_of(before)[SQUARES_COLUMN])
+                row[1].copy_(sums_of(after - before)[SQUARES_COLUMN])
                 self.moved[index] = True
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[int]:

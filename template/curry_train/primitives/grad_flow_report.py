@@ -12,7 +12,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from .grad_flow import AFTER_BACKWARD, GradFlow, LayerFlow, StepFlow, ValueSpread
@@ -248,35 +248,6 @@ def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
     return [Finding("scaled", (), recent[-1].step, factor, message)]
 
 
-# Records and findings as JSON: what is written of each class, in this order.
-JSON_NAMES = {
-    "ValueSpread": ("elements", "zeros", "nonfinite", "norm", "rms", "zero", "bad"),
-    "Update": ("weight_norm", "distance", "ratio"),
-    "LayerFlow": (
-        "activation",
-        "gradient",
-        "update",
-        "calls",
-        "without_gradient",
-        "tied",
-        "frozen",
-    ),
-    "Finding": ("kind", "layers", "step", "value", "message"),
-    "StepFlow": (
-        "step",
-        "stepped",
-        "forwards",
-        "gradient",
-        "gradients_read",
-        "scaled",
-        "ranks",
-        "notes",
-        "order",
-        "layers",
-    ),
-}
-
-
 def flow_json(flow: GradFlow) -> dict[str, Any]:
     """Return all records and findings; non-finite figures become the words `inf` and `nan`."""
     return {
@@ -287,15 +258,19 @@ def flow_json(flow: GradFlow) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert records for JSON; infinities and nan become words, which `float` reads back."""
+    """Convert records for JSON, with their properties; infinities and nan become words."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
         return {key: _as_json(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_as_json(entry) for entry in value]
-    names = JSON_NAMES.get(type(value).__name__)
-    return value if names is None else {name: _as_json(getattr(value, name)) for name in names}
+    if not is_dataclass(value):
+        return value
+    kind = vars(type(value)).items()
+    names = [one.name for one in fields(value)]
+    names += [name for name, one in kind if isinstance(one, property)]
+    return {name: _as_json(getattr(value, name)) for name in names}
 
 
 # Text report of grad-flow: findings, then a table of layers, in at most 80 columns.

@@ -1,44 +1,25 @@
-"""Host memory for offloaded activations: available bytes, reusable buffers, device copies.
+"""Host memory for offloaded activations: available bytes, buffers, device copies.
 
 Proof: `python -m pytest tests/primitives/test_host_memory.py`.
 """
 
 import mmap
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PAGE_BYTES = 4096
 HOST_MEMORY_ADVICE = (
     "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, "
     "use a smaller batch, or give the machine or its control group more memory"
 )
 
-# A buffer that is up to this many times too large is still reused, so that batches of other
-# lengths need no new buffers.
-LOOSEST_FIT = 4
-
 
 class HostMemoryShort(RuntimeError):
     """The host has less memory available than an offload needs."""
-
-
-def in_binary_units(nbytes: int) -> str:
-    """Format a size with three digits, such as `1.50 GiB`."""
-    number = float(nbytes)
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if number < 1024:
-            break
-        number /= 1024
-        unit = larger
-    num_decimals = 0 if unit == "B" else max(0, 3 - len(str(int(number))))
-    return f"{number:.{num_decimals}f} {unit}"
 
 
 def available_host_bytes(system: Path = Path("/")) -> int | None:
@@ -56,8 +37,8 @@ def require_host_memory(needed: int) -> None:
     available = available_host_bytes()
     if available is not None and needed > available:
         raise HostMemoryShort(
-            f"offload needs {in_binary_units(needed)} more of host memory and "
-            f"{in_binary_units(max(0, available))} is available: {HOST_MEMORY_ADVICE}"
+            f"offload needs {needed / 2**20:,.2f} MiB more of host memory and "
+            f"{max(0, available) / 2**20:,.2f} MiB is available: {HOST_MEMORY_ADVICE}"
         )
 
 
@@ -110,126 +91,44 @@ def _statistic(path: Path, name: str) -> int:
     return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
 
 
-class HostPool:
-    """Pool of flat byte buffers on the host, pinned for CUDA, reused from step to step.
+def host_buffer(nbytes: int, *, pinned: bool) -> Tensor:
+    """Allocate bytes on the host.
 
-    `give` takes no lock, because it may be called anywhere, even during garbage collection.
+    Torch caches pinned memory, and gives it out again once the copies that used it are done.
     """
-
-    def __init__(self, *, pinned: bool) -> None:
-        self.pinned = pinned
-        self.reserved_bytes = 0
-        self._idle: dict[int, list[Tensor]] = {}
-        self._returned: deque[Tensor] = deque()
-        self._lock = threading.Lock()
-
-    def capacity(self, nbytes: int) -> int:
-        """Return the size of the buffer that is allocated for `nbytes`.
-
-        Torch allocates pinned memory in powers of two; other memory comes in pages.
-        """
-        return (
-            1 << (nbytes - 1).bit_length() if self.pinned else -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        )
-
-    def reserve(self, sizes: Iterable[int]) -> None:
-        """Allocate buffers for all of these sizes, or raise before any is allocated."""
-        with self._lock:
-            self._settle()
-            spare = {capacity: len(idle) for capacity, idle in self._idle.items()}
-            missing = []
-            for capacity in map(self.capacity, sizes):
-                if spare.get(capacity, 0):
-                    spare[capacity] -= 1
-                else:
-                    missing.append(capacity)
-            require_host_memory(sum(missing))
-
-            for capacity in missing:
-                # Writing zeros makes the kernel back the buffer with pages now.
-                buffer = self._allocate(capacity).zero_()
-                self._idle.setdefault(capacity, []).append(buffer)
-
-    def take(self, nbytes: int) -> Tensor:
-        """Return a buffer of at least `nbytes`."""
-        with self._lock:
-            self._settle()
-            wanted = self.capacity(nbytes)
-            fitting = [
-                size
-                for size, idle in self._idle.items()
-                if idle and wanted <= size <= LOOSEST_FIT * wanted
-            ]
-            if fitting:
-                return self._idle[min(fitting)].pop()
-            self._drop_idle(wanted)
-            require_host_memory(wanted)
-            return self._allocate(wanted)
-
-    def give(self, buffer: Tensor) -> None:
-        self._returned.append(buffer)
-
-    def clear(self) -> None:
-        """Free all buffers that are not in use."""
-        with self._lock:
-            self._settle()
-            self._drop_idle(self.reserved_bytes)
-
-    def _settle(self) -> None:
-        while self._returned:
-            buffer = self._returned.popleft()
-            self._idle.setdefault(buffer.nbytes, []).append(buffer)
-
-    def _drop_idle(self, nbytes: int) -> None:
-        """Free `nbytes` of idle buffers, so that the pool does not grow with every batch size."""
-        for size in sorted(self._idle, reverse=True):
-            while self._idle[size] and nbytes > 0:
-                self._idle[size].pop()
-                nbytes -= size
-                self.reserved_bytes -= size
-            if not self._idle[size]:
-                del self._idle[size]
-
-    def _allocate(self, capacity: int) -> Tensor:
-        kind = "pinned memory" if self.pinned else "memory"
-        try:
-            if self.pinned:
-                buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu", pin_memory=True)
-            else:
-                # No torch operation creates this buffer, so that an instrument which measures a
-                # CPU in place of a device does not count it as memory of that device.
-                buffer = torch.frombuffer(mmap.mmap(-1, capacity), dtype=torch.uint8)
-        except (OSError, RuntimeError) as error:
-            # CUDA raises its out-of-memory error for host memory too.
-            raise HostMemoryShort(
-                f"the host gave no {in_binary_units(capacity)} of {kind} ({error}): "
-                f"{HOST_MEMORY_ADVICE}"
-            ) from error
-        self.reserved_bytes += capacity
-        return buffer
+    try:
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        # No torch operation creates this buffer, so that an instrument which measures a CPU in
+        # place of a device does not count it as memory of that device.
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        # CUDA raises its out-of-memory error for host memory too.
+        raise HostMemoryShort(
+            f"the host gave no {nbytes / 2**20:,.2f} MiB ({error}): {HOST_MEMORY_ADVICE}"
+        ) from error
 
 
 class HostCopies:
     """Copies between one device and the host, in call order, beside the computation on CUDA.
 
-    On CUDA all copies run in one stream of their own. Because they run in the order of the calls,
-    a host buffer can be reused at once.
+    On CUDA all copies run in one stream of their own.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._leaving: deque[tuple[Any, Tensor]] = deque()
+        self._leaving: deque[tuple[Any, Tensor, Tensor]] = deque()
         self._leaving_bytes = 0
 
     def out(self, source: Tensor, host: Tensor, *, most_bytes: int) -> None:
-        """Start a copy to the host, and keep the source alive until the copy is done.
+        """Start a copy to the host, and keep both tensors alive until the copy is done.
 
         At most `most_bytes` of sources are kept alive at a time.
         """
         done = self._copy(host[: source.nbytes], source)
         if done is not None:
-            self._leaving.append((done, source))
+            self._leaving.append((done, source, host))
             self._leaving_bytes += source.nbytes
             self._let_go(most_bytes)
 
@@ -251,7 +150,7 @@ class HostCopies:
         wait is not overwritten before the copy is done.
         """
         while self._leaving:
-            done, source = self._leaving[0]
+            done, source, _ = self._leaving[0]
             if not done.query():
                 if self._leaving_bytes <= most_bytes:
                     return

@@ -1,8 +1,7 @@
 """Keep the activations of blocks in host memory between forward and backward.
 
     offload_blocks(model)    # all blocks but the last
-    # Count and reserve the host memory before the first step:
-    offload_blocks(model, batch=batch, loss=loss)
+    loss(model, batch).backward()
     print(offload_report(model).table())
 
 Each storage is moved once, however many views of it are saved. Parameters, buffers and small
@@ -24,10 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import Derived, become, find_blocks, is_active, restore
-from ..core.generators import untouched
-from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged
-from .host_memory import HostCopies, HostPool, in_binary_units
+from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged, is_active
+from .host_memory import HostCopies, host_buffer, require_host_memory
 
 # Storages offloaded to the host between forward and backward, and their saved tensors.
 
@@ -43,7 +41,6 @@ class OffloadReport:
 
     moved_bytes: int = 0
     brought_back_bytes: int = 0
-    reserved_bytes: int = 0
     num_moved: int = 0
     skipped: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -55,27 +52,14 @@ class OffloadReport:
 
     def table(self) -> str:
         """Format the report as text of at most 80 columns."""
-        moved = in_binary_units(self.moved_bytes)
-        brought_back = in_binary_units(self.brought_back_bytes)
-        reserved = in_binary_units(self.reserved_bytes)
-        lines = [
-            f"moved to the host     {moved:>9} in {self.num_moved:,} storages",
-            f"brought back          {brought_back:>9}",
-            f"host memory reserved  {reserved:>9}",
+        rows = [
+            ("moved to the host", self.moved_bytes, f"{self.num_moved:,} storages"),
+            ("brought back", self.brought_back_bytes, ""),
         ]
         for reason, (count, nbytes) in sorted(self.skipped.items(), key=lambda item: -item[1][1]):
-            lines.append(
-                f"not moved             {in_binary_units(nbytes):>9} in {count:,} tensors: {reason}"
-            )
+            rows.append(("not moved", nbytes, f"{count:,} tensors: {reason}"))
+        lines = [f"{name:<18} {nbytes / 2**20:>10,.2f} MiB  {rest}" for name, nbytes, rest in rows]
         return "\n".join(lines)
-
-
-class Lane:
-    """Host buffers and copies of one device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.pool = HostPool(pinned=device.type == "cuda")
-        self.copies = HostCopies(device)
 
 
 class OffloadedForward:
@@ -91,13 +75,13 @@ class OffloadedForward:
         self.ahead_bytes = 0
         self.most_bytes = 0
 
-    def move(self, tensor: Tensor, base: Tensor, lane: Lane | None) -> "OffloadedTensor":
-        """Start moving the storage of a tensor to the host; without a lane, only count it."""
+    def move(self, tensor: Tensor, base: Tensor, copies: HostCopies) -> "OffloadedTensor":
+        """Start moving the storage of a tensor to the host."""
         storage = tensor.untyped_storage()
         self.most_bytes = max(self.most_bytes, 2 * storage.nbytes())
         self.report.num_moved += 1
         self.report.moved_bytes += storage.nbytes()
-        moved = Moved(self, tensor, base, lane)
+        moved = Moved(self, tensor, base, copies)
         self.moved[storage.data_ptr()] = moved
         return self.save(moved, tensor)
 
@@ -126,11 +110,10 @@ class Moved:
     """One storage on the host."""
 
     def __init__(
-        self, step: OffloadedForward, tensor: Tensor, base: Tensor, lane: Lane | None
+        self, step: OffloadedForward, tensor: Tensor, base: Tensor, copies: HostCopies
     ) -> None:
-        self.host: Tensor | None = None
         self.step = step
-        self.lane = lane
+        self.copies = copies
         self.nbytes = tensor.untyped_storage().nbytes()
         self.source = weakref.ref(tensor.untyped_storage())
         self.base = weakref.ref(base)
@@ -140,10 +123,9 @@ class Moved:
         self.done: Any = None
         self.num_unasked = 0
         self.ahead = False
-        if lane is not None:
-            self.host = lane.pool.take(self.nbytes)
-            elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
-            lane.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
+        self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
+        elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
+        copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
 
     def is_same(self, tensor: Tensor, base: Tensor) -> bool:
         """Return whether the copy still equals what a tensor of the same storage holds now.
@@ -156,12 +138,7 @@ class Moved:
 
     def fetch(self, *, ahead: bool) -> Tensor:
         """Start copying the storage back to the device."""
-        if self.lane is None or self.host is None:
-            raise RuntimeError(
-                "this forward runs a backward inside it, so a single forward can't count the "
-                "bytes to offload: leave batch out"
-            )
-        self.flat, self.done = self.lane.copies.back(self.host, self.nbytes)
+        self.flat, self.done = self.copies.back(self.host, self.nbytes)
         self.step.report.brought_back_bytes += self.nbytes
         self.step.ahead_bytes += self.nbytes if ahead else 0
         self.ahead = ahead
@@ -176,8 +153,7 @@ class Moved:
             flat = self.fetch(ahead=False)
             self.step.cursor = saved.index
 
-        assert self.lane is not None
-        self.lane.copies.wait(self.done)
+        self.copies.wait(self.done)
         self._arrived()
         self.leave(saved)
         self.step.fetch_ahead(saved.index)
@@ -204,10 +180,6 @@ class Moved:
         if self.ahead:
             self.ahead = False
             self.step.ahead_bytes -= self.nbytes
-
-    def __del__(self) -> None:
-        if self.host is not None and self.lane is not None:
-            self.lane.pool.give(self.host)
 
 
 class OffloadedTensor:
@@ -295,10 +267,6 @@ ALIAS_REASON = "alias of what moved"
 OTHER_REASON = "no plain tensor of the device"
 
 
-class NothingToMove(ValueError):
-    """Raised when the blocks save nothing that offload could move."""
-
-
 class Offloaded(Derived):
     """A block whose saved tensors are on the host until backward.
 
@@ -357,8 +325,9 @@ class Offloader:
     def __init__(self, model: nn.Module | None, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.model = (lambda: None) if model is None else weakref.ref(model)
-        self.lanes: dict[torch.device, Lane] = {}
-        self.counted: list[tuple[torch.device, int]] | None = None
+        self.copies: dict[torch.device, HostCopies] = {}
+        # The most bytes that a step has moved; the host had room for them.
+        self.most_moved_bytes = 0
         self.step: Callable[[], OffloadedForward | None] = lambda: None
         self.report = OffloadReport()
         self.lock = threading.RLock()
@@ -372,11 +341,6 @@ class Offloader:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
         # The copy of the model, if the whole model is being copied.
         return Offloader(memo.get(id(self.model())), self.min_bytes)
-
-    def lane(self, device: torch.device) -> Lane:
-        if device not in self.lanes:
-            self.lanes[device] = Lane(device)
-        return self.lanes[device]
 
     def hooks(self, block: nn.Module, inputs: Any) -> saved_tensors_hooks:
         with self.lock:
@@ -416,32 +380,13 @@ class Offloader:
         return TensorOnDevice(tensor, step) if weight is None else CastAgain(tensor, weight, step)
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
-        if self.counted is None:
-            return step.move(tensor, base, self.lane(tensor.device))
-        self.counted.append((tensor.device, _size(tensor)))
-        return step.move(tensor, base, None)
-
-    def reserve(
-        self, model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
-    ) -> None:
-        """Count the bytes that one forward would move, and reserve the host memory for them."""
-        self.counted = []
-        try:
-            with untouched(model):
-                loss(model, batch)
-            sizes = self.counted
-        finally:
-            self.counted = None
-            self.step = lambda: None
-            self.report = OffloadReport()
-
-        if not sizes:
-            raise NothingToMove(
-                f"the blocks save nothing of {self.min_bytes:,} bytes or more that could move: use "
-                "a larger batch, lower min_bytes, name other blocks, or leave offload out"
-            )
-        for device in {device for device, _ in sizes}:
-            self.lane(device).pool.reserve(nbytes for source, nbytes in sizes if source == device)
+        moved_bytes = step.report.moved_bytes + _size(tensor)
+        if moved_bytes > self.most_moved_bytes:
+            require_host_memory(_size(tensor))
+            self.most_moved_bytes = moved_bytes
+        if tensor.device not in self.copies:
+            self.copies[tensor.device] = HostCopies(tensor.device)
+        return step.move(tensor, base, self.copies[tensor.device])
 
 
 def offload_blocks(
@@ -450,21 +395,16 @@ def offload_blocks(
     blocks: str | Sequence[str] | None = None,
     min_bytes: int = 4096,
     keep_last: int = 1,
-    batch: Any = None,
-    loss: Callable[[nn.Module, Any], Tensor] | None = None,
 ) -> list[str]:
     """Offload the blocks of a model, in place, and return the names of the offloaded ones.
 
     The last `keep_last` blocks are not offloaded: backward starts with them, so their tensors would
-    be copied back at once. With `batch` and `loss` one forward counts the bytes, so that
-    `HostMemoryShort` is raised here and not during a step. Call this before DDP, `fully_shard` and
-    `torch.compile`.
+    be copied back at once. A step that needs more memory than the host has raises
+    `HostMemoryShort`. Call this before DDP, `fully_shard` and `torch.compile`.
     """
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
-    if batch is not None and loss is None:
-        raise ValueError("batch is given and loss is not: counting the bytes of a step needs both")
     if any(isinstance(module, Offloaded) for module in model.modules()):
         raise ValueError(
             "blocks of this model are offloaded already: call remove_offload(model) first"
@@ -476,32 +416,18 @@ def offload_blocks(
         raise ValueError(
             f"keep_last={keep_last} leaves none of the {len(found)} blocks to offload: lower it"
         )
-    if batch is not None and not any(found[name].training for name in names):
-        raise ValueError(
-            "the blocks are in eval mode, where nothing is moved: call model.train() first"
-        )
 
     offloader = Offloader(model, min_bytes)
     for name in names:
         become(Offloaded, found[name], **{OFFLOADER_ATTRIBUTE: offloader})
-    if batch is not None and loss is not None:
-        try:
-            offloader.reserve(model, batch, loss)
-        except BaseException:
-            remove_offload(model)
-            raise
     return names
 
 
 def remove_offload(model: nn.Module) -> list[str]:
-    """Undo `offload_blocks`, free the host memory, and return the offloaded blocks' names."""
+    """Undo `offload_blocks` and return the offloaded blocks' names."""
     names = [name for name, module in model.named_modules() if isinstance(module, Offloaded)]
     for name in names:
-        module = model.get_submodule(name)
-        offloader: Offloader = module.__dict__[OFFLOADER_ATTRIBUTE]
-        restore(module, OFFLOADER_ATTRIBUTE)
-        for lane in offloader.lanes.values():
-            lane.pool.clear()
+        restore(model.get_submodule(name), OFFLOADER_ATTRIBUTE)
     return names
 
 
@@ -509,11 +435,8 @@ def offload_report(model: nn.Module) -> OffloadReport:
     """Report what the last step of a model with offloaded blocks has moved so far."""
     for module in model.modules():
         if isinstance(module, Offloaded):
-            offloader: Offloader = module.__dict__[OFFLOADER_ATTRIBUTE]
-            reserved = sum(lane.pool.reserved_bytes for lane in offloader.lanes.values())
-            return replace(
-                offloader.report, reserved_bytes=reserved, skipped=dict(offloader.report.skipped)
-            )
+            report: OffloadReport = module.__dict__[OFFLOADER_ATTRIBUTE].report
+            return replace(report, skipped=dict(report.skipped))
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 
 

@@ -10,15 +10,16 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/primitives/test_recompu
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..core.blocks import Derived, become, derive, find_blocks, is_active, restore
-from ..core.blocks import plain_blocks as plain_blocks
+from ..core.blocks import Derived, become, derive, find_blocks, restore
+from ..core.rerun import is_active
+from ..core.rerun import plain_blocks as plain_blocks
+from .block_state import modules_of
 from .checkpointed import RecomputeOptions, run_checkpointed
 
 # Recompute a block's activations in backward instead of keeping them.
@@ -73,26 +74,12 @@ def _recomputing_function(function: Callable[..., Any], options: RecomputeOption
             return function(*args, **kwargs)
         modules: list[nn.Module] = []
         if not torch.compiler.is_compiling():
-            modules = [
-                value
-                for value in (*args, *kwargs.values(), *_used_by(function))
-                if isinstance(value, nn.Module)
-            ]
+            given = (*args, *kwargs.values())
+            modules = [value for value in given if isinstance(value, nn.Module)]
+            modules += modules_of(function)
         return run_checkpointed(function, args, kwargs, modules=modules, options=options)
 
     return call
-
-
-def _used_by(function: Any) -> Iterator[Any]:
-    """Yield the objects that a function is bound to, or finds outside of its arguments."""
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-        function = function.func
-    yield getattr(function, "__self__", None)
-    function = getattr(function, "__func__", function)
-    if inspect.isfunction(function):
-        outside = inspect.getclosurevars(function)
-        yield from (*outside.nonlocals.values(), *outside.globals.values())
 
 
 class CheckpointWrapper(Recompute):

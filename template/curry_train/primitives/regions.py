@@ -23,7 +23,6 @@ from ..core.blocks import (
     Derived,
     become,
     find_blocks,
-    is_active,
     match_inside,
     restore,
 )
@@ -36,9 +35,10 @@ from ..core.rerun import (
     check_unchanged,
     function_modes,
     function_modes_as,
+    is_active,
     unwatched,
 )
-from .checkpointed import BlockState
+from .block_state import BlockState
 
 # Run one cheap module again, and recompute its output too if backward needs it.
 

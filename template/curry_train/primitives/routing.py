@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import match_names
-from . import checkpointed, recompute, sac, segments
+from . import block_state, checkpointed, recompute, sac, segments
 
 # Functions that choose: their outputs are indices, alone or beside the values at them.
 CHOOSING_NAMES = (
@@ -237,4 +237,4 @@ def _keep_small_buffers(block: nn.Module) -> None:
         buffers = dict(module.named_buffers(recurse=False))
         if buffers and all(buffer.numel() <= MOST_EXPERTS for buffer in buffers.values()):
             tensors = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-            checkpointed.written_names.setdefault(module, set()).update(buffers, tensors)
+            block_state.written_names.setdefault(module, set()).update(buffers, tensors)

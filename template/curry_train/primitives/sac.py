@@ -22,7 +22,8 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.rerun import is_active
 from .checkpointed import Pair, RecomputeOptions, run_checkpointed
 
 # Classify dispatcher operations: cost, random numbers, writes in place.

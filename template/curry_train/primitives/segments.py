@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.rerun import is_active
 from .checkpointed import RecomputeOptions, run_checkpointed
 
 SEGMENT_ATTRIBUTE = "_segment"

@@ -5,19 +5,20 @@
     # Or, for a model whose loop is a method `unroll`, without editing it:
     recompute_timesteps(model)
 
-`step(x_t, state) -> (output_t, state)` must be a function of its input and state; a step that holds
-state of its own raises `HiddenState`. Gradients flow through the state from the last timestep to
-the first; nothing is detached.
+`step(x_t, state) -> (output_t, state)` must follow from its input, its state and its modules.
+What a module stores itself, such as a neuron's potential, is restored for the recomputation; a step
+that keeps state elsewhere raises `HiddenState`. Gradients flow through the state from the last
+timestep to the first; nothing is detached.
 
-Proof: `python -m pytest tests/gates/test_gates.py`.
+Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 """
 
 import inspect
 import operator
 import weakref
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -26,28 +27,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.generators import Generators, generators_kept
+from ..core.generators import Generators, generators_kept, same_state
 from ..core.rerun import (
-    check_unchanged,
     function_modes,
     function_modes_as,
     mark_returned_once,
     statistics_kept,
 )
-from .hidden_state import (
-    Holders,
-    TimestepFunction,
-    check_step,
-    code_of,
-    holders_of,
-    put_back_later,
-    roots_of,
-    take_step,
-)
+from .block_state import BlockState, modules_of
+
+TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 
 TIMESTEPS_ATTRIBUTE = "_timesteps"
 
@@ -71,6 +66,16 @@ def run_timesteps(
         output, state = take_step(step, x, state)
         collected.add(output)
     return collected.finish(), state
+
+
+def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
+    """Run one step and check that it returns a pair."""
+    result: Any = step(x, state)
+    if not (isinstance(result, tuple | list) and len(result) == 2):
+        is_sequence = isinstance(result, tuple | list)
+        returned = f"{len(result)} values" if is_sequence else type(result).__name__
+        raise ValueError(f"step must return a pair, (output, state), and returned {returned}")
+    return result[0], result[1]
 
 
 def slice_time(inputs: Any, time_dim: Any) -> Sequence[Any]:
@@ -221,18 +226,16 @@ def measure_costs(step: TimestepFunction, timesteps: Sequence[Any], state: Any) 
     """
     held = []
     generators = Generators(tree_leaves(state))
-    with torch.enable_grad(), _AliveBytes() as alive:
-        for index in range(3):
-            _, state = take_step(step, timesteps[min(index, len(timesteps) - 1)], state)
+    with _trial(modules_of(step, depth=DEEPEST_SEARCH)), _AliveBytes() as alive:
+        for x in _first_timesteps(timesteps):
+            _, state = take_step(step, x, state)
             held.append(alive.total)
+        # A chunk that draws random numbers saves the generator's state too.
+        drawn_bytes = torch.get_rng_state().nbytes if generators.moved() else 0
 
     storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    boundary_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-    # A chunk that draws random numbers saves the generator's state too.
-    if generators.moved():
-        boundary_bytes += torch.get_rng_state().nbytes
-    return Costs(boundary_bytes, held[2] - held[1])
+    state_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return Costs(state_bytes + drawn_bytes, held[2] - held[1])
 
 
 def even_schedule(num_steps: int, chunk_size: int, levels: int) -> ChunkSchedule:
@@ -300,6 +303,104 @@ def _fitting(peak: int, enough: int, costs: Costs, levels: int) -> int:
     return enough
 
 
+# Find state that a step keeps outside of its modules, which no recomputation could restore.
+
+NUM_CHECKED_STEPS = 3
+# Functions and objects between a step and the modules that it calls.
+DEEPEST_SEARCH = 3
+
+
+class HiddenState(ValueError):
+    """A step keeps state of its own, so running it again gives another result."""
+
+
+def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> None:
+    """Raise `HiddenState` if a step depends on more than its input, its state and its modules.
+
+    The first timesteps run twice from the same modules and random numbers. The second run must give
+    the same to the bit: outputs, states and what autograd saves.
+    """
+    modules = modules_of(step, depth=DEEPEST_SEARCH)
+    for module in modules:
+        if any(map(is_lazy, module.parameters())):
+            name = type(module).__name__
+            raise ValueError(f"{name} has no parameters yet: run one batch through it first")
+    first, second = (_checked_run(step, timesteps, state, modules) for _ in range(2))
+    # On other devices a kernel may add in another order each time.
+    is_exact = all(value.device.type == "cpu" for value in first if isinstance(value, Tensor))
+    same = len(first) == len(second) and all(map(_same_value, first, second))
+    if is_exact and not same:
+        raise HiddenState(
+            "step computes something else the second time, from the same input, state and modules: "
+            "it keeps state outside of its modules (in an object, a variable, a global, or a "
+            "random generator of its own), and a recomputed chunk would start from the last value: "
+            "gradients would be wrong without any error. Pass it in and return it with the state, "
+            "or store it in a module"
+        )
+
+
+def _checked_run(
+    step: TimestepFunction, timesteps: Sequence[Any], state: Any, modules: Sequence[nn.Module]
+) -> list[Any]:
+    """Run the first timesteps on copies; return all values that a second run has to repeat."""
+    results: list[Any] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
+            results.append(tensor.detach().clone())
+        return tensor
+
+    state = _copies(state)
+    with _trial(modules), saved_tensors_hooks(note, lambda tensor: tensor):
+        for x in map(_copies, _first_timesteps(timesteps)):
+            given = [
+                (role, leaf, leaf._version)
+                for role, tree in (("input", x), ("state", state))
+                for leaf in tree_leaves(tree)
+                if isinstance(leaf, Tensor)
+            ]
+            try:
+                output, state = take_step(step, x, state)
+            except RuntimeError as error:
+                shapes = [tuple(one.shape) for one in tree_leaves(x) if isinstance(one, Tensor)]
+                error.add_note(f"step was given an input of shape {shapes}: is time_dim right?")
+                raise
+            for role, leaf, version in given:
+                if leaf._version != version:
+                    raise ValueError(
+                        f"step writes into the {role} that it is given, which is needed again in "
+                        "backward: make a new tensor (v = v * decay, not v *= decay)"
+                    )
+            results += tree_leaves(_copies((output, state)))
+        results += Generators(tree_leaves((timesteps[0], state))).leaves()
+    return results
+
+
+@contextmanager
+def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore modules and random generators after steps that only examine a loop."""
+    before = BlockState(modules)
+    before.begin()
+    with generators_kept(), torch.enable_grad(), before, statistics_kept(modules):
+        yield
+
+
+def _first_timesteps(timesteps: Sequence[Any]) -> list[Any]:
+    return [timesteps[min(index, len(timesteps) - 1)] for index in range(NUM_CHECKED_STEPS)]
+
+
+def _copies(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def _same_value(value: Any, other: Any) -> bool:
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return type(value) is type(other) and same_state(value, other)
+    if value.shape != other.shape or value.dtype != other.dtype:
+        return False
+    return bool(torch.isclose(value, other, rtol=0, atol=0, equal_nan=True).all())
+
+
 # Recompute a loop over time in chunks.
 
 
@@ -328,28 +429,20 @@ def checkpoint_timesteps(
     """
     check_chunks(chunk_size, levels)
     timesteps = slice_time(inputs, time_dim)
-    roots = roots_of(step)
-    is_eval = roots and not any(module.training for module in roots.values())
+    modules = modules_of(step, depth=DEEPEST_SEARCH)
+    is_eval = modules and not any(module.training for module in modules)
     if is_eval or not torch.is_grad_enabled():
         return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
 
     collected = Collected(outputs, time_dim)
-    known = _learn(step, roots, timesteps, state, costs=chunk_size is None)
-    if known.costs is not None and chunk_size is None:
-        schedule = best_schedule(len(timesteps), known.costs, levels)
+    known = _learn(step, modules, timesteps, state, measured=chunk_size is None)
+    if isinstance(known, Costs) and chunk_size is None:
+        schedule = best_schedule(len(timesteps), known, levels)
     else:
         schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
 
-    holders = holders_of(step) if known.left_behind else {}
-    left_behind = {name: value for name, value in holders.items() if name in known.left_behind}
-    loop = _ChunkedLoop(
-        step,
-        timesteps,
-        collected,
-        modules=list(roots.values()),
-        left_behind=left_behind,
-    )
-    state = loop.run(state, 0, schedule, again=False)
+    loop = _ChunkedLoop(step, collected, modules)
+    state = loop.run(state, list(timesteps), schedule, again=False)
     return collected.finish(), state
 
 
@@ -426,38 +519,41 @@ def check_chunks(chunk_size: int | None, levels: int) -> None:
         )
 
 
-@dataclass
-class _Known:
-    """Results of the first call with a step; a reference to a module would keep it alive."""
-
-    left_behind: set[str]  # holders of values that the step changes and does not depend on
-    costs: Costs | None = None
-
-
-_known: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
+# The costs of checked steps, or None if only a size was given; by module and code of the step.
+_known: WeakKeyDictionary[Any, dict[Any, Costs | None]] = WeakKeyDictionary()
 
 
 def _learn(
     step: TimestepFunction,
-    roots: Mapping[str, nn.Module],
+    modules: Sequence[nn.Module],
     timesteps: Sequence[Any],
     state: Any,
     *,
-    costs: bool,
-) -> _Known:
+    measured: bool,
+) -> Costs | None:
     """Check a step for hidden state and measure its costs, once per function and its modules.
 
     For a function that is created anew and reaches no module, this happens at each call.
     """
-    owner = next(iter(roots.values()), step)
-    of_owner = _known.setdefault(owner, {})
-    key = code_of(step), tuple(map(id, roots.values()))
+    of_owner = _known.setdefault(modules[0] if modules else step, {})
+    key = code_of(step), tuple(map(id, modules))
     if key not in of_owner:
-        of_owner[key] = _Known(check_step(step, timesteps, state))
-    if costs and of_owner[key].costs is None:
-        with generators_kept(), put_back_later(holders_of(step)):
-            of_owner[key].costs = measure_costs(step, timesteps, state)
+        check_step(step, timesteps, state)
+        of_owner[key] = None
+    if measured and of_owner[key] is None:
+        of_owner[key] = measure_costs(step, timesteps, state)
     return of_owner[key]
+
+
+def code_of(function: Any) -> Any:
+    """Return a function's code, or an object's class.
+
+    It stays the same where a method, lambda or partial is created anew for each use.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
 
 
 @dataclass
@@ -465,97 +561,64 @@ class _ChunkedLoop:
     """State shared by the chunks of one call."""
 
     step: TimestepFunction
-    timesteps: Sequence[Any]
     collected: Collected
     modules: Sequence[nn.Module]
-    left_behind: Holders  # what a recompute changes and must put back
-    shape: TreeSpec | None = None
-    versions: dict[int, list[int]] = field(default_factory=dict)
 
-    def run(self, state: Any, first: int, schedule: ChunkSchedule, *, again: bool) -> Any:
+    def run(
+        self, state: Any, timesteps: Sequence[Any], schedule: ChunkSchedule, *, again: bool
+    ) -> Any:
         """Run the timesteps of a schedule and return the state after them.
 
         The last chunk is not recomputed, because backward needs it first.
         """
         if not schedule.chunks:
-            for index in range(first, first + schedule.num_steps):
-                output, state = take_step(self.step, self._timestep(index, again=again), state)
+            for x in timesteps:
+                output, state = take_step(self.step, x, state)
                 if not again:
                     self.collected.add(output)
             return state
-        *earlier, last = schedule.chunks
-        for inside in earlier:
-            leaves, shape = tree_flatten(state)
+        start = 0
+        for inside in schedule.chunks[:-1]:
+            end = start + inside.num_steps
+            leaves, shape = tree_flatten((state, *timesteps[start:end]))
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf.is_inference():
                     leaves[place] = leaf.clone()  # an inference tensor can't be saved for backward
-            chunk = _Chunk(self, shape, first, inside, again)
+            chunk = _Chunk(self, shape, inside, again)
             # The chunk itself restores generators and all else that its recompute must find.
-            new_leaves = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
-            mark_returned_once(new_leaves)
-            state = tree_unflatten(list(new_leaves), self._check_shape(chunk.shape_after))
-            first += inside.num_steps
-        return self.run(state, first, last, again=again)
-
-    def _timestep(self, index: int, *, again: bool) -> Any:
-        """Return a timestep, after checking in the recompute that it was not modified.
-
-        It is not an input of the checkpoint, so torch does not check it.
-        """
-        timestep = self.timesteps[index]
-        leaves = (timestep,) if isinstance(timestep, Tensor) else tree_leaves(timestep)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        if not again:
-            self.versions[index] = [tensor._version for tensor in tensors]
-        for tensor, version in zip(tensors, self.versions[index], strict=False):
-            check_unchanged(tensor, version)
-        return timestep
-
-    def _check_shape(self, shape: TreeSpec) -> TreeSpec:
-        if self.shape is not None and shape != self.shape:
-            raise ValueError(
-                "the state that step returns changes its structure over time: keep its structure, "
-                "and collect over time with `outputs`"
-            )
-        self.shape = shape
-        return shape
+            state = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
+            mark_returned_once(state)
+            start = end
+        return self.run(state, timesteps[start:], schedule.chunks[-1], again=again)
 
 
 @dataclass
 class _Chunk:
-    """Timesteps under one checkpoint; only the first run collects outputs and side effects."""
+    """Timesteps under one checkpoint; only the first run collects outputs."""
 
     loop: _ChunkedLoop
     shape: TreeSpec
-    first: int
-    inside: ChunkSchedule
+    schedule: ChunkSchedule
     again: bool
-    shape_after: TreeSpec = field(init=False)
-    runs: int = 0
+    before: BlockState | None = None
     drawn_from: Generators | None = None
     function_modes: list[Any] = field(default_factory=function_modes)
 
-    def __call__(self, *leaves: Any) -> tuple[Any, ...]:
-        self.runs += 1
-        if self.runs == 1:
-            before = Generators([*leaves, *tree_leaves(self.loop.timesteps[self.first])])
-            result = self._run(leaves, again=self.again)
+    def __call__(self, *leaves: Any) -> Any:
+        state, *timesteps = tree_unflatten(list(leaves), self.shape)
+        modules = self.loop.modules
+        if self.before is None:
+            self.before = BlockState(modules)
+            self.before.begin(leaves)
+            generators = Generators(leaves)
+            state = self.loop.run(state, timesteps, self.schedule, again=self.again)
+            self.before.end()
             # Most steps draw no random numbers, and a generator state takes 5 KB.
-            self.drawn_from = before if before.moved() else None
-            return result
+            self.drawn_from = generators if generators.moved() else None
+            return state
 
-        with ExitStack() as stack:
-            stack.enter_context(statistics_kept(self.loop.modules))
-            stack.enter_context(function_modes_as(self.function_modes))
-            if self.loop.left_behind:
-                stack.enter_context(put_back_later(self.loop.left_behind))
+        modes = function_modes_as(self.function_modes)
+        with self.before, statistics_kept(modules), modes, generators_kept():
             if self.drawn_from is not None:
-                stack.enter_context(generators_kept())
                 self.drawn_from.restore()
-            return self._run(leaves, again=True)
-
-    def _run(self, leaves: Sequence[Any], *, again: bool) -> tuple[Any, ...]:
-        state = tree_unflatten(list(leaves), self.shape)
-        state = self.loop.run(state, self.first, self.inside, again=again)
-        new_leaves, self.shape_after = tree_flatten(state)
-        return tuple(new_leaves)
+            return self.loop.run(state, timesteps, self.schedule, again=True)

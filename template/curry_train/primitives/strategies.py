@@ -229,8 +229,6 @@ def _offload(model: nn.Module, sample: Sample) -> list[str]:
         model,
         blocks=sample.blocks,
         keep_last=1 if several else 0,
-        batch=sample.batch,
-        loss=sample.loss,
     )
 
 
@@ -248,7 +246,6 @@ def moved_bytes(model: nn.Module) -> dict[str, float]:
     return {
         "moved_bytes": report.moved_bytes,
         "brought_back_bytes": report.brought_back_bytes,
-        "host_bytes": report.reserved_bytes,
         "save_on_cpu_bytes": everything,
         "of_save_on_cpu": report.moved_bytes / everything if everything else 0.0,
     }
