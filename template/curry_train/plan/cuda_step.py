@@ -31,8 +31,8 @@ HOPPER_CARDS = ("h100", "h200")
 # Memory of a process that no tensor can have: CUDA's context and the kernels that torch loads. In
 # public reports of full devices it is 0.40 to 0.51 GiB on an RTX 4090, an A100 and an A800.
 CONTEXT_BYTES = 512 * 2**20
-# More of it where a step has convolutions: the kernels of cuDNN. On one A100 it is the difference
-# between models of timm and MLPs (evidence/gpumemnet.json).
+# More of it where a step has convolutions: the kernels of cuDNN. This is about the difference of
+# the constants that `benchmarks/gpumemnet.py` fits for models of timm and for MLPs on one A100.
 CUDNN_BYTES = 304 * 2**20
 # After this many steps the reserved memory of nearly every training stays as it is.
 NUM_STEPS = 4
