@@ -102,7 +102,7 @@ def contents(run: SavedRun, saved: SavedCheckpoint) -> dict[str, str]:
         reader = SafetensorsReader(run.files, saved.folder)
         held = {
             name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in reader.facts().items()
+            for name, facts in reader.facts.items()
         }
         reader.read_into(held)
     else:

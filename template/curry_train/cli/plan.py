@@ -165,7 +165,8 @@ def sharding_options(command: Any) -> Any:
     "context_bytes",
     callback=parsed(parse_bytes),
     metavar="SIZE",
-    help="Memory of a GPU that a process takes besides its tensors.  [default: 512MiB]",
+    help="Memory of a GPU that a process takes besides its tensors.  "
+    "[default: 512MiB, 816MiB with convolutions]",
 )
 @click.option(
     "--margin",

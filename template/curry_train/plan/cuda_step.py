@@ -10,10 +10,11 @@ the gradients, and the caller's logits and loss live until the next ones are the
 Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..core.measure import Life
@@ -21,6 +22,7 @@ from .cuda_allocator import AllocatorSettings, CudaAllocator, MemoryBlock
 from .optimizers import is_fused
 from .profiler import OPTIMIZER_STATE_GROUP
 from .record import StepLives
+from .workspaces import Convolution
 
 # Bytes that cuBLAS allocates for each thread that multiplies; forward and autograd are two.
 WORKSPACE_BYTES = 8_519_680
@@ -29,6 +31,9 @@ HOPPER_CARDS = ("h100", "h200")
 # Memory of a process that no tensor can have: CUDA's context and the kernels that torch loads. In
 # public reports of full devices it is 0.40 to 0.51 GiB on an RTX 4090, an A100 and an A800.
 CONTEXT_BYTES = 512 * 2**20
+# More of it where a step has convolutions: the kernels of cuDNN. This is about the difference of
+# the constants that `benchmarks/gpumemnet.py` fits for models of timm and for MLPs on one A100.
+CUDNN_BYTES = 304 * 2**20
 # After this many steps the reserved memory of nearly every training stays as it is.
 NUM_STEPS = 4
 # Numbers of an optimizer, such as its step counts, live in host memory unless it is fused.
@@ -39,6 +44,13 @@ def workspace_of(card: str) -> int:
     """Return the bytes of one cuBLAS workspace on a card."""
     is_hopper = any(name in card.lower() for name in HOPPER_CARDS)
     return HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES
+
+
+def context_of(trace: "StepTrace", measured: int | None = None) -> int:
+    """Return the bytes of a process beside its tensors: as measured, or as usual."""
+    if measured is not None:
+        return measured
+    return CONTEXT_BYTES + (CUDNN_BYTES if trace.convolutions else 0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class StepTrace:
     first_sizes: tuple[int, ...] = ()  # bytes of the storages of the optimizer's first step
     first_events: tuple[int, ...] = ()  # of that step, by their own numbers
     streams: tuple[int, ...] = ()  # stream of each storage; empty where all are of the default one
+    convolutions: tuple[Convolution, ...] = ()  # of forward and backward, in their order
+    searches: bool = False  # whether the first step tries cuDNN's algorithms
 
     def without_copies(self) -> "StepTrace":
         """Return the trace with an optimizer that makes no temporary copies, as fused ones."""
@@ -103,7 +117,9 @@ def trace_of(record: StepLives) -> StepTrace:
     events: list[int] = []
     ends: dict[str, int] = {}
     products = []
+    places: dict[int, int] = {}
     for index in range(len(record.given), len(record.events)):
+        places[index] = len(events)
         for phase in (phase for phase, end in record.event_ends.items() if end == index):
             ends[phase] = len(events)
         products += [len(events) for place in record.products.values() if place == index]
@@ -126,6 +142,10 @@ def trace_of(record: StepLives) -> StepTrace:
             first_numbers[id(life)] if made else ~first_numbers[id(life)] for life, made in first
         ),
         streams=tuple(streams.get(id(life), 0) for life in numbered) if streams else (),
+        convolutions=tuple(
+            replace(one, place=places.get(one.place, len(events))) for one in record.convolutions
+        ),
+        searches=torch.backends.cudnn.benchmark,
     )
 
 
@@ -150,6 +170,10 @@ class TrainingReplay:
         self.rounded_peak = 0
         self._steps = 0
         self._blocks: dict[int, MemoryBlock] = {}
+        self._convolutions: dict[int, list[Convolution]] = {}
+        for convolution in trace.convolutions:
+            self._convolutions.setdefault(convolution.place, []).append(convolution)
+        self._chosen: set[Hashable] = set()  # convolutions whose algorithm is chosen
         for number in trace.given:
             self._make(number, trace.sizes[number])
 
@@ -162,6 +186,8 @@ class TrainingReplay:
         for index, event in enumerate(trace.events[: trace.step_start]):
             if index in products:
                 self._allocate(self.workspace_bytes)
+            for convolution in self._convolutions.get(index, ()):
+                self._convolve(convolution)
             self._run(event)
         if self._steps == 0 and trace.state:
             self._first_optimizer_step()
@@ -170,6 +196,14 @@ class TrainingReplay:
                 self._run(event)
             self._rename_state()
         self._steps += 1
+
+    def _convolve(self, convolution: Convolution) -> None:
+        """Allocate a workspace for the time of a call, after the search for its algorithm."""
+        if self.trace.searches and convolution.call not in self._chosen:
+            self._chosen.add(convolution.call)
+            self.allocator.empty_cache()
+        if convolution.num_bytes:
+            self._free(self._allocate(convolution.num_bytes), convolution.num_bytes)
 
     def _run(self, event: int) -> None:
         if event < 0:

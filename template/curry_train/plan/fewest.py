@@ -24,7 +24,7 @@ from .. import primitives
 from ..core.wording import format_bytes, format_seconds, require_whole
 from ..primitives.chunked_loss import UnsuitableHead
 from ..workloads.workload import Workload
-from .cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
+from .cuda_step import context_of, cuda_memory, workspace_of
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate, time_of_window
 from .parallel import Sharding, offload_note
@@ -289,7 +289,7 @@ def floor_of(step: StepEstimate) -> int:
 
     Activations of blocks stay until the loss has run, whatever it does.
     """
-    context = 0 if step.trace is None else CONTEXT_BYTES
+    context = 0 if step.trace is None else context_of(step.trace)
     return context + step.fixed + sum(block.held for block in step.blocks.values())
 
 
@@ -384,7 +384,7 @@ class _Search:
             self._peak(step),
             self.limit_bytes,
             time_of_window(step, self.device, self.links, dtype=dtype, steps=steps),
-            state + (0 if step.trace is None else CONTEXT_BYTES),
+            state + (0 if step.trace is None else context_of(step.trace)),
             host_bytes=step.host_bytes,
         )
         if sketch.routing is not None and count.fits:
@@ -400,4 +400,4 @@ class _Search:
         if step.trace is None:
             return step.peak_bytes
         memory = cuda_memory(step.trace, workspace_bytes=workspace_of(self.device.name))
-        return max(step.peak_bytes, memory.reserved_bytes) + CONTEXT_BYTES
+        return max(step.peak_bytes, memory.reserved_bytes) + context_of(step.trace)

@@ -29,9 +29,9 @@ from ..workloads.workload import Workload
 from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
 from .cuda_step import (
-    CONTEXT_BYTES,
     CudaMemory,
     StepTrace,
+    context_of,
     cuda_memory,
     workspace_of,
 )
@@ -299,7 +299,7 @@ class Planner:
             overhead=self._overhead,
             links=links or links_of(self.profile.name),
         )
-        self.context_bytes = CONTEXT_BYTES if context_bytes is None else context_bytes
+        self.context_bytes = context_bytes
         self.by_reserved = by_reserved
         self.margin = margin
         self._overheads: dict[StepEstimate, int] = {}
@@ -338,8 +338,9 @@ class Planner:
         if step.trace is None or not self.by_reserved:
             return 0
         if step not in self._overheads:
-            reserved = self._reserved(step.trace).reserved_bytes
-            self._overheads[step] = reserved + self.context_bytes - step.peak_bytes
+            memory = self._reserved(step.trace)
+            context = context_of(step.trace, self.context_bytes)
+            self._overheads[step] = memory.reserved_bytes + context - step.peak_bytes
         return self._overheads[step]
 
     def _limit(self, budget_bytes: int) -> int:
@@ -375,7 +376,10 @@ class Planner:
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
             "expandable_reserved_bytes": self._reserved(trace, EXPANDABLE).reserved_bytes,
-            "context_bytes": self.context_bytes,
+            "context_bytes": context_of(trace, self.context_bytes),
+            "convolution_workspace_bytes": max(
+                (one.num_bytes for one in trace.convolutions), default=0
+            ),
             "limit_bytes": limit_bytes,
         }
 
@@ -575,8 +579,9 @@ class Planner:
         trace = self.whole_steps.step(least).trace
         if trace is None or not self.by_reserved:
             return
+        context = context_of(trace, self.context_bytes)
         expandable, fused = (
-            self._reserved(one, EXPANDABLE).reserved_bytes + self.context_bytes
+            self._reserved(one, EXPANDABLE).reserved_bytes + context
             for one in (trace, trace.without_copies())
         )
         if expandable < least.peak_bytes:

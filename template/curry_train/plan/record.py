@@ -47,6 +47,7 @@ from .profiler import (
     TEMPORARIES_GROUP,
 )
 from .rank_time import CourseRecorder, StepCourse
+from .workspaces import Convolution, convolutions_of
 
 # Storages of a program, which may be one rank among others.
 
@@ -242,6 +243,7 @@ class StepLives(RankStorages):
         # Numbers of events at the end of each phase, and at the first product of each thread.
         self.event_ends: dict[str, int] = {}
         self.products: dict[str, int] = {}
+        self.convolutions: list[Convolution] = []
         # Storages that exist before the step, and the gradients after it.
         self.given: list[Life] = []
         self.gradients: list[Life] = []
@@ -257,6 +259,7 @@ class StepLives(RankStorages):
             self.products.setdefault(thread, len(self.events))
         with unwatched():
             out = super().run(func, args, kwargs)
+            self.convolutions += convolutions_of(func, args, place=len(self.events))
             self._read()
             if self.phase != "step":
                 flops, moved = operation_cost(func, args, kwargs, out)

@@ -184,7 +184,7 @@ def _is_time(value: Any) -> bool:
 # Figures of a plan for a GPU, by the names of `plan --json`.
 CUDA_FIGURES = {
     *("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes"),
-    *("expandable_reserved_bytes", "context_bytes", "limit_bytes"),
+    *("expandable_reserved_bytes", "context_bytes", "convolution_workspace_bytes", "limit_bytes"),
 }
 
 
@@ -424,9 +424,13 @@ class Plan:
             return []
         shown = {name: format_bytes(value) for name, value in self.cuda.items()}
         left = self.cuda["limit_bytes"] - self.peak_bytes
+        workspace = ""
+        if self.cuda["convolution_workspace_bytes"]:
+            size = shown["convolution_workspace_bytes"]
+            workspace = f"; convolution workspace, estimated: {size}"
         text = (
             f"on the device: {shown['allocated_bytes']} allocated, {shown['reserved_bytes']} "
-            f"reserved ({shown['first_step_reserved_bytes']} in the first step), and "
+            f"reserved ({shown['first_step_reserved_bytes']} in the first step{workspace}), and "
             f"{shown['context_bytes']} of context; {format_bytes(left)} of "
             f"{shown['limit_bytes']} are left. "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "

@@ -1,0 +1,70 @@
+"""Estimate the workspaces that cuDNN allocates for convolutions, from shapes.
+
+    record.convolutions += convolutions_of(func, args, place=len(record.events))
+
+Tensor cores read the channels of one pixel side by side. In backward, cuDNN's kernels for windows
+of more than one pixel therefore copy input, output gradient and weight to that layout, in a
+workspace that lives for one call. Channels are padded to 16 bytes in it. Forward and 1x1
+convolutions run without a workspace of this kind, and so does a model in `channels_last`.
+
+With `torch.backends.cudnn.benchmark`, the first call of each shape tries all algorithms, after
+which torch gives its whole cache back. What the later steps reserve depends on that.
+
+This follows one A100 (evidence/gpumemnet.json). cuDNN may choose an algorithm with a larger
+workspace, such as Winograd's, and needs up to several GiB for a moment while it tries them.
+
+Proof: `python -m pytest tests/plan/test_workspaces.py`.
+"""
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT_BYTES = 16
+# Others have no tensor cores for convolutions.
+TENSOR_CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A call of cuDNN in a step."""
+
+    place: int  # index of the event before which it runs
+    call: Hashable  # what is computed from which shapes; torch keeps its choice for each
+    num_bytes: int  # of the workspace
+
+
+def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution]:
+    """Yield the calls of cuDNN in an operation, in their order."""
+    num_bytes = 0
+    if func is torch.ops.aten.convolution.default:
+        x, weight, *_, groups = args
+        kinds = ["forward"]
+    elif func is torch.ops.aten.convolution_backward.default:
+        gradient, x, weight, *_, groups, mask = args
+        kinds = [kind for kind, wanted in zip(("input", "weight"), mask, strict=False) if wanted]
+        num_bytes = _layout_copies(x, gradient, weight)
+    else:
+        return
+    if 1 < groups == x.shape[1]:
+        return  # torch has kernels of its own for filters of one channel
+    settings = tuple(str(value) for value in args if isinstance(value, list | int))
+    for kind in kinds:
+        yield Convolution(place, (kind, x.shape, weight.shape, settings), num_bytes)
+
+
+def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> int:
+    """Return the bytes of the copies with channels side by side."""
+    is_pointwise = math.prod(weight.shape[2:]) == 1
+    if is_pointwise or x.stride(1) == 1 or x.dtype not in TENSOR_CORE_DTYPES:
+        return 0
+    step = ALIGNMENT_BYTES // x.itemsize
+    numbers = weight.numel()
+    for tensor in (x, gradient):
+        channels = tensor.shape[1]
+        numbers += tensor.numel() // channels * math.ceil(channels / step) * step
+    return numbers * x.itemsize
