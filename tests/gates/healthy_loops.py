@@ -292,6 +292,19 @@ def half_scaler_that_skips():
         scheduler.step()
 
 
+def scaler_that_is_off():
+    model = classifier()
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def bfloat16():
     model = classifier().bfloat16()
     optimizer = adamw(model, rate=1e-3)

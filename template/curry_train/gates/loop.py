@@ -107,11 +107,11 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     yield from _unused(trace)
     is_known = False
     # By the lines that led to a backward call: a fault for each window with it.
-    single: dict[int, list[Fault | None]] = defaultdict(list)
+    single: dict[tuple[str, ...], list[Fault | None]] = defaultdict(list)
     for optimizer, window in _windows(trace):
         calls = _reaching(optimizer, window)
         for call in calls:
-            single[call.path].append(_divided_for_nothing(call) if len(calls) == 1 else None)
+            single[call.lines].append(_divided_for_nothing(call) if len(calls) == 1 else None)
             yield from _wrong_alone(call, optimizer)
         for several in _microbatches(trace, calls, window):
             columns = _columns(several)
@@ -140,9 +140,9 @@ def _microbatches(
     trace: Trace, calls: Sequence[Backward], window: Sequence[Event]
 ) -> Iterator[list[Backward]]:
     """Yield calls of the same lines that have a batch each."""
-    lines = defaultdict[int, list[Backward]](list)
+    lines = defaultdict[tuple[str, ...], list[Backward]](list)
     for call in calls:
-        lines[call.path].append(call)
+        lines[call.lines].append(call)
     for several in lines.values():
         # A closure that an optimizer calls several times is no accumulation.
         is_closure = all(call.in_step for call in several)
@@ -184,8 +184,11 @@ def _unequal(
         # A part may weigh more than 1 by a factor of the user's.
         too_much = [
             total
-            for total, column in zip(totals, strengths, strict=True)
-            if total > 1 + TOLERANCE and max(column) < 1 + TOLERANCE
+            for total, column, terms in zip(totals, strengths, columns, strict=True)
+            if total > 1 + TOLERANCE
+            and max(column) < 1 + TOLERANCE
+            # Of a sum by hand it is not known how many terms count.
+            and (terms[0].name != "Sum" or min(column) > 1 - TOLERANCE)
         ]
         if too_much:
             yield Fault(
@@ -195,8 +198,9 @@ def _unequal(
                 "the number of terms in all of them (num_items_in_batch of a Trainer)",
             )
         for total, column in zip(totals, columns, strict=True):
-            twice = [by for by in column[0].divisors if abs(by - number) < TOLERANCE]
-            if len(twice) > 1 and abs(total * number - 1) < TOLERANCE:
+            by_number = [by for by in column[0].divisors if abs(by - number) < TOLERANCE]
+            is_twice = len(by_number) > (column[0].reduction == "mean")
+            if is_twice and abs(total * number - 1) < TOLERANCE:
                 yield Fault(
                     calls[0].place,
                     f"the loss is divided by the {number} microbatches twice",
@@ -242,17 +246,15 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
 def _unused(trace: Trace) -> Iterator[Fault]:
     """Find a line whose losses are computed several times in each window, and used once."""
     for optimizer in _stepping(trace):
-        used = defaultdict[int, list[list[bool]]](list)
-        places: dict[int, str] = {}
+        used = defaultdict[tuple[str, ...], list[list[bool]]](list)
         for window in trace.windows(optimizer):
-            of_window = defaultdict[int, list[bool]](list)
+            of_window = defaultdict[tuple[str, ...], list[bool]](list)
             training = True
             for event in window:
                 if isinstance(event, Forward):
                     training = event.training
                 elif isinstance(event, LossCall) and training:
-                    of_window[event.path].append(event.is_used)
-                    places[event.path] = event.place
+                    of_window[event.lines].append(event.is_used)
             for path, flags in of_window.items():
                 used[path].append(flags)
         for path, windows in used.items():
@@ -260,7 +262,7 @@ def _unused(trace: Trace) -> Iterator[Fault]:
                 len(flags) > 1 and flags[-1] and not any(flags[:-1]) for flags in windows
             ):
                 yield Fault(
-                    places[path],
+                    path[0],
                     f"of {len(windows[0])} losses of a window only the last is used",
                     "call backward for each, or add them up",
                 )
@@ -430,7 +432,7 @@ def _lost(
 ) -> Iterator[Fault]:
     """Find gradients of the window that are set to zero before its step."""
     own = _parameter_ids(optimizer)
-    of_line = [call for call in calls if call.path == calls[-1].path]
+    of_line = [call for call in calls if call.lines == calls[-1].lines]
     zeros = [
         (window.index(event), event)
         for event in window
@@ -465,7 +467,7 @@ def _of_another_loss(
         if call in own or not own or window.index(own[-1]) < window.index(call):
             continue
         between = window[window.index(call) : window.index(own[0])]
-        if own[0].path != call.path and any(
+        if own[0].lines != call.lines and any(
             isinstance(one, Step) and id(one.optimizer) in call.reached for one in between
         ):
             yield Fault(
@@ -705,8 +707,8 @@ def clipping(trace: Trace) -> Iterator[Fault]:
 
 def _clipped_too_late_or_early(optimizer: Optimizer, window: Sequence[Event]) -> Iterator[Fault]:
     own = _parameter_ids(optimizer)
-    before: list[int] = []  # of the backward calls so far
-    after = [event.path for event in window if isinstance(event, Backward)]
+    before: list[tuple[str, ...]] = []  # of the backward calls so far
+    after = [event.lines for event in window if isinstance(event, Backward)]
     for event in window:
         if isinstance(event, Backward):
             before.append(after.pop(0))
@@ -823,7 +825,10 @@ def _acts(model: nn.Module) -> bool:
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     dropped = [getattr(one, "p", 1) or 0 for one in model.modules() if isinstance(one, kinds)]
     inside = [
-        one.dropout for one in model.modules() if isinstance(getattr(one, "dropout", 0), float)
+        value
+        for one in model.modules()
+        for name, value in vars(one).items()
+        if "dropout" in name and isinstance(value, float)
     ]
     return any(dropped) or any(inside)
 

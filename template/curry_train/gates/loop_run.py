@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/gates/test_loop_run.py`.
 import contextlib
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from unittest import mock
 
 import torch
 
+from ..workloads.from_script import run_as_main
 from ..workloads.models import load_object
 from .loop import judge
 from .loop_trace import Trace, observe
@@ -84,9 +84,10 @@ def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
 def _script(file: str, *arguments: str) -> None:
     """Run a file as `python FILE ARGUMENTS` does; a call of sys.exit ends the loop."""
     sys.argv = [file, *arguments]
-    sys.path.insert(0, str(Path(file).resolve().parent))
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
     with contextlib.suppress(SystemExit):
-        runpy.run_path(file, run_name="__main__")
+        run_as_main(path)
 
 
 def _trainer(spec: str) -> None:

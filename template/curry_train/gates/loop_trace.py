@@ -49,7 +49,7 @@ MORE_STEPS = 5
 MORE_SECONDS = 5.0
 
 
-def users_lines() -> list[str]:
+def users_lines() -> tuple[str, ...]:
     """Return file and line of the frames that are in no library, from the innermost on."""
     found = []
     frame: Any = sys._getframe(1)
@@ -58,18 +58,26 @@ def users_lines() -> list[str]:
         if not file.startswith(LIBRARIES):
             found.append(f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}")
         frame = frame.f_back
-    return found
+    return tuple(found)
 
 
 @dataclass(eq=False)
 class Event:
     """A call that the loop made, at a line of the user's."""
 
-    place: str
-    # What identifies the lines that led to it.
-    path: int
+    # Files and lines of the user's that led to it, from the innermost on.
+    lines: tuple[str, ...]
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool
+
+    @property
+    def place(self) -> str:
+        return self.lines[0] if self.lines else ""
+
+    def is_under(self, other: "Event") -> bool:
+        """Return whether the line of another event, as a Trainer's call, led to this one."""
+        outer = self.lines[len(self.lines) - len(other.lines) :]
+        return len(self.lines) > len(other.lines) and outer == other.lines
 
 
 @dataclass(eq=False)
@@ -139,8 +147,16 @@ class Backward(Event):
     terms: list[Term]
     # Whether the call before was on the same loss.
     is_second: bool
+    # The last call of a loss function before it.
+    loss_call: LossCall | None
     # Optimizers whose gradients it changed.
     reached: frozenset[int] = frozenset()
+
+    @property
+    def place(self) -> str:
+        """The line of the loss where a Trainer calls backward, else that of the call."""
+        loss = self.loss_call
+        return loss.place if loss is not None and loss.is_under(self) else super().place
 
 
 @dataclass(eq=False)
@@ -189,6 +205,13 @@ class Step(Event):
     by_scaler: bool
     in_backward: bool
     generator: int
+    made: Made | None
+
+    @property
+    def place(self) -> str:
+        """The line that made the optimizer where a Trainer steps, else that of the call."""
+        made = self.made
+        return made.place if made is not None and made.is_under(self) else super().place
 
 
 @dataclass(eq=False)
@@ -280,6 +303,7 @@ class Observer:
         # Steps that each optimizer has made, by its id, and its gradients after the last one.
         self.num_made = Counter[int]()
         self.used: dict[int, Any] = {}
+        self.made: dict[int, Made] = {}
         self.made_by_backward: dict[int, list[int]] = {}
         self.depth = 0
         self.schedule_depth = 0
@@ -291,6 +315,7 @@ class Observer:
         self.scaler_steps = False
         self.scaled: Callable[[], Tensor | None] = lambda: None
         self.losses: dict[Any, LossFacts] = {}
+        self.loss_call: LossCall | None = None
         # The tokens and the mask of the last forward pass.
         self.tokens: Tensor | None = None
         self.mask: Tensor | None = None
@@ -311,9 +336,7 @@ class Observer:
         return max(self.num_made.values(), default=0)
 
     def _at(self) -> dict[str, Any]:
-        lines = users_lines()
-        place = lines[0] if lines else ""
-        return {"place": place, "path": hash(tuple(lines)), "in_step": bool(self.stepping)}
+        return {"lines": users_lines(), "in_step": bool(self.stepping)}
 
     def note(self, kind: type[Event], **facts: Any) -> Any:
         event = kind(**self._at(), **facts)
@@ -503,6 +526,7 @@ class Observer:
                     self.losses[value.grad_fn] = facts
                 event = self.note(LossCall, facts=facts, **self._token_facts(bound.arguments))
                 self._mark(value, event, "is_used")
+                self.loss_call = event
             return value
 
         return run
@@ -582,6 +606,7 @@ class Observer:
 
     def _note_backward(self, loss: Tensor) -> Backward:
         self._note_graph(loss)
+        loss_call, self.loss_call = self.loss_call, None
         is_second = self.last_loss() is loss
         self.last_loss = weakref.ref(loss)
         return self.note(
@@ -592,6 +617,7 @@ class Observer:
             clean=frozenset(id(one) for one in self.trace.optimizers if not _has_gradients(one)),
             terms=terms_of(loss, self.losses),
             is_second=is_second,
+            loss_call=loss_call,
         )
 
     def _scale(self) -> float:
@@ -623,7 +649,8 @@ class Observer:
     def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         def run(parameters: Any, *args: Any, **options: Any) -> Any:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            states = {} if self.scaler is None else self.scaler._per_optimizer_states
+            # One that is off has no states.
+            states = getattr(self.scaler, "_per_optimizer_states", {})
             stages = [one["stage"].name for one in states.values()]
             is_scaled = self._scale() != 1 and "UNSCALED" not in stages
             self.note(Clip, parameters=frozenset(map(id, given)), is_scaled=is_scaled)
@@ -646,7 +673,7 @@ class Observer:
         def run(optimizer: Optimizer, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
             self.trace.optimizers.append(optimizer)
-            self.note(Made, optimizer=optimizer)
+            self.made[id(optimizer)] = self.note(Made, optimizer=optimizer)
 
         return run
 
@@ -705,6 +732,7 @@ class Observer:
             by_scaler=self.scaler_steps,
             in_backward=self.in_backward,
             generator=_generator(),
+            made=self.made.get(key),
         )
         self.before = {}
         self.outputs.clear()

@@ -16,6 +16,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import sys
 import sysconfig
 import tomllib
 import traceback
@@ -191,7 +192,9 @@ def error_in_a_line(error: BaseException) -> str:
 # Where files are that are not the user's.
 LIBRARIES = (
     str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    sysconfig.get_path("stdlib"),
+    # An environment may have packages of another one.
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
     "<",
 )
 
