@@ -793,6 +793,9 @@ class Observer:
             return True
         if num_steps < self.num_steps:
             return False
+        # Ranks must end at the same step, whatever time each has taken.
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return True
         if num_steps >= self.num_steps * MORE_STEPS or time.monotonic() - self.began > MORE_SECONDS:
             return True
         fetches = self.trace.of(Fetch)

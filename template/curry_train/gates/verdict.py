@@ -44,8 +44,8 @@ ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: us
 # Printed as the requirement of a gate that raised an error.
 TO_RUN = "to run"
 
-# What of the user's a gate may run. The loop of a script or Trainer is not run yet.
-KINDS_THAT_RUN = ("model", "loss", "implementation", "machine")
+# What of the user's a gate may run; the loop is that of a script or Trainer.
+KINDS_THAT_RUN = ("model", "loss", "implementation", "machine", "loop")
 
 
 @dataclass(frozen=True)
