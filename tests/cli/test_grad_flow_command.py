@@ -138,8 +138,8 @@ def test_a_report_on_a_script_says_that_its_loop_was_not_run(run, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     ended = run("--script", "loop.py", "--steps", "2")
     assert ended.exit_code == 0, ended.output
-    assert "your loop was not run: these steps train the model" in ended.output
-    assert "your loop" not in run("--model", "mlp", "--steps", "2").output
+    assert "curry-train preflight checks your loop" in ended.output
+    assert "preflight" not in run("--model", "mlp", "--steps", "2").output
 
 
 SCRIPT = """

@@ -32,9 +32,9 @@ def run(tmp_path, monkeypatch):
     script.write_text("")
 
     def invoke(found, *words):
-        def program(kind, arguments, *, num_steps):
+        def program(kind, arguments, *, num_steps, num_ranks):
             assert (kind, arguments) == ("script", [str(script), "--rate", "1"])
-            assert num_steps == 3
+            assert (num_steps, num_ranks) == (8, 1)
             if isinstance(found, Exception):
                 raise found
             return found
@@ -75,7 +75,7 @@ def test_results_are_written_as_json(run, tmp_path):
     assert run([HELD, FAILED], "--json", str(tmp_path / "found.json")).exit_code == 1
     found = json.loads((tmp_path / "found.json").read_text())
     assert [one["gate"] for one in found["results"]] == ["loop/mode", "loop/zeroed"]
-    assert found["steps"] == 3
+    assert found["steps"] == 8
 
 
 @pytest.mark.parametrize(

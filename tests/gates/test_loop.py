@@ -5,9 +5,11 @@ Run: `python -m pytest tests/gates/test_loop.py`.
 
 import inspect
 
+import faulty_loops
+import healthy_loops
+import loops
 import pytest
 import torch
-from loops import FAULTY, HEALTHY
 
 from curry_train.gates.loop import CHECKS, preflight
 
@@ -23,14 +25,19 @@ def failed(train):
     }
 
 
-@pytest.mark.parametrize("train", HEALTHY)
+@pytest.mark.parametrize("train", [*loops.HEALTHY, *healthy_loops.HEALTHY])
 def test_a_healthy_loop_passes(train):
     assert failed(train) == {}
 
 
 @pytest.mark.parametrize(
     ("check", "train"),
-    [pytest.param(check, one, id=one.__name__) for check in CHECKS for one in FAULTY[check]],
+    [
+        pytest.param(check, one, id=one.__name__)
+        for module in (loops, faulty_loops)
+        for check, faulty in module.FAULTY.items()
+        for one in faulty
+    ],
 )
 def test_a_fault_is_found_at_its_line(check, train):
     found = failed(train)
@@ -39,5 +46,9 @@ def test_a_fault_is_found_at_its_line(check, train):
     (wrong,) = [
         number for number, line in enumerate(lines, start=first) if line.endswith("# here\n")
     ]
-    assert found[check].measured.startswith(f"loops.py:{wrong}: ")
+    assert found[check].measured.startswith(f"{train.__module__}.py:{wrong}: ")
     assert found[check].hint
+
+
+def test_each_check_finds_a_fault():
+    assert {*loops.FAULTY, *faulty_loops.FAULTY} == {*CHECKS}

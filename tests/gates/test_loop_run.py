@@ -39,6 +39,35 @@ for number in range(1000):
 os.remove("log.txt")
 """
 
+RANKS = """\
+import contextlib
+import sys
+
+import torch
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+kind = sys.argv[1]
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(128, 8), torch.randint(5, (128,)))
+bare = torch.nn.Linear(8, 5)
+model = bare if kind == "unwrapped" else DistributedDataParallel(bare)
+optimizer = torch.optim.AdamW(bare.parameters(), 1e-2)
+sampler = None if kind == "same" else DistributedSampler(data)
+for epoch in range(9):
+    if sampler:
+        sampler.set_epoch(epoch)
+    for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):
+        is_without = kind == "never" or (kind in ("right", "same") and number % 2 == 0)
+        with model.no_sync() if is_without else contextlib.nullcontext():
+            (F.cross_entropy(model(inputs), labels) / 2).backward()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
 HUGGING_FACE = """\
 import torch
 from torch.nn import functional as F
@@ -154,6 +183,32 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
     assert found == ({"loop/accumulation": expected} if expected else {})
     assert files(folder) == {"train.py", "log.txt"}
     assert Path("log.txt").read_text() == "before\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("right", set()),
+        ("same", {"ranks.py:23: all ranks see the same samples"}),
+        ("never", {"ranks.py:23: a step without a sync between ranks"}),
+        ("often", {"ranks.py:23: 2 syncs in a window"}),
+        ("unwrapped", {"ranks.py:25: weights differ from rank to rank after the step"}),
+    ],
+)
+def test_ranks_are_compared(folder, kind, expected):
+    Path("ranks.py").write_text(RANKS)
+    verdicts = preflight_program("script", ["ranks.py", kind], num_steps=3, num_ranks=2)
+    failed = [verdict for verdict in verdicts if verdict.passed is False]
+    assert {verdict.gate for verdict in failed} <= {"loop/ranks"}
+    assert {verdict.measured for verdict in failed} == expected
+
+
+def test_a_script_of_a_package_has_its_relative_imports(folder):
+    Path("mine").mkdir()
+    Path("mine/__init__.py").touch()
+    Path("mine/train.py").write_text(f"from .place import nothing\n{SCRIPT}")
+    Path("mine/place.py").write_text("nothing = None\n")
+    assert failed("script", "mine/train.py", "2") == {}
 
 
 def test_an_error_of_the_script_names_its_line(folder):

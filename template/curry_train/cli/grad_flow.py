@@ -36,7 +36,7 @@ DEFAULT_LEARNING_RATE = 1e-3
 # Command `grad-flow`: train briefly and report how gradients and activations flow.
 
 
-LOOP_NOT_RUN = "\nyour loop was not run: these steps train the model with the loss read off it"
+LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight checks your loop"
 
 
 @click.command("grad-flow", cls=ScreenCommand, example="--model mlp --steps 5 --plot flow.png")

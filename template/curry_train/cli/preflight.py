@@ -39,12 +39,21 @@ from .screen import ScreenCommand, UnusableInput, fill_screen
     show_default=True,
     help="Steps of an optimizer, after which the loop ends.",
 )
+@click.option(
+    "--ranks",
+    "num_ranks",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Start so many processes, as torchrun does, and compare them.",
+)
 @json_option()
 @click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
 def preflight_command(
     script: str | None,
     trainer: str | None,
     num_steps: int,
+    num_ranks: int,
     json_path: str | None,
     arguments: tuple[str, ...],
 ) -> None:
@@ -59,7 +68,8 @@ def preflight_command(
         raise UnusableInput(f"there is no file {script}")
     kind, words = ("script", [script, *arguments]) if script else ("trainer", [str(trainer)])
     try:
-        verdicts = preflight_program(kind, [str(word) for word in words], num_steps=num_steps)
+        given = [str(word) for word in words]
+        verdicts = preflight_program(kind, given, num_steps=num_steps, num_ranks=num_ranks)
     except LoopFailed as error:
         raise UnusableInput(str(error)) from error
     console = Console(stderr=json_path == "-", highlight=False)

@@ -30,6 +30,7 @@ from ..gates.implementation import (
     WrongImplementation,
     load_implementation,
 )
+from ..gates.loop_run import loop_verdicts
 from ..gates.verdict import (
     KINDS_THAT_RUN,
     ONE_BLOCK,
@@ -348,8 +349,10 @@ def validate_command(
     lines = VerdictLines(console, looks, by_gate=bool(figures or patterns or is_long))
     settings["seconds"] = _measure(cases, gates, given, lines)
     notes = [f"add --thorough for {gate.name}, which takes longer" for gate in left_out]
-    if any(is_taken(spec) for spec in models):
-        notes.append("your loop was not run: the gates call the model and loss read off it")
+    for spec, case in zip(specs, cases, strict=True):
+        spec = spec.removeprefix(prefix)
+        for verdict in loop_verdicts(spec) if is_taken(spec) else ():
+            lines.add(GateRow(case.workload.name, verdict))
     lines.print_end(notes)
     if json_path:
         settings["left_out"] = [gate.name for gate in left_out]

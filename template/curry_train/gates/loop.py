@@ -1,6 +1,6 @@
 """Check the user's own training loop, as it runs, without a reference.
 
-    verdicts = preflight(train)             # `train()` is the loop; it ends after three steps
+    verdicts = preflight(train)             # `train()` is the loop; it ends after a few steps
     assert all(verdict.passed is not False for verdict in verdicts)
 
 Each check reads the trace of a few windows. Where it can't know, it does not apply.
@@ -8,24 +8,31 @@ Each check reads the trace of a few windows. Where it can't know, it does not ap
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DistributedSampler, RandomSampler
 
+from .loop_loss import Term
 from .loop_trace import (
     Backward,
     Clip,
+    Dropout,
     Event,
+    Fetch,
     Forward,
     LossCall,
+    Made,
     Scaling,
     Schedule,
+    Seeding,
     Step,
     Trace,
     Zero,
@@ -33,8 +40,8 @@ from .loop_trace import (
 )
 from .verdict import NotApplicable, Verdict, not_applicable
 
-DEFAULT_STEPS = 3
-# Weights of terms may differ by rounding of the loss, which is printed in half precision at worst.
+DEFAULT_STEPS = 8
+# Weights of terms may differ by rounding of the loss, which is in half precision at worst.
 TOLERANCE = 0.02
 
 
@@ -47,7 +54,7 @@ class Fault:
     hint: str
 
 
-Check = Callable[[Trace], Fault | None]
+Check = Callable[[Trace], Iterable[Fault]]
 
 
 def preflight(train: Callable[[], Any], *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
@@ -63,7 +70,7 @@ def judge(trace: Trace) -> list[Verdict]:
         try:
             if not trace.of(Step):
                 raise NotApplicable("the loop made no step of an optimizer", required=required)
-            fault = check(trace)
+            fault = next(iter(check(trace)), None)
         except NotApplicable as error:
             verdicts.append(not_applicable(gate, required=required, why=str(error)))
             continue
@@ -92,111 +99,460 @@ def _reaching(optimizer: Optimizer, window: Sequence[Event]) -> list[Backward]:
     return [call for call in calls if id(optimizer) in call.reached]
 
 
-def _microbatches(optimizer: Optimizer, window: Sequence[Event]) -> list[list[Backward]]:
-    """Return the backward calls of a window by the line that made them."""
-    lines = defaultdict[str, list[Backward]](list)
-    for call in _reaching(optimizer, window):
-        lines[call.place].append(call)
-    # A closure that an optimizer calls several times is no accumulation.
-    return [calls for calls in lines.values() if not all(call.in_step for call in calls)]
+# The loss.
 
 
-def accumulation(trace: Trace) -> Fault | None:
+def accumulation(trace: Trace) -> Iterator[Fault]:
     """Each term of the losses of a window weighs as in one batch."""
-    several = [
-        calls
-        for optimizer, window in _windows(trace)
-        for calls in _microbatches(optimizer, window)
-        if len(calls) > 1
-    ]
-    if not several:
-        raise NotApplicable("each step has one backward call of a line", required="several")
-    for calls in several:
-        losses = [call.loss for call in calls if call.loss is not None and call.loss.num_terms]
-        if len(losses) < len(calls):
-            raise NotApplicable(
-                "a loss is not a multiple of one of torch's mean or summed losses", required="one"
+    yield from _unused(trace)
+    is_known = False
+    # By the lines that led to a backward call: a fault for each window with it.
+    single: dict[tuple[str, ...], list[Fault | None]] = defaultdict(list)
+    for optimizer, window in _windows(trace):
+        calls = _reaching(optimizer, window)
+        for call in calls:
+            single[call.lines].append(_divided_for_nothing(call) if len(calls) == 1 else None)
+            yield from _wrong_alone(call, optimizer)
+        for several in _microbatches(trace, calls, window):
+            columns = _columns(several)
+            is_known = is_known or bool(columns)
+            yield from _unequal(several, columns, window)
+    for faults in single.values():
+        if len(faults) > 1 and None not in faults:
+            yield from filter(None, faults)
+    if not is_known:
+        raise NotApplicable("no loss of several microbatches can be read", required="several")
+
+
+def _wrong_alone(call: Backward, optimizer: Optimizer) -> Iterator[Fault]:
+    if call.is_second and id(optimizer) not in call.clean:
+        yield Fault(call.place, "the same loss a second time", "call backward once")
+    for term in call.terms:
+        if term.num_masked:
+            yield Fault(
+                call.place,
+                f"a mean over {term.num_terms:.0f} terms, of which {term.num_masked} are masked",
+                "divide the sum by the number of terms that are not masked",
             )
-        weights = []
-        total = 0.0
-        for call, loss in zip(calls, losses, strict=True):
-            assert loss.num_terms is not None
-            of_loss = call.value / call.scale / loss.value if loss.value else math.nan
-            weights.append(of_loss / loss.num_terms if loss.reduction == "mean" else of_loss)
-            total += of_loss * (1 if loss.reduction == "mean" else loss.num_terms)
-        if not all(map(math.isfinite, weights)):
-            raise NotApplicable("a loss is 0 or not finite", required="finite losses")
-        # A Trainer calls backward; the loss is the user's.
-        place = calls[0].place or losses[0].place
-        if losses[0].reduction == "mean" and abs(total - 1) > TOLERANCE:
-            return Fault(
-                place,
-                f"the gradients of a window are {total:.3g} times those of one batch",
-                f"divide the loss by the {len(calls)} microbatches of the window, or its sum by "
+
+
+def _microbatches(
+    trace: Trace, calls: Sequence[Backward], window: Sequence[Event]
+) -> Iterator[list[Backward]]:
+    """Yield calls of the same lines that have a batch each."""
+    lines = defaultdict[tuple[str, ...], list[Backward]](list)
+    for call in calls:
+        lines[call.lines].append(call)
+    for several in lines.values():
+        # A closure that an optimizer calls several times is no accumulation.
+        is_closure = all(call.in_step for call in several)
+        if len(several) > 1 and not is_closure and _are_microbatches(trace, several, window):
+            yield several
+
+
+def _are_microbatches(trace: Trace, calls: Sequence[Backward], window: Sequence[Event]) -> bool:
+    """Return whether each call has a batch of its own, and is not one of several losses of it."""
+    forwards = [one for one in window if isinstance(one, Forward) and one.is_trained_on]
+    loaders = {digest: id(one.loader) for one in trace.of(Fetch) for digest in one.digests}
+    known = [loaders[digest] for one in forwards for digest in one.digests if digest in loaders]
+    # Several loaders are several tasks.
+    if len(set(known)) > 1:
+        return False
+    return not forwards or len({one.digests for one in forwards}) >= len(calls)
+
+
+def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
+    """Return for each part of the loss what it was in each call; nothing if calls differ."""
+    scaled = [call.terms for call in calls]
+    shapes = [[(term.name, term.reduction) for term in terms] for terms in scaled]
+    if any(one != shapes[0] for one in shapes):
+        return []
+    columns = [list(column) for column in zip(*scaled, strict=True)]
+    return [one for one in columns if all(t.reduction and t.num_terms and t.factor for t in one)]
+
+
+def _unequal(
+    calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Sequence[Event]
+) -> Iterator[Fault]:
+    strengths = [
+        [term.strength / call.scale for term, call in zip(column, calls, strict=True)]
+        for column in columns
+    ]
+    totals = [sum(column) for column in strengths]
+    number = len(calls)
+    if not any(abs(total - 1) < TOLERANCE for total in totals):
+        # A part may weigh more than 1 by a factor of the user's.
+        too_much = [
+            total
+            for total, column, terms in zip(totals, strengths, columns, strict=True)
+            if total > 1 + TOLERANCE
+            and max(column) < 1 + TOLERANCE
+            # Of a sum by hand it is not known how many terms count.
+            and (terms[0].name != "Sum" or min(column) > 1 - TOLERANCE)
+        ]
+        if too_much:
+            yield Fault(
+                calls[0].place,
+                f"the gradients of a window are {too_much[0]:.3g} times those of one batch",
+                f"divide the loss by the {number} microbatches of the window, or its sum by "
                 "the number of terms in all of them (num_items_in_batch of a Trainer)",
             )
+        for total, column in zip(totals, columns, strict=True):
+            by_number = [by for by in column[0].divisors if abs(by - number) < TOLERANCE]
+            is_twice = len(by_number) > (column[0].reduction == "mean")
+            if is_twice and abs(total * number - 1) < TOLERANCE:
+                yield Fault(
+                    calls[0].place,
+                    f"the loss is divided by the {number} microbatches twice",
+                    "divide once; accelerator.backward and Trainers do it themselves",
+                )
+    if _ends_with_a_short_batch(window):
+        return
+    for column in columns:
+        weights = [abs(term.weight) / call.scale for term, call in zip(column, calls, strict=True)]
         spread = max(weights) / min(weights)
         if spread > 1 + TOLERANCE:
-            return Fault(
-                place,
+            yield Fault(
+                calls[0].place,
                 f"a term of one microbatch weighs {spread:.3g} times that of another",
                 "sum each loss and divide by the number of terms of the whole window",
             )
-    return None
 
 
-def zeroed(trace: Trace) -> Fault | None:
+def _ends_with_a_short_batch(window: Sequence[Event]) -> bool:
+    sizes = [one.num_samples for one in window if isinstance(one, Forward) and one.is_trained_on]
+    return len(set(sizes)) > 1
+
+
+def _divided_for_nothing(call: Backward) -> Fault | None:
+    """Return a fault where the one loss of a step is a mean, and is divided again."""
+    if len(call.terms) != 1:
+        return None
+    (term,) = call.terms
+    by = [one for one in term.divisors if one > 1.5 and abs(one - round(one)) < 1e-6]
+    is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
+    scale = call.scale
+    if term.reduction != "mean" or len(by) != 1 or is_half:
+        return None
+    if abs(term.strength / scale * by[0] - 1) > TOLERANCE:
+        return None
+    return Fault(
+        call.place,
+        f"a mean loss is divided by {by[0]:.0f}, and the step has one microbatch",
+        "divide by the microbatches of a step, and step after that many of them",
+    )
+
+
+def _unused(trace: Trace) -> Iterator[Fault]:
+    """Find a line whose losses are computed several times in each window, and used once."""
+    for optimizer in _stepping(trace):
+        used = defaultdict[tuple[str, ...], list[list[bool]]](list)
+        for window in trace.windows(optimizer):
+            of_window = defaultdict[tuple[str, ...], list[bool]](list)
+            training = True
+            for event in window:
+                if isinstance(event, Forward):
+                    training = event.training
+                elif isinstance(event, LossCall) and training:
+                    of_window[event.lines].append(event.is_used)
+            for path, flags in of_window.items():
+                used[path].append(flags)
+        for path, windows in used.items():
+            if len(windows) > 1 and all(
+                len(flags) > 1 and flags[-1] and not any(flags[:-1]) for flags in windows
+            ):
+                yield Fault(
+                    path[0],
+                    f"of {len(windows[0])} losses of a window only the last is used",
+                    "call backward for each, or add them up",
+                )
+
+
+def sign(trace: Trace) -> Iterator[Fault]:
+    """Losses are made smaller, and are finite."""
+    for call in trace.of(Backward):
+        if not math.isfinite(call.value):
+            yield Fault(
+                call.place,
+                f"the loss is {call.value}",
+                "look for the first value that is not finite: curry-train grad-flow",
+            )
+    by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+    optimizers = _stepping(trace)
+    if len(optimizers) == 1 and not optimizers[0].defaults.get("maximize"):
+        for call in trace.of(Backward):
+            if call.terms and all(t.name in by_loss and t.factor < 0 for t in call.terms):
+                yield Fault(call.place, "the loss is made larger", "remove the minus of the loss")
+    steps = [step for step in trace.of(Step) if not step.is_finite]
+    if steps:
+        hint = "look for the first value that is not finite: curry-train grad-flow"
+        yield Fault(steps[0].place, "a step on gradients that are not finite", hint)
+
+
+def logits(trace: Trace) -> Iterator[Fault]:
+    """A loss gets logits or log-probabilities, as it needs, and targets of the same shape."""
+    calls: list[LossCall] = trace.of(LossCall)
+    if not calls:
+        raise NotApplicable("no loss function of torch was called", required="one")
+    for call in calls:
+        facts = call.facts
+        low, high = facts.row_sums
+        sums_to_one = max(abs(low - 1), abs(high - 1)) < 1e-3
+        if facts.name in ("cross_entropy", "binary_cross_entropy_with_logits"):
+            has_classes = len(facts.shapes[0]) > 1 and facts.shapes[0][1] > 1
+            is_distribution = sums_to_one and facts.is_nowhere_negative and has_classes
+            if facts.made_by in ("Softmax", "Sigmoid") or is_distribution:
+                yield Fault(
+                    call.place,
+                    f"{facts.name} gets probabilities",
+                    "give it the values before softmax or sigmoid",
+                )
+            if facts.made_by == "Relu":
+                yield Fault(
+                    call.place,
+                    f"{facts.name} gets no negative values, as a ReLU is last",
+                    "remove the activation behind the last layer",
+                )
+        elif facts.name in ("nll_loss", "kl_div") and not (
+            abs(low - 1) < TOLERANCE and abs(high - 1) < TOLERANCE
+        ):
+            yield Fault(
+                call.place,
+                f"{facts.name} gets no log-probabilities",
+                "give it F.log_softmax(logits, dim=1), or use cross_entropy",
+            )
+        given, target = facts.shapes
+        is_elementwise = facts.name not in ("cross_entropy", "nll_loss")
+        sizes = given.numel(), target.numel()
+        together = torch.broadcast_shapes(given, target) if is_elementwise else given
+        if is_elementwise and 1 not in sizes and together.numel() > max(sizes):
+            yield Fault(
+                call.place,
+                f"values of shape {list(given)} are compared with targets of {list(target)}, "
+                "each with each",
+                "give both the same shape, as by squeeze(1) or unsqueeze(1)",
+            )
+
+
+def targets(trace: Trace) -> Iterator[Fault]:
+    """Targets are the ones to learn."""
+    calls = [one for one in trace.of(LossCall) if one.facts.name in ("cross_entropy", "nll_loss")]
+    if not calls:
+        raise NotApplicable("no loss function of torch on classes was called", required="one")
+    for call in calls:
+        same = call.same_as_input
+        if call.facts.num_terms == 0:
+            yield Fault(
+                call.place,
+                "no target counts: all have the ignored index",
+                "look at how labels are made",
+            )
+        if same.get(0, 0) > 0.99 and same.get(1, 0) < 0.9:
+            yield Fault(
+                call.place,
+                "the targets are the model's own input",
+                "shift the targets by one token to the left",
+            )
+        if same.get(2, 0) > 0.99 and same.get(1, 0) < 0.9:
+            yield Fault(
+                call.place,
+                "the targets are shifted by two tokens",
+                "shift once: models of Hugging Face shift the labels themselves",
+            )
+        if call.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
+            yield Fault(
+                call.place,
+                "targets count where the attention mask is 0",
+                "set labels of padding to the ignored index, -100",
+            )
+        if same.get(1, 0) > 0.99 and id(call.model) in trace.sees_the_future:
+            yield Fault(
+                call.place,
+                "the model sees the tokens that it has to predict",
+                "mask attention to later tokens: is_causal=True",
+            )
+    yield from _labels(trace)
+
+
+def _labels(trace: Trace) -> Iterator[Fault]:
+    """Labels of the data are several, in each batch."""
+    trained = _trained_digests(trace)
+    of_loader = defaultdict[int, list[Fetch]](list)
+    for one in trace.of(Fetch):
+        if len(one.labels) > 3 and trained & set(one.digests):
+            of_loader[id(one.loader)].append(one)
+    for fetches in of_loader.values():
+        classes = set[int]().union(*(one.labels for one in fetches))
+        num_labels = sum(len(one.labels) for one in fetches)
+        if len(classes) == 1 and num_labels >= 24:
+            hint = "look at how labels are made"
+            yield Fault(fetches[0].place, f"all {num_labels} labels are {classes.pop()}", hint)
+        elif len(fetches) > 2 and all(len(set(one.labels)) == 1 for one in fetches):
+            hint = "shuffle the data: DataLoader(..., shuffle=True)"
+            yield Fault(fetches[0].place, "each batch has samples of one class only", hint)
+
+
+def _trained_digests(trace: Trace) -> set[float]:
+    forwards = [one for one in trace.of(Forward) if one.is_trained_on]
+    return {number for one in forwards for number in one.digests}
+
+
+# Gradients and optimizers.
+
+
+def zeroed(trace: Trace) -> Iterator[Fault]:
     """Gradients are set to zero once per window, before its first backward call."""
     for optimizer, window in _windows(trace):
         calls = _reaching(optimizer, window)
-        if not calls:
-            continue
         step = window[-1]
+        assert isinstance(step, Step)
+        if not calls:
+            if step.is_repeated and step.has_gradients and not step.in_backward:
+                yield Fault(
+                    step.place,
+                    "a step on the gradients of the step before, without a backward call",
+                    "call optimizer.step() once per backward of a window, then zero_grad()",
+                )
+            continue
+        # Gradients that are made from those of several losses are left to the user.
+        if step.by_hand and step.has_gradients:
+            continue
         if not any(id(optimizer) in call.clean for call in calls):
-            return Fault(
+            yield Fault(
                 step.place,
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
-        own = _parameter_ids(optimizer)
+        yield from _lost(optimizer, window, calls, step)
+        yield from _of_another_loss(optimizer, window, calls)
+
+
+def _lost(
+    optimizer: Optimizer, window: Sequence[Event], calls: Sequence[Backward], step: Step
+) -> Iterator[Fault]:
+    """Find gradients of the window that are set to zero before its step."""
+    own = _parameter_ids(optimizer)
+    of_line = [call for call in calls if call.lines == calls[-1].lines]
+    zeros = [
+        (window.index(event), event)
+        for event in window
+        if isinstance(event, Zero) and event.parameters & own and not event.in_step
+    ]
+    if not step.has_gradients and any(call.value for call in calls):
         last = window.index(calls[-1])
-        of_line = [call for call in calls if call.place == calls[-1].place]
-        first_of_line = window.index(of_line[0])
-        for place, event in enumerate(window):
-            if isinstance(event, Zero) and not event.in_step and event.parameters & own:
-                if place > last:
-                    return Fault(
-                        event.place,
-                        "gradients are set to zero before the step",
-                        "move zero_grad() behind the step",
-                    )
-                if place > first_of_line:
-                    return Fault(
-                        event.place,
-                        "gradients of earlier microbatches are set to zero",
-                        "call zero_grad() once per step, not per microbatch",
-                    )
-    return None
+        places = [event.place for index, event in zeros if index > last]
+        if places:
+            hint = "move zero_grad() behind the step"
+            yield Fault(places[0], "gradients are set to zero before the step", hint)
+    first = window.index(of_line[0])
+    for call in of_line[1:]:
+        if id(optimizer) in call.clean and not call.in_step:
+            at = window.index(call)
+            places = [event.place for index, event in zeros if first < index < at]
+            yield Fault(
+                places[-1] if places else call.place,
+                "gradients of earlier microbatches are set to zero",
+                "call zero_grad() once per step, not per microbatch",
+            )
 
 
-def optimizer(trace: Trace) -> Fault | None:
-    """The optimizers hold each parameter that gets a gradient."""
+def _of_another_loss(
+    optimizer: Optimizer, window: Sequence[Event], calls: Sequence[Backward]
+) -> Iterator[Fault]:
+    """Find gradients of a loss that another optimizer has stepped on already."""
+    clean = [index for index, call in enumerate(calls) if id(optimizer) in call.clean]
+    used = calls[clean[-1] :] if clean else calls
+    own = [call for call in used if call.reached == {id(optimizer)}]
+    for call in used:
+        if call in own or not own or window.index(own[-1]) < window.index(call):
+            continue
+        between = window[window.index(call) : window.index(own[0])]
+        if own[0].lines != call.lines and any(
+            isinstance(one, Step) and id(one.optimizer) in call.reached for one in between
+        ):
+            yield Fault(
+                window[-1].place,
+                f"a step with gradients of the loss at {call.place}, which another optimizer "
+                "has used",
+                "call optimizer.zero_grad() before the backward calls of its own loss",
+            )
+
+
+def optimizer(trace: Trace) -> Iterator[Fault]:
+    """The optimizers hold each parameter that gets a gradient, once."""
     held = _held(trace)
     missing = []
     for root in trace.roots:
-        own = [one for one in root.parameters() if one.requires_grad and one.grad is not None]
+        own = [
+            one for one in root.parameters() if one.requires_grad and id(one) in trace.with_gradient
+        ]
         # A network of which nothing is trained only passes gradients on, as in a perceptual loss.
         if any(id(one) in held for one in own):
             missing += [trace.names.get(id(one), "?") for one in own if id(one) not in held]
+            missing += _of_no_module(trace, held)
+    steps = trace.of(Step)
     if missing:
-        step = trace.of(Step)[-1]
-        return Fault(
-            step.place,
+        yield Fault(
+            steps[-1].place,
             f"{_named(missing)} get gradients and are in no optimizer",
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
-    return None
+    for one in _stepping(trace):
+        parameters = [id(p) for group in one.param_groups for p in group["params"]]
+        if len(parameters) > len(set(parameters)):
+            place = next(step.place for step in steps if step.optimizer is one)
+            hint = "give each parameter once"
+            yield Fault(place, f"a parameter is in {type(one).__name__} twice", hint)
+    yield from _stepped_twice(trace)
+    yield from _made_anew(trace)
+
+
+def _stepped_twice(trace: Trace) -> Iterator[Fault]:
+    last: Step | None = None
+    for event in trace.events:
+        if isinstance(event, Backward):
+            last = None
+        elif isinstance(event, Step) and not event.in_backward:
+            if last is not None and last.optimizer is not event.optimizer:
+                shared = _parameter_ids(last.optimizer) & _parameter_ids(event.optimizer)
+                names = [trace.names.get(one, "?") for one in shared]
+                if shared:
+                    yield Fault(
+                        event.place,
+                        f"two optimizers step on the same gradients of {_named(names)}",
+                        "give each parameter to one optimizer",
+                    )
+            last = event
+
+
+def _of_no_module(trace: Trace, held: set[int]) -> list[str]:
+    """Return parameters of modules that ran, and that no module which was called has."""
+    known = {id(module) for root in trace.roots for module in root.modules()}
+    return [
+        f"{type(module).__name__}.{name}"
+        for module in trace.ran[True].values()
+        if id(module) not in known
+        for name, one in module.named_parameters(recurse=False)
+        if id(one) in trace.with_gradient and id(one) not in held
+    ]
+
+
+def _made_anew(trace: Trace) -> Iterator[Fault]:
+    """Find an optimizer that is made again and again, and loses its moments each time."""
+    made = defaultdict[tuple[str, frozenset[int]], list[Made]](list)
+    stepping = {id(one) for one in _stepping(trace)}
+    for one in trace.of(Made):
+        if id(one.optimizer) in stepping and one.optimizer.state:
+            made[one.place, frozenset(_parameter_ids(one.optimizer))].append(one)
+    for (place, _), several in made.items():
+        if len(several) > 2:
+            yield Fault(
+                place,
+                f"{type(several[0].optimizer).__name__} is made {len(several)} times for the same "
+                "parameters, and loses its state",
+                "make the optimizer once, before the loop",
+            )
 
 
 def _held(trace: Trace) -> set[int]:
@@ -207,49 +563,86 @@ def _parameter_ids(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def moves(trace: Trace) -> Fault | None:
+def moves(trace: Trace) -> Iterator[Fault]:
     """Trained parameters move, and frozen ones do not."""
     steps: list[Step] = trace.of(Step)
     if frozen := [step for step in steps if step.frozen_moved]:
         names = [trace.names.get(one, "?") for one in frozen[0].frozen_moved]
-        return Fault(
+        yield Fault(
             frozen[0].place,
             f"frozen parameters move: {_named(names)}",
             "leave frozen parameters out of the optimizer",
         )
+    yield from _without_gradient(trace)
     if any(step.moved is None for step in steps):
         raise NotApplicable("too many parameters to compare", required="a smaller model")
     for one in _stepping(trace):
         own = [step for step in steps if step.optimizer is one]
         if len(own) > 1 and not any(step.moved for step in own):
-            return Fault(
+            yield Fault(
                 own[0].place,
                 f"no parameter of {type(one).__name__} moves: {_why_nothing_moves(own)}",
                 "give it the parameters of the model that is trained, and a learning rate",
             )
+        half = [step.half_moved for step in own if step.half_moved is not None and any(step.rates)]
+        if len(half) > 1 and max(half) < 0.5:
+            yield Fault(
+                own[0].place,
+                f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
+                "keep the parameters in float32, and use autocast",
+            )
+        for old, new in itertools.pairwise(own):
+            if old.moved and old.before == new.before != old.after:
+                yield Fault(
+                    new.place,
+                    "parameters are at this step what they were at the one before",
+                    "make or load the model once, before the loop",
+                )
+
+
+def _without_gradient(trace: Trace) -> Iterator[Fault]:
     held = _held(trace)
     with_gradients, without = trace.ran[True], trace.ran[False]
+
+    def never_trained(module: nn.Module, recurse: bool) -> list[str]:
+        own = [
+            (name, one)
+            for name, one in module.named_parameters(recurse=recurse)
+            if one.requires_grad and id(one) in held
+        ]
+        if any(id(one) in trace.with_gradient for _, one in own):
+            return []
+        kind = type(module).__name__
+        return [trace.names.get(id(one), f"{kind}.{name}") for name, one in own]
+
     names = [
-        trace.names.get(id(parameter), f"{type(module).__name__}.{own}")
+        name
         for module in without.values()
         if id(module) not in with_gradients
-        for own, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and parameter.grad is None and id(parameter) in held
+        for name in never_trained(module, False)
     ]
+    place = trace.of(Step)[-1].place
     if names:
-        return Fault(
-            steps[-1].place,
+        yield Fault(
+            place,
             f"trained parameters get no gradient, because they ran without: {_named(names)}",
             "with reentrant checkpointing the input of a block needs a gradient: "
             "use_reentrant=False, or model.enable_input_require_grads(); else remove the no_grad",
         )
-    return None
+    for module, at in trace.detached.values():
+        if names := never_trained(module, True):
+            yield Fault(
+                at,
+                f"trained parameters get no gradient, because their output is detached: "
+                f"{_named(names)}",
+                "remove the detach, .data or numpy between the modules, or freeze them",
+            )
 
 
 def _why_nothing_moves(steps: Sequence[Step]) -> str:
     if not any(any(step.rates) for step in steps):
         return "its learning rate is 0"
-    if not any(step.with_gradient for step in steps):
+    if not any(step.has_gradients for step in steps):
         return "no parameter of it has a gradient"
     return "its updates are 0"
 
@@ -260,30 +653,39 @@ def _named(names: Sequence[str], most: int = 2) -> str:
     return ", ".join(unique[:most]) + more
 
 
-def schedule(trace: Trace) -> Fault | None:
+def schedule(trace: Trace) -> Iterator[Fault]:
     """A schedule steps at most once per step of the optimizer, after it."""
     events: list[Schedule] = trace.of(Schedule)
     if not events:
         raise NotApplicable("no schedule of torch made a step", required="a schedule")
     for one in {id(event.scheduler): event.scheduler for event in events}.values():
-        for number, window in enumerate(trace.windows(one.optimizer)):
+        own_steps = [event for event in events if event.scheduler is one]
+        windows = trace.windows(one.optimizer)
+        if not windows and len(own_steps) > 1:
+            yield Fault(
+                own_steps[0].place,
+                "the schedule is of an optimizer that makes no step",
+                "make the schedule for the optimizer that steps",
+            )
+        for number, window in enumerate(windows):
             own = [e for e in window if isinstance(e, Schedule) and e.scheduler is one]
-            if number == 0 and own:
-                return Fault(
+            # A scaler may have left out steps, of which the schedule does not know.
+            tried = [e for e in window if isinstance(e, Scaling) and e.call == "step"]
+            if number == 0 and own and len(tried) < 2 and trace.events[0] is window[0]:
+                yield Fault(
                     own[0].place,
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-            if len(own) > 1:
-                return Fault(
+            if len(own) > max(1, len(tried)):
+                yield Fault(
                     own[0].place,
                     f"{len(own)} steps of the schedule per optimizer step",
                     "step the schedule once per optimizer step, not per microbatch",
                 )
-    return None
 
 
-def clipping(trace: Trace) -> Fault | None:
+def clipping(trace: Trace) -> Iterator[Fault]:
     """Gradients are clipped after the last backward call and unscaling, before the step."""
     clips: list[Clip] = trace.of(Clip)
     if not clips:
@@ -292,149 +694,130 @@ def clipping(trace: Trace) -> Fault | None:
     for clip in clips:
         if not clip.parameters:
             hint = "pass model.parameters() anew; a generator is empty after one use"
-            return Fault(clip.place, "it clips no parameter", hint)
-        if not clip.parameters & held:
+            yield Fault(clip.place, "it clips no parameter", hint)
+        elif not clip.parameters & held:
             hint = "clip the parameters of the model that is trained"
-            return Fault(clip.place, "it clips parameters that no optimizer has", hint)
+            yield Fault(clip.place, "it clips parameters that no optimizer has", hint)
         if clip.is_scaled:
             hint = "call scaler.unscale_(optimizer) before it"
-            return Fault(clip.place, "gradients are clipped while they are scaled", hint)
-    faults = (_clipped_too_late_or_early(one, window) for one, window in _windows(trace))
-    return next(filter(None, faults), None)
+            yield Fault(clip.place, "gradients are clipped while they are scaled", hint)
+    for one, window in _windows(trace):
+        yield from _clipped_too_late_or_early(one, window)
 
 
-def _clipped_too_late_or_early(optimizer: Optimizer, window: Sequence[Event]) -> Fault | None:
+def _clipped_too_late_or_early(optimizer: Optimizer, window: Sequence[Event]) -> Iterator[Fault]:
     own = _parameter_ids(optimizer)
-    before: list[str] = []  # lines of the backward calls so far
-    after = [event.place for event in window if isinstance(event, Backward)]
+    before: list[tuple[str, ...]] = []  # of the backward calls so far
+    after = [event.lines for event in window if isinstance(event, Backward)]
     for event in window:
         if isinstance(event, Backward):
             before.append(after.pop(0))
         elif isinstance(event, Clip) and event.parameters & own:
             if after and not before:
                 hint = "clip between the last backward and the step"
-                return Fault(event.place, "gradients are clipped after the step", hint)
+                yield Fault(event.place, "gradients are clipped after the step", hint)
             if set(after) & set(before):
                 hint = "clip once per step, after the last backward"
-                return Fault(event.place, "a part of the window's gradient is clipped", hint)
-    return None
+                yield Fault(event.place, "a part of the window's gradient is clipped", hint)
 
 
-def scaler(trace: Trace) -> Fault | None:
+def scaler(trace: Trace) -> Iterator[Fault]:
     """A scaler scales each loss, steps and is updated."""
     calls: list[Scaling] = [one for one in trace.of(Scaling) if one.is_enabled]
     if not calls:
-        half = [one for one in trace.of(Forward) if one.autocast == torch.float16]
+        half = [
+            one for one in trace.of(Forward) if one.autocast == torch.float16 and one.is_trained_on
+        ]
         if half:
-            return Fault(
+            yield Fault(
                 half[0].place,
                 "float16 without a scaler: small gradients become 0",
                 "use torch.amp.GradScaler, or bfloat16",
             )
+            return
         raise NotApplicable("the loop has no scaler that is on", required="a scaler")
     names = {one.call for one in calls}
     steps: list[Step] = trace.of(Step)
     if "scale" not in names:
-        return Fault(calls[0].place, "no loss is scaled", "call scaler.scale(loss).backward()")
+        yield Fault(calls[0].place, "no loss is scaled", "call scaler.scale(loss).backward()")
+        return
+    yield from _scaled_in_part(trace)
     unscaled = [one for one in trace.of(Backward) if one.scale == 1]
     direct = [step for step in steps if not step.by_scaler and not unscaled]
     if direct and "unscale_" not in names:
-        return Fault(
+        yield Fault(
             direct[0].place,
             "the optimizer steps on scaled gradients",
             "call scaler.step(optimizer) in place of optimizer.step()",
         )
     if "update" not in names and len(steps) > 1:
-        return Fault(calls[0].place, "the scale is never updated", "call scaler.update()")
-    return None
+        yield Fault(calls[0].place, "the scale is never updated", "call scaler.update()")
 
 
-def autocast(trace: Trace) -> Fault | None:
+def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
+    """Find losses of a window that are not scaled, and gradients that are unscaled too early."""
+    for one, window in _windows(trace):
+        reaching = _reaching(one, window)
+        plain = [call for call in reaching if call.scale == 1]
+        if plain and len(plain) < len(reaching):
+            hint = "call scaler.scale(loss).backward() for each loss"
+            yield Fault(plain[0].place, "one loss is scaled and another is not", hint)
+        for index, event in enumerate(window):
+            if not isinstance(event, Scaling) or event.call not in ("unscale_", "update"):
+                continue
+            is_between = any(call in reaching for call in window[:index])
+            if is_between and any(call in reaching for call in window[index:]):
+                hint = f"call scaler.{event.call} once per step, after the last backward"
+                yield Fault(event.place, f"{event.call} within the window of a step", hint)
+
+
+def autocast(trace: Trace) -> Iterator[Fault]:
     """Autocast is around the forward pass alone."""
-    inside = [one for one in trace.of(Backward) if one.in_autocast]
-    if inside:
-        return Fault(
-            inside[0].place,
-            "backward runs under autocast",
-            "end the autocast block before loss.backward()",
-        )
-    return None
-
-
-def logits(trace: Trace) -> Fault | None:
-    """A loss gets logits or log-probabilities, as it needs."""
-    calls: list[LossCall] = trace.of(LossCall)
-    if not calls:
-        raise NotApplicable("no loss function of torch on classes was called", required="one")
-    for call in calls:
-        if call.name in ("cross_entropy", "binary_cross_entropy_with_logits"):
-            if call.made_by.startswith(("Softmax", "Sigmoid")):
-                return Fault(
-                    call.place,
-                    f"{call.name} gets probabilities",
-                    "give it the values before softmax or sigmoid",
-                )
-        elif max(abs(one - 1) for one in call.row_sums) > TOLERANCE:
-            return Fault(
-                call.place,
-                f"{call.name} gets no log-probabilities",
-                "give it F.log_softmax(logits, dim=1), or use cross_entropy",
+    for one in trace.of(Backward):
+        if one.in_autocast:
+            yield Fault(
+                one.place,
+                "backward runs under autocast",
+                "end the autocast block before loss.backward()",
             )
-    return None
 
 
-def targets(trace: Trace) -> Fault | None:
-    """Targets are the ones to learn."""
-    calls = [one for one in trace.of(LossCall) if one.num_terms is not None]
-    if not calls:
-        raise NotApplicable("no loss function of torch on classes was called", required="one")
-    for call in calls:
-        same = call.same_as_input
-        if call.num_terms == 0:
-            return Fault(
-                call.place,
-                "no target counts: all have the ignored index",
-                "look at how labels are made",
-            )
-        if same.get(0, 0) > 0.99:
-            return Fault(
-                call.place,
-                "the targets are the model's own input",
-                "shift the targets by one token to the left",
-            )
-        if same.get(2, 0) > 0.99 and same.get(1, 0) < 0.9:
-            return Fault(
-                call.place,
-                "the targets are shifted by two tokens",
-                "shift once: models of Hugging Face shift the labels themselves",
-            )
-        if call.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
-            return Fault(
-                call.place,
-                "targets count where the attention mask is 0",
-                "set labels of padding to the ignored index, -100",
-            )
-    return None
+# The model and the data.
 
 
-def mode(trace: Trace) -> Fault | None:
-    """The model is in training mode in forward passes that are trained on."""
+def mode(trace: Trace) -> Iterator[Fault]:
+    """The model is in training mode in forward passes that are trained on, and only there."""
     forwards: list[Forward] = trace.of(Forward)
-    wrong = [
-        one
-        for one in forwards
-        if not one.training
-        and any(root is one.module for root in trace.roots)
-        and _acts(one.module)
-    ]
-    if wrong:
-        again = any(one.training for one in forwards if one.module is wrong[0].module)
-        return Fault(
-            wrong[0].place,
-            f"a trained forward pass in eval mode{', after one in training mode' * again}",
-            "call model.train() before training, and again after each evaluation",
+    roots = [*trace.roots]
+    for one in forwards:
+        if not one.training and one.is_trained_on and _acts(one.module):
+            again = any(e.training for e in forwards if e.module is one.module)
+            if any(root is one.module for root in roots):
+                yield Fault(
+                    one.place,
+                    f"a trained forward pass in eval mode{', after one in training mode' * again}",
+                    "call model.train() before training, and again after each evaluation",
+                )
+    trained_on = _trained_digests(trace)
+    loaders = defaultdict[int, set[float]](set)
+    for fetch in trace.of(Fetch):
+        loaders[id(fetch.loader)] |= set(fetch.digests)
+    others = set[float]().union(*(one for one in loaders.values() if not one & trained_on))
+    for one in forwards:
+        is_evaluation = bool(others & set(one.digests)) and not one.is_trained_on
+        is_trained = any(root is one.module for root in roots)
+        if one.training and is_evaluation and is_trained and _acts(one.module):
+            yield Fault(
+                one.place,
+                "an evaluation in training mode",
+                "call model.eval() before evaluation, and model.train() after it",
+            )
+    for event in trace.of(Dropout):
+        yield Fault(
+            event.place,
+            "dropout acts in evaluation mode",
+            "pass training=self.training to F.dropout, or use nn.Dropout",
         )
-    return None
 
 
 def _acts(model: nn.Module) -> bool:
@@ -442,27 +825,93 @@ def _acts(model: nn.Module) -> bool:
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
     dropped = [getattr(one, "p", 1) or 0 for one in model.modules() if isinstance(one, kinds)]
     inside = [
-        one.dropout for one in model.modules() if isinstance(getattr(one, "dropout", 0), float)
+        value
+        for one in model.modules()
+        for name, value in vars(one).items()
+        if "dropout" in name and isinstance(value, float)
     ]
     return any(dropped) or any(inside)
 
 
-def data(trace: Trace) -> Fault | None:
+def data(trace: Trace) -> Iterator[Fault]:
     """Batches differ from step to step where the data has more than one."""
-    loaders = [one for one in trace.loaders if _length(one) > 1]
-    if not loaders:
+    forwards = [one for one in trace.of(Forward) if one.is_trained_on]
+    for one in forwards:
+        if not one.is_finite:
+            hint = "look at how the data is read and normalized"
+            yield Fault(one.place, "the model is given values that are not finite", hint)
+    yield from _same_randomness(trace)
+    fetches = [one for one in trace.of(Fetch) if _length(one.loader) != 1]
+    if not fetches:
         raise NotApplicable("no DataLoader of several batches is known", required="a DataLoader")
-    first = [window for _, window in _windows(trace)]
-    digests = [[event.digest for event in window if isinstance(event, Forward)] for window in first]
-    digests = [one for one in digests if one and None not in one]
-    if len(digests) > 1 and all(one == digests[0] for one in digests):
-        forward = trace.of(Forward)[0]
-        return Fault(
-            forward.place,
-            f"{len(digests)} steps on the same batch",
+    trained = {number for one in forwards for number in one.digests}
+    for one in {id(fetch.loader): fetch.loader for fetch in fetches}.values():
+        own = [fetch for fetch in fetches if fetch.loader is one]
+        if any(trained & set(fetch.digests) for fetch in own):
+            yield from _epochs(own)
+    windows = [
+        [event.digests for event in window if isinstance(event, Forward) and event.is_trained_on]
+        for _, window in _windows(trace)
+    ]
+    windows = [one for one in windows if any(one)]
+    # One that was fetched once is meant to be used again.
+    is_fetched_again = sum(1 for one in fetches if one.digests) >= len(windows)
+    if len(windows) > 2 and is_fetched_again and all(one == windows[0] for one in windows):
+        yield Fault(
+            forwards[0].place,
+            f"{len(windows)} steps on the same batch",
             "iterate over the loader; next(iter(loader)) begins it anew",
         )
-    return None
+
+
+def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
+    """Find batches that repeat within an epoch, and epochs of the same order."""
+    full = [fetch for fetch in fetches if fetch.digests]
+    by_number = defaultdict[int, list[tuple[float, ...]]](list)
+    for fetch in full:
+        by_number[fetch.epoch].append(fetch.digests)
+    epochs = list(by_number.values())
+    if len(full) > 2 and all(fetch.is_one_sample for fetch in full):
+        hint = "look at the dataset and its collate function"
+        yield Fault(full[0].place, "all samples of a batch are the same", hint)
+    for epoch in epochs:
+        if len(epoch) > 2 and len(set(epoch)) * 2 <= len(epoch):
+            yield Fault(
+                full[0].place,
+                f"{len(epoch)} batches of an epoch are only {len(set(epoch))} different ones",
+                "give each worker its own seed and its own part of the data",
+            )
+    sampler = fetches[0].loader.sampler
+    is_shuffled = isinstance(sampler, RandomSampler) or (
+        isinstance(sampler, DistributedSampler) and sampler.shuffle
+    )
+    for first, second in itertools.pairwise(epochs):
+        width = min(len(first), len(second))
+        if is_shuffled and width > 2 and first[:width] == second[:width]:
+            yield Fault(
+                full[len(first)].place if len(full) > len(first) else full[0].place,
+                "two epochs have the same order",
+                "call sampler.set_epoch(epoch), and set no seed within the loop",
+            )
+
+
+def _same_randomness(trace: Trace) -> Iterator[Fault]:
+    """Find a generator that is set to the same state before each step."""
+    seeds = trace.of(Seeding)
+    for one in _stepping(trace):
+        begins = []
+        moves = False
+        for window in trace.windows(one):
+            forwards = [e for e in window if isinstance(e, Forward) and e.is_trained_on]
+            step = window[-1]
+            assert isinstance(step, Step)
+            if forwards:
+                begins.append(forwards[0].generator)
+                moves = moves or step.generator != forwards[0].generator
+        if len(begins) > 2 and len(set(begins)) == 1 and moves:
+            place = seeds[-1].place if seeds else trace.of(Step)[0].place
+            hint = "set seeds once, before the loop"
+            yield Fault(place, "each step begins with the same random numbers", hint)
 
 
 def _length(loader: Any) -> int:
@@ -472,22 +921,29 @@ def _length(loader: Any) -> int:
         return 0
 
 
-def graph(trace: Trace) -> Fault | None:
+def graph(trace: Trace) -> Iterator[Fault]:
     """No graph is kept alive from step to step."""
-    if trace.held_graphs:
-        return Fault(
-            trace.held_graphs[0],
+    for place in trace.held_graphs:
+        yield Fault(
+            place,
             "a tensor of two steps ago is still held, with its graph",
             "keep loss.item() or tensor.detach() in place of the tensor",
         )
-    return None
+
+
+def growth(trace: Trace) -> Iterator[Fault]:
+    """No tensor and no hook is added in each step."""
+    for place, measured in trace.growth:
+        hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
+        yield Fault(place, measured, hint)
 
 
 # By name: what is required, in words, and the check.
 CHECKS: dict[str, tuple[str, Check]] = {
     "accumulation": ("a window's gradient is that of the same samples in one batch", accumulation),
+    "sign": ("finite losses and gradients, and a loss that is made smaller", sign),
     "zeroed": ("gradients are set to zero once per step", zeroed),
-    "optimizer": ("each parameter with a gradient is in an optimizer", optimizer),
+    "optimizer": ("each parameter with a gradient is in one optimizer, once", optimizer),
     "moves": ("trained parameters move, frozen ones do not", moves),
     "schedule": ("one step of the schedule per optimizer step, after it", schedule),
     "clipping": ("clipped once, after the last backward, before the step", clipping),
@@ -495,7 +951,8 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "autocast": ("autocast around the forward pass alone", autocast),
     "logits": ("logits or log-probabilities, as the loss needs", logits),
     "targets": ("targets that are to be learned, without padding", targets),
-    "mode": ("training mode in training", mode),
-    "data": ("new samples at each step", data),
+    "mode": ("training mode in training, and only there", mode),
+    "data": ("new samples and random numbers at each step", data),
     "graph": ("no graph outlives its step", graph),
+    "growth": ("no tensor or hook more in each step", growth),
 }

@@ -9,11 +9,13 @@ Proof: `python -m pytest tests/gates/test_loop_run.py`.
 import contextlib
 import json
 import os
-import runpy
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,13 +24,17 @@ from unittest import mock
 
 import torch
 
+from ..workloads.from_script import run_as_main
 from ..workloads.models import load_object
-from .loop import judge
+from .loop import DEFAULT_STEPS, judge
+from .loop_ranks import judge_ranks, rank_facts
 from .loop_trace import Trace, observe
-from .verdict import Verdict, error_in_a_line, where_to_look
+from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
 # Services that a loop may report to.
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disabled"}
+# A rank that has not ended so long after another one waits for it.
+SECONDS_TO_FOLLOW = 30.0
 # Of files, in bytes.
 LARGEST_COPY = 2**30
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -38,24 +44,73 @@ class LoopFailed(RuntimeError):
     """The user's training raised an error before it could be checked; the text says where."""
 
 
-def preflight_program(kind: str, words: Sequence[str], *, num_steps: int) -> list[Verdict]:
-    """Check the loop of a `script` with its arguments, or of a `trainer` factory."""
+def preflight_program(
+    kind: str, words: Sequence[str], *, num_steps: int, num_ranks: int = 1
+) -> list[Verdict]:
+    """Check the loop of a `script` with its arguments, or of a `trainer` factory.
+
+    Several ranks are started as torchrun starts them, with each its own process.
+    """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        result = Path(folder, "verdicts.json")
-        command = [sys.executable, "-m", str(__spec__.name), str(result), str(num_steps), kind]
-        subprocess.run(
-            [*command, *words],
-            env=os.environ | OFFLINE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        results = [Path(folder, f"verdicts_{rank}.json") for rank in range(num_ranks)]
+        port = _free_port() if num_ranks > 1 else 0
+        processes = []
+        for rank, result in enumerate(results):
+            command = [sys.executable, "-m", str(__spec__.name), str(result), str(num_steps), kind]
+            environment = os.environ | OFFLINE
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            if num_ranks > 1:
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+                environment |= {name: str(number) for name, number in numbers.items()}
+                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             # Standard output is for the result; the script prints to standard error.
-            stdout=2,
-            check=False,
-        )
-        if not result.exists():
-            raise LoopFailed("its process ended before a step, as where memory runs out")
-        found = json.loads(result.read_text())
-    if "error" in found:
-        raise LoopFailed(found["error"])
-    return [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in found["verdicts"]]
+            processes.append(subprocess.Popen([*command, *words], env=environment, stdout=2))
+        _wait(processes)
+        found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
+    for one in found:
+        if "error" in one:
+            raise LoopFailed(one["error"])
+    if not found[0]:
+        raise LoopFailed("its process ended before a step, as where memory runs out")
+    verdicts = [
+        [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
+        for one in found
+    ]
+    # The first rank with a fault has the verdict.
+    merged = [
+        next((one for one in of_ranks if one.passed is False), of_ranks[0])
+        for of_ranks in zip(*filter(None, verdicts), strict=True)
+    ]
+    return [*merged, judge_ranks([one.get("ranks") for one in found])] if num_ranks > 1 else merged
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for all ranks; once one has ended, the others have a while to follow."""
+    while all(one.poll() is None for one in processes):
+        time.sleep(0.05)
+    until = time.monotonic() + SECONDS_TO_FOLLOW
+    for one in processes:
+        try:
+            one.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            one.kill()
+            one.wait()
+
+
+def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
+    """Check the loop of a workload that was read off a script or trainer, by its spec."""
+    kind, _, text = spec.partition("=")
+    words = shlex.split(text) if kind == "script" else [text]
+    try:
+        return preflight_program(kind, words, num_steps=num_steps)
+    except LoopFailed as error:
+        return [not_applicable("loop/run", required="a loop", why=str(error))]
 
 
 def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
@@ -70,7 +125,8 @@ def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
         os._exit(0)
 
     def when_enough(trace: Trace) -> None:
-        end({"verdicts": [asdict(verdict) for verdict in judge(trace)]})
+        verdicts = [asdict(verdict) for verdict in judge(trace)]
+        end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
     run = _script if kind == "script" else _trainer
     try:
@@ -84,9 +140,10 @@ def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
 def _script(file: str, *arguments: str) -> None:
     """Run a file as `python FILE ARGUMENTS` does; a call of sys.exit ends the loop."""
     sys.argv = [file, *arguments]
-    sys.path.insert(0, str(Path(file).resolve().parent))
+    path = Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
     with contextlib.suppress(SystemExit):
-        runpy.run_path(file, run_name="__main__")
+        run_as_main(path)
 
 
 def _trainer(spec: str) -> None:

@@ -1,7 +1,6 @@
 """Record what a training loop does, in order, while it runs as it is.
 
-    with observing(num_steps=3) as trace:
-        train()
+    trace = observe(train, num_steps=8)
     trace.windows(trace.optimizers[0])
 
 Torch's calls are replaced meanwhile by ones that record and then call the original. A window is
@@ -13,85 +12,127 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import gc
 import inspect
-import re
+import os
 import sys
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
+from .loop_growth import LiveTensors
+from .loop_loss import ON_CLASSES, ON_VALUES, LossFacts, Term, loss_facts, terms_of
 from .verdict import LIBRARIES
 
-LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div")
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
+# A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
+MORE_STEPS = 5
+MORE_SECONDS = 5.0
 
 
-def users_place() -> str:
-    """Return file and line of the innermost frame that is in no library, or an empty text."""
+def users_lines() -> tuple[str, ...]:
+    """Return file and line of the frames that are in no library, from the innermost on."""
+    found = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(LIBRARIES):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            found.append(f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}")
         frame = frame.f_back
-    return ""
+    return tuple(found)
 
 
 @dataclass(eq=False)
 class Event:
     """A call that the loop made, at a line of the user's."""
 
-    place: str
+    # Files and lines of the user's that led to it, from the innermost on.
+    lines: tuple[str, ...]
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool
+
+    @property
+    def place(self) -> str:
+        return self.lines[0] if self.lines else ""
+
+    def is_under(self, other: "Event") -> bool:
+        """Return whether the line of another event, as a Trainer's call, led to this one."""
+        outer = self.lines[len(self.lines) - len(other.lines) :]
+        return len(self.lines) > len(other.lines) and outer == other.lines
+
+
+@dataclass(eq=False)
+class Fetch(Event):
+    """A batch that a DataLoader returned, or its end (no digests)."""
+
+    loader: DataLoader[Any]
+    # The number of the epoch, from when the loader was iterated over anew.
+    epoch: int
+    digests: tuple[float, ...]
+    # Integers of a batch, one per sample.
+    labels: tuple[int, ...]
+    # Whether all samples are the same.
+    is_one_sample: bool
 
 
 @dataclass(eq=False)
 class Forward(Event):
-    """A call of a module that is inside of no other one, with gradients."""
+    """A call of a module that is inside of no other one."""
 
     module: nn.Module
     training: bool
-    # A sum over its inputs; None if they hold no tensor.
-    digest: float | None
+    has_gradients: bool
+    digests: tuple[float, ...]
+    is_finite: bool
+    num_samples: int
     # Autocast's type, if it is on.
     autocast: torch.dtype | None
+    # What identifies the state of torch's generator.
+    generator: int
+    # Whether gradients are exchanged between ranks, where a wrapper decides that.
+    syncs: bool | None
+    # Whether a backward pass has reached its output.
+    is_trained_on: bool = False
 
 
 @dataclass(eq=False)
 class LossCall(Event):
-    """A call of one of torch's loss functions, with what was found in its arguments."""
+    """A call of one of torch's loss functions."""
 
-    name: str
-    value: float
-    # The number of targets that count; None if the result is no mean or sum over them.
-    num_terms: int | None
-    reduction: str
-    # The operation that made the input, such as `SoftmaxBackward0`.
-    made_by: str
-    row_sums: tuple[float, float]
+    facts: LossFacts
     # Of targets that stand for tokens: the share that equals the model's input at this place,
     # by the places that it lies ahead.
-    same_as_input: Mapping[int, float]
+    same_as_input: dict[int, float]
+    # The module that was given that input.
+    model: nn.Module | None
     # Whether a target counts where the attention mask of the forward pass is 0.
-    counts_padding: bool | None
-    node: Any
+    counts_padding: bool
+    # Whether a backward pass has reached it.
+    is_used: bool = False
+
+
+@dataclass(eq=False)
+class Dropout(Event):
+    """A call of dropout inside of a module in evaluation mode that drops values."""
 
 
 @dataclass(eq=False)
@@ -103,10 +144,19 @@ class Backward(Event):
     in_autocast: bool
     # Optimizers whose gradients were all None or 0 when it began.
     clean: frozenset[int]
-    # The one loss function that the loss is a multiple of, if so.
-    loss: LossCall | None
+    terms: list[Term]
+    # Whether the call before was on the same loss.
+    is_second: bool
+    # The last call of a loss function before it.
+    loss_call: LossCall | None
     # Optimizers whose gradients it changed.
     reached: frozenset[int] = frozenset()
+
+    @property
+    def place(self) -> str:
+        """The line of the loss where a Trainer calls backward, else that of the call."""
+        loss = self.loss_call
+        return loss.place if loss is not None and loss.is_under(self) else super().place
 
 
 @dataclass(eq=False)
@@ -126,16 +176,49 @@ class Zero(Event):
 
 
 @dataclass(eq=False)
+class Made(Event):
+    """A new optimizer."""
+
+    optimizer: Optimizer
+
+
+@dataclass(eq=False)
 class Step(Event):
     """A step of an optimizer, with what it did to parameters."""
 
     optimizer: Optimizer
     rates: list[float]
-    # Parameters by id: those with a gradient, those that changed, and frozen ones that changed.
-    with_gradient: frozenset[int]
+    # Whether it had gradients that are not 0, and whether these are the ones of its step before.
+    has_gradients: bool
+    is_finite: bool
+    is_repeated: bool
+    # Whether gradients are other tensors than those of the last backward.
+    by_hand: bool
+    # Parameters that changed, by id, and frozen ones that did; None where there are too many.
     moved: frozenset[int] | None
     frozen_moved: frozenset[int]
+    # Of elements in half precision with a gradient, the share that changed.
+    half_moved: float | None
+    # What identifies the values of its parameters before and after it.
+    before: float
+    after: float
     by_scaler: bool
+    in_backward: bool
+    generator: int
+    made: Made | None
+
+    @property
+    def place(self) -> str:
+        """The line that made the optimizer where a Trainer steps, else that of the call."""
+        made = self.made
+        return made.place if made is not None and made.is_under(self) else super().place
+
+
+@dataclass(eq=False)
+class Skipped(Event):
+    """A step that a scaler left out, as gradients were not finite."""
+
+    optimizer: Optimizer
 
 
 @dataclass(eq=False)
@@ -153,6 +236,15 @@ class Scaling(Event):
     is_enabled: bool
 
 
+@dataclass(eq=False)
+class Seeding(Event):
+    """A call of torch.manual_seed."""
+
+
+class Life:
+    """An object that a node of a graph holds, and that goes with it."""
+
+
 class EnoughSteps(BaseException):
     """The loop has made the steps that were asked for."""
 
@@ -168,22 +260,35 @@ class Trace:
     names: dict[int, str] = field(default_factory=dict)
     # Modules that ran, by whether torch recorded gradients, by their ids.
     ran: dict[bool, dict[int, nn.Module]] = field(default_factory=lambda: {True: {}, False: {}})
-    # Outputs and losses with their graphs: a reference, the number of steps before, the place.
-    graphs: list[tuple[weakref.ref[Tensor], int, str]] = field(default_factory=list)
+    # Modules whose output a later one got without its graph, with the place.
+    detached: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    # Parameters that have had a gradient, by id.
+    with_gradient: set[int] = field(default_factory=set)
     # Places at which an output or loss of two steps ago or more is still held, with its graph.
-    held_graphs: list[str] = field(default_factory=list)
-    loaders: list[Any] = field(default_factory=list)
+    held_graphs: dict[str, None] = field(default_factory=dict)
+    # What grows from step to step: the place, and a description.
+    growth: list[tuple[str, str]] = field(default_factory=list)
+    # Models whose outputs change where a later token does, by id.
+    sees_the_future: set[int] = field(default_factory=set)
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def windows(self, optimizer: Optimizer) -> list[list[Event]]:
-        """Return the events of each step of an optimizer, which come last in it."""
+    def windows(self, optimizer: Any) -> list[list[Event]]:
+        """Return the events of each step of an optimizer, which come last in it.
+
+        The optimizer may be a wrapper, which shares its groups.
+        """
         found: list[list[Event]] = [[]]
         for event in self.events:
             found[-1].append(event)
-            if isinstance(event, Step) and event.optimizer is optimizer:
-                found.append([])
+            if isinstance(event, Step | Skipped):
+                if event.optimizer.param_groups is not optimizer.param_groups:
+                    continue
+                if isinstance(event, Skipped):
+                    found[-1] = []
+                else:
+                    found.append([])
         return found[:-1]
 
 
@@ -194,21 +299,49 @@ class Observer:
         self.trace = Trace()
         self.num_steps = num_steps
         self.when_enough = when_enough
-        # Steps that each optimizer has made, by its id.
+        self.began = time.monotonic()
+        # Steps that each optimizer has made, by its id, and its gradients after the last one.
         self.num_made = Counter[int]()
+        self.used: dict[int, Any] = {}
+        self.made: dict[int, Made] = {}
+        self.made_by_backward: dict[int, list[int]] = {}
         self.depth = 0
         self.schedule_depth = 0
+        self.in_backward = False
         self.stepping: list[Optimizer] = []
         self.before: dict[int, Tensor] = {}
+        self.before_digest = 0.0
         self.scaler: Any = None
         self.scaler_steps = False
-        self.losses: list[LossCall] = []
+        self.scaled: Callable[[], Tensor | None] = lambda: None
+        self.losses: dict[Any, LossFacts] = {}
+        self.loss_call: LossCall | None = None
         # The tokens and the mask of the last forward pass.
         self.tokens: Tensor | None = None
         self.mask: Tensor | None = None
+        self.language: tuple[nn.Module, Any, Any] | None = None
+        self.probed: set[int] = set()
+        # Storages of outputs with gradients, by address, which a weak reference keeps from reuse.
+        self.outputs: dict[int, tuple[StorageWeakRef, nn.Module]] = {}
+        # Graphs of outputs and losses: what lives as long, the number of steps before, the place.
+        self.graphs: list[tuple[weakref.ref[Any], int, str]] = []
+        self.last_loss: Callable[[], Tensor | None] = lambda: None
+        # Of each iterator: its loader, and how often one was made of it.
+        self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
+        self.epochs = Counter[int]()
+        self.live = LiveTensors()
+
+    @property
+    def num_steps_made(self) -> int:
+        return max(self.num_made.values(), default=0)
 
     def _at(self) -> dict[str, Any]:
-        return {"place": users_place(), "in_step": bool(self.stepping)}
+        return {"lines": users_lines(), "in_step": bool(self.stepping)}
+
+    def note(self, kind: type[Event], **facts: Any) -> Any:
+        event = kind(**self._at(), **facts)
+        self.trace.events.append(event)
+        return event
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -216,86 +349,169 @@ class Observer:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        scaler = torch.amp.GradScaler
         with contextlib.ExitStack() as stack:
             for hook in hooks:
                 stack.callback(hook.remove)
-
-            def replace(owner: Any, name: str, make: Callable[..., Any]) -> None:
+            for owner, name, make in self._replacements():
                 function = make(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, function))
-
-            replace(nn.Module, "__call__", self._module)
-            replace(Optimizer, "__init__", self._made)
-            replace(torch.autograd, "backward", self._backward)
-            # Compiled code can't be observed; the same code runs uncompiled.
-            replace(torch, "compile", lambda _: _uncompiled)
-            replace(nn.Module, "compile", lambda _: lambda *args, **options: None)
-            for name in LOSSES:
-                replace(F, name, self._loss)
-            for name in CLIPS:
-                make = self._clip
-                for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-                    replace(owner, name, make)
-            replace(Optimizer, "zero_grad", self._zero)
-            replace(nn.Module, "zero_grad", self._zero)
-            for one in _with_own_step(LRScheduler):
-                replace(one, "step", self._schedule)
-            for name in ("scale", "unscale_", "step", "update"):
-                replace(scaler, name, self._scaling)
             yield
+
+    def _replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+        yield nn.Module, "__call__", self._module
+        yield Optimizer, "__init__", self._made
+        yield torch.autograd, "backward", self._backward
+        # Compiled code can't be observed; the same code runs uncompiled.
+        yield torch, "compile", lambda _: _uncompiled
+        yield nn.Module, "compile", lambda _: lambda *args, **options: None
+        for name in (*ON_CLASSES, *ON_VALUES):
+            yield F, name, self._loss
+        yield F, "dropout", self._dropout
+        for name in CLIPS:
+            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+                yield owner, name, self._clip
+        yield Optimizer, "zero_grad", self._zero
+        yield nn.Module, "zero_grad", self._zero
+        for one in _with_own_step(LRScheduler):
+            yield one, "step", self._schedule
+        for name in ("scale", "unscale_", "step", "update"):
+            yield torch.amp.GradScaler, name, self._scaling
+        yield DataLoader, "__iter__", self._loader
+        yield _BaseDataLoaderIter, "__next__", self._fetch
+        yield torch, "manual_seed", self._seed
+        yield RemovableHandle, "__init__", self._hook
+
+    # Data.
+
+    def _loader(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
+        def run(loader: DataLoader[Any]) -> Any:
+            batches = iterate(loader)
+            self.epochs[id(loader)] += 1
+            self.loaders[id(batches)] = loader, self.epochs[id(loader)]
+            return batches
+
+        return run
+
+    def _fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(batches: Any) -> Any:
+            loader, epoch = self.loaders.get(id(batches), (None, 0))
+            batch = None
+            try:
+                batch = fetch(batches)
+                return batch
+            finally:
+                if loader is not None:
+                    facts = _batch_facts(_tensors(batch), is_end=batch is None)
+                    self.note(Fetch, loader=loader, epoch=epoch, **facts)
+
+        return run
+
+    def _seed(self, seed: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            self.note(Seeding)
+            return seed(*args)
+
+        return run
+
+    def _hook(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        def run(handle: RemovableHandle, *args: Any, **options: Any) -> None:
+            init(handle, *args, **options)
+            if not self.in_backward and not self.stepping:
+                self.live.add_hook(handle, "".join(users_lines()[:1]), self.num_steps_made)
+
+        return run
+
+    # The forward pass and the loss.
 
     def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **options: Any) -> Any:
             has_gradients = torch.is_grad_enabled()
             self.trace.ran[has_gradients][id(module)] = module
-            is_root = not self.depth and has_gradients
-            if is_root:
-                self._note_inputs(module, args, options)
+            inputs = list(_tensors((args, options)))
+            if has_gradients and not self.in_backward:
+                self._note_detached(inputs)
+            event = None
+            if not self.depth and not self.in_backward:
+                with torch.no_grad():
+                    event = self._note_forward(module, inputs, args, options, has_gradients)
             self.depth += 1
             try:
                 output = call(module, *args, **options)
             finally:
                 self.depth -= 1
-            if is_root:
-                self._note_graphs(output)
+            if has_gradients:
+                self._note_output(module, event, output)
             return output
 
         return run
 
-    def _note_inputs(self, module: nn.Module, args: Any, options: Mapping[str, Any]) -> None:
+    def _note_detached(self, inputs: Sequence[Tensor]) -> None:
+        for one in inputs:
+            if not one.requires_grad and _is_plain(one):
+                _, module = self.outputs.get(one.untyped_storage()._cdata, (None, None))
+                if module is not None:
+                    self.trace.detached.setdefault(id(module), (module, "".join(users_lines()[:1])))
+
+    def _note_forward(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        args: Any,
+        options: Any,
+        has_gradients: bool,
+    ) -> Forward:
         trace = self.trace
-        if not any(one is module for one in trace.roots) and any(
-            parameter.requires_grad for parameter in module.parameters()
-        ):
+        is_known = any(one is module for one in trace.roots)
+        if has_gradients and not is_known and any(one.requires_grad for one in module.parameters()):
             trace.roots.append(module)
             for name, parameter in module.named_parameters():
                 trace.names.setdefault(id(parameter), name)
-        tensors = [one for one in tree_leaves((args, options)) if isinstance(one, Tensor)]
-        sums = [float(one.detach().double().sum()) for one in tensors if one.numel()]
         tokens = options.get("input_ids", args[0] if args else None)
         is_tokens = isinstance(tokens, Tensor) and not tokens.is_floating_point()
         self.tokens = tokens if is_tokens and tokens.dim() == 2 else None
         mask = options.get("attention_mask")
         self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        device = tensors[0].device.type if tensors else "cpu"
+        self.language = None if self.tokens is None else (module, args, options)
+        device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
-        autocast = torch.get_autocast_dtype(device) if is_on else None
-        trace.events.append(
-            Forward(
-                **self._at(),
-                module=module,
-                training=module.training,
-                digest=sum(sums) if sums else None,
-                autocast=autocast,
-            )
+        return self.note(
+            Forward,
+            module=module,
+            training=module.training,
+            has_gradients=has_gradients,
+            digests=tuple(map(digest, inputs)),
+            is_finite=all(bool(one.isfinite().all()) for one in inputs if _is_plain(one)),
+            num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
+            autocast=torch.get_autocast_dtype(device) if is_on else None,
+            generator=_generator(),
+            syncs=getattr(module, "require_backward_grad_sync", None)
+            if isinstance(module, DistributedDataParallel)
+            else None,
         )
 
-    def _note_graphs(self, value: Any) -> None:
-        number = max(self.num_made.values(), default=0)
-        for one in tree_leaves(value):
-            if isinstance(one, Tensor) and one.grad_fn is not None:
-                self.trace.graphs.append((weakref.ref(one), number, users_place()))
+    def _note_output(self, module: nn.Module, event: Forward | None, output: Any) -> None:
+        for one in _tensors(output):
+            if not one.requires_grad or not _is_plain(one):
+                continue
+            storage = StorageWeakRef(one.untyped_storage())
+            self.outputs[storage.cdata] = storage, module
+            if event is None:
+                continue
+            self._note_graph(one)
+            self._mark(one, event, "is_trained_on")
+
+    def _mark(self, one: Tensor, event: Event, name: str) -> None:
+        """Set an attribute of an event when a backward pass reaches a tensor."""
+        if one.grad_fn is not None and _is_plain(one):
+            with self.live.unseen():
+                one.register_hook(lambda _: setattr(event, name, True))
+
+    def _note_graph(self, one: Tensor) -> None:
+        if one.grad_fn is not None:
+            life = Life()
+            metadata: dict[str, Any] = one.grad_fn.metadata  # type: ignore[assignment]
+            metadata["preflight"] = life
+            self.graphs.append((weakref.ref(life), self.num_steps_made, "".join(users_lines()[:1])))
 
     def _loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
@@ -305,22 +521,23 @@ class Observer:
             if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
                 bound = signature.bind(*args, **options)
                 bound.apply_defaults()
-                facts = loss_facts(function.__name__, value, bound.arguments)
-                call = LossCall(**self._at(), **facts, **self._token_facts(bound.arguments))
-                self.losses.append(call)
-                self.trace.events.append(call)
+                facts = loss_facts(function.__name__, bound.arguments)
+                if value.numel() == 1 and facts.reduction != "none":
+                    self.losses[value.grad_fn] = facts
+                event = self.note(LossCall, facts=facts, **self._token_facts(bound.arguments))
+                self._mark(value, event, "is_used")
+                self.loss_call = event
             return value
 
         return run
 
-    def _token_facts(self, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _token_facts(self, options: dict[str, Any]) -> dict[str, Any]:
         """Compare targets that are indices with the integers that the model was given."""
-        facts: dict[str, Any] = {"same_as_input": {}, "counts_padding": None}
-        target = options["target"]
-        if target.is_floating_point():
-            return facts
-        tokens = self.tokens
-        if tokens is None or target.numel() % len(tokens):
+        same: dict[int, float] = {}
+        model = self.language[0] if self.language else None
+        facts: dict[str, Any] = {"same_as_input": same, "model": model, "counts_padding": False}
+        target, tokens = options["target"], self.tokens
+        if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
             return facts
         targets = target.reshape(len(tokens), -1)
         counted = targets != options.get("ignore_index", -100)
@@ -332,8 +549,7 @@ class Observer:
             valid = counted[:, :width]
             if valid.any():
                 equal = targets[:, :width] == tokens[:, ahead : ahead + width]
-                facts["same_as_input"][ahead] = float(equal[valid].float().mean())
-        same = facts["same_as_input"]
+                same[ahead] = float(equal[valid].float().mean())
         if self.mask is not None and self.mask.shape == tokens.shape:
             ahead = int(same.get(1, 0) > same.get(0, 0))
             padding = self.mask[:, ahead:] == 0
@@ -341,16 +557,31 @@ class Observer:
             facts["counts_padding"] = bool((padding[:, :width] & counted[:, :width]).any())
         return facts
 
+    def _dropout(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(given: Tensor, p: float = 0.5, training: bool = True, *more: Any) -> Tensor:
+            forward = next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
+            if p and training and self.depth and forward is not None and not forward.training:
+                self.note(Dropout)
+            return function(given, p, training, *more)
+
+        return run
+
+    # The backward pass.
+
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **options: Any) -> None:
             loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
-            if self.depth or loss.numel() != 1:
+            if self.in_backward or loss.numel() != 1:
                 backward(tensors, *args, **options)
                 return
-            event = self._backward_event(loss)
+            event = self._note_backward(loss)
             optimizers = list(self.trace.optimizers)
             before = [_gradient_versions(one) for one in optimizers]
-            backward(tensors, *args, **options)
+            self.in_backward = True
+            try:
+                backward(tensors, *args, **options)
+            finally:
+                self.in_backward = False
             after = [_gradient_versions(one) for one in optimizers]
             event.reached = frozenset(
                 id(one)
@@ -358,43 +589,71 @@ class Observer:
                 if old != new
             )
             self.losses.clear()
+            for one in optimizers:
+                self.made_by_backward[id(one)] = [id(p.grad) for p in _parameters(one)]
+            self._note_gradients()
 
         return run
 
-    def _backward_event(self, loss: Tensor) -> Backward:
-        self._note_graphs(loss)
-        # One of which the loss is a multiple, among those since the last backward.
-        of_loss = [one for one in self.losses if is_multiple(loss, one.node)]
-        event = Backward(
-            **self._at(),
+    def _note_gradients(self) -> None:
+        """Note the parameters that have gradients, also of modules that no other one has."""
+        trace = self.trace
+        owned = [_parameters(one) for one in (*trace.roots, *trace.optimizers)]
+        owned += [one.parameters(recurse=False) for one in trace.ran[True].values()]
+        trace.with_gradient |= {
+            id(one) for several in owned for one in several if one.grad is not None
+        }
+
+    def _note_backward(self, loss: Tensor) -> Backward:
+        self._note_graph(loss)
+        loss_call, self.loss_call = self.loss_call, None
+        is_second = self.last_loss() is loss
+        self.last_loss = weakref.ref(loss)
+        return self.note(
+            Backward,
             value=float(loss.detach()),
-            scale=self._scale(),
+            scale=self._scale() if self.scaled() is loss else 1.0,
             in_autocast=torch.is_autocast_enabled(loss.device.type),
-            clean=frozenset(id(one) for one in self.trace.optimizers if _is_clean(one)),
-            loss=of_loss[0] if len(of_loss) == 1 else None,
+            clean=frozenset(id(one) for one in self.trace.optimizers if not _has_gradients(one)),
+            terms=terms_of(loss, self.losses),
+            is_second=is_second,
+            loss_call=loss_call,
         )
-        self.trace.events.append(event)
-        return event
 
     def _scale(self) -> float:
         is_on = self.scaler is not None and self.scaler.is_enabled()
         return float(self.scaler.get_scale()) if is_on else 1.0
 
-    def _made(self, init: Callable[..., Any]) -> Callable[..., Any]:
-        def run(optimizer: Optimizer, *args: Any, **options: Any) -> None:
-            init(optimizer, *args, **options)
-            self.trace.optimizers.append(optimizer)
+    def _scaling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        name = call.__name__
+
+        def run(scaler: Any, *args: Any, **options: Any) -> Any:
+            self.scaler = scaler
+            self.note(Scaling, call=name, is_enabled=scaler.is_enabled())
+            num_events = len(self.trace.events)
+            self.scaler_steps = name == "step"
+            try:
+                value = call(scaler, *args, **options)
+            finally:
+                self.scaler_steps = False
+            if name == "scale" and isinstance(value, Tensor):
+                self.scaled = weakref.ref(value)
+            elif name == "step" and not any(
+                isinstance(event, Step) for event in self.trace.events[num_events:]
+            ):
+                self.note(Skipped, optimizer=args[0])
+            return value
 
         return run
 
     def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         def run(parameters: Any, *args: Any, **options: Any) -> Any:
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            states = {} if self.scaler is None else self.scaler._per_optimizer_states
+            # One that is off has no states.
+            states = getattr(self.scaler, "_per_optimizer_states", {})
             stages = [one["stage"].name for one in states.values()]
             is_scaled = self._scale() != 1 and "UNSCALED" not in stages
-            ids = frozenset(map(id, given))
-            self.trace.events.append(Clip(**self._at(), parameters=ids, is_scaled=is_scaled))
+            self.note(Clip, parameters=frozenset(map(id, given)), is_scaled=is_scaled)
             return clip(given, *args, **options)
 
         return run
@@ -403,9 +662,18 @@ class Observer:
         def run(owner: Any, *args: Any, **options: Any) -> Any:
             parameters = list(_parameters(owner))
             if any(parameter.grad is not None for parameter in parameters):
-                ids = frozenset(map(id, parameters))
-                self.trace.events.append(Zero(**self._at(), parameters=ids))
+                self.note(Zero, parameters=frozenset(map(id, parameters)))
             return zero(owner, *args, **options)
+
+        return run
+
+    # Steps.
+
+    def _made(self, init: Callable[..., Any]) -> Callable[..., Any]:
+        def run(optimizer: Optimizer, *args: Any, **options: Any) -> None:
+            init(optimizer, *args, **options)
+            self.trace.optimizers.append(optimizer)
+            self.made[id(optimizer)] = self.note(Made, optimizer=optimizer)
 
         return run
 
@@ -413,7 +681,7 @@ class Observer:
         def run(scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_code.co_name
             if not self.schedule_depth and caller != "_initial_step":
-                self.trace.events.append(Schedule(**self._at(), scheduler=scheduler))
+                self.note(Schedule, scheduler=scheduler)
             self.schedule_depth += 1
             try:
                 return step(scheduler, *args, **options)
@@ -422,26 +690,12 @@ class Observer:
 
         return run
 
-    def _scaling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        name = call.__name__
-
-        def run(scaler: Any, *args: Any, **options: Any) -> Any:
-            self.scaler = scaler
-            enabled = scaler.is_enabled()
-            self.trace.events.append(Scaling(**self._at(), call=name, is_enabled=enabled))
-            self.scaler_steps = name == "step"
-            try:
-                return call(scaler, *args, **options)
-            finally:
-                self.scaler_steps = False
-
-        return run
-
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
             compared = [*_parameters(optimizer), *self._frozen()]
             if sum(one.numel() for one in compared) <= MOST_COMPARED:
                 self.before = {id(one): one.detach().clone() for one in compared}
+                self.before_digest = sum(map(digest, _parameters(optimizer)))
         self.stepping.append(optimizer)
 
     def _frozen(self) -> list[Tensor]:
@@ -456,101 +710,165 @@ class Observer:
         self.stepping.pop()
         if self.stepping:  # an optimizer that steps another one
             return
+        key = id(optimizer)
         parameters = list(_parameters(optimizer))
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        versions = _gradient_versions(optimizer)
+        backward = self.made_by_backward.get(key, [])
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
-        trace = self.trace
-        trace.events.append(
-            Step(
-                **self._at(),
-                optimizer=optimizer,
-                rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-                with_gradient=frozenset(id(one) for one in parameters if one.grad is not None),
-                moved=moved if self.before else None,
-                frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
-                by_scaler=self.scaler_steps,
-            )
+        self.note(
+            Step,
+            optimizer=optimizer,
+            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            has_gradients=_has_gradients(optimizer),
+            is_finite=all(bool(_values(one).isfinite().all()) for one in gradients),
+            is_repeated=self.used.get(key) == versions,
+            by_hand=[id(one.grad) for one in parameters] != backward,
+            moved=moved if self.before else None,
+            frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
+            half_moved=self._half_moved(parameters),
+            before=self.before_digest,
+            after=sum(map(digest, parameters)) if self.before else 0.0,
+            by_scaler=self.scaler_steps,
+            in_backward=self.in_backward,
+            generator=_generator(),
+            made=self.made.get(key),
         )
         self.before = {}
-        self.num_made[id(optimizer)] += 1
-        if self.num_made[id(optimizer)] >= self.num_steps:
+        self.outputs.clear()
+        self._probe()
+        self.used[key] = versions
+        self.num_made[key] += 1
+        self._note_held()
+        if self._is_enough(self.num_made[key]):
             self.finish()
-            self.when_enough(trace)
+            self.when_enough(self.trace)
+
+    def _probe(self) -> None:
+        """Run a language model again with another last token, and compare earlier outputs."""
+        if self.language is None or id(self.language[0]) in self.probed:
+            return
+        (module, args, options), tokens = self.language, self.tokens
+        self.probed.add(id(module))
+        if tokens is None or tokens.shape[1] < 3:
+            return
+        other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
+        modes = {one: one.training for one in module.modules()}
+        self.depth += 1
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), self.live.unseen():
+                module.eval()
+                outputs = []
+                for given in (tokens, other):
+                    words = {k: given if v is tokens else v for k, v in options.items()}
+                    output = module(*(given if one is tokens else one for one in args), **words)
+                    logits = [one for one in _tensors(output) if one.dim() == 3]
+                    outputs.append(logits[0][:, :-1] if logits else torch.zeros(()))
+        finally:
+            self.depth -= 1
+            for one, training in modes.items():
+                one.training = training
+        if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4):
+            self.trace.sees_the_future.add(id(module))
 
     def _has_moved(self, parameter: Tensor) -> bool:
         before = self.before.get(id(parameter))
         return before is not None and not torch.equal(before, parameter.detach())
 
+    def _half_moved(self, parameters: Sequence[Tensor]) -> float | None:
+        changed = counted = 0
+        for one in parameters:
+            before = self.before.get(id(one))
+            if one.dtype not in (torch.float16, torch.bfloat16) or before is None:
+                continue
+            if one.grad is not None:
+                has_gradient = _values(one.grad) != 0
+                changed += int(((_values(one.detach()) != _values(before)) & has_gradient).sum())
+                counted += int(has_gradient.sum())
+        return changed / counted if counted else None
+
+    def _is_enough(self, num_steps: int) -> bool:
+        """Return whether to end; a quick loop goes on until its second epoch has begun."""
+        if sum(self.num_made.values()) >= 50 * self.num_steps:
+            return True
+        if num_steps < self.num_steps:
+            return False
+        # Ranks must end at the same step, whatever time each has taken.
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return True
+        if num_steps >= self.num_steps * MORE_STEPS or time.monotonic() - self.began > MORE_SECONDS:
+            return True
+        fetches = self.trace.of(Fetch)
+        ends = [index for index, one in enumerate(fetches) if not one.digests]
+        if not ends:
+            return not fetches
+        trained = {id(one.loader) for one in fetches[: ends[0]]}
+        return sum(id(one.loader) in trained for one in fetches[ends[-1] :]) > 3
+
+    def _note_held(self) -> None:
+        if len(self.num_made) > 1 and self.num_made.most_common(2)[0][1] > self.num_steps_made:
+            return
+        number = self.num_steps_made
+        old = [one for one in self.graphs if one[1] <= number - 3]
+        if any(reference() is not None for reference, _, _ in old):
+            gc.collect()
+            # The last one of each step; several steps, as one may wait for the next evaluation.
+            held = {step: place for reference, step, place in old if reference() is not None}
+            if len(held) > 1:
+                self.trace.held_graphs |= dict.fromkeys(held.values())
+        self.graphs = [one for one in self.graphs if one[0]() is not None]
+        self.live.count(number)
+
     def finish(self) -> None:
-        gc.collect()
-        num_steps = max(self.num_made.values(), default=0)
-        held = [
-            place
-            for reference, number, place in self.trace.graphs
-            if number <= num_steps - 3 and (one := reference()) is not None and one.grad_fn
-        ]
-        self.trace.held_graphs = list(dict.fromkeys(held))
-        self.trace.loaders = _living(torch.utils.data.DataLoader)
+        self.trace.growth = self.live.growing()
 
 
-def loss_facts(name: str, value: Tensor, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a call of a loss function shows of its input and number of terms."""
-    given, target = options["input"].detach(), options["target"]
-    num_terms: int | None = target.numel()
-    if not target.is_floating_point():
-        num_terms = int((target != options.get("ignore_index", -100)).sum())
-    if options.get("weight") is not None or value.numel() != 1:
-        num_terms = None
-    sums = given.exp() if name in ("nll_loss", "kl_div") else given
-    sums = sums.float().sum(1 if sums.dim() > 1 else 0)
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested containers and objects of a batch."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _is_plain(one: Tensor) -> bool:
+    """Return whether a tensor has values of its own in one storage."""
+    is_known = type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided
+    return is_known and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+
+
+def _values(one: Tensor) -> Tensor:
+    """Return a dense tensor of this rank's values."""
+    local: Tensor = getattr(one, "_local_tensor", one)
+    return local.to_dense() if local.is_sparse else local
+
+
+def digest(one: Tensor) -> float:
+    """Return a number that other values, or another order of them, hardly have."""
+    if not _is_plain(one) and not hasattr(one, "_local_tensor"):
+        return 0.0
+    flat = _values(one.detach()).flatten()
+    if not flat.numel() or flat.is_complex() or flat.device.type == "meta":
+        return float(flat.numel())
+    weights = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+    return float((flat.double() * weights.sqrt()).sum())
+
+
+def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
+    several = [one for one in tensors if one.dim() and len(one) > 1 and _is_plain(one)]
+    labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
     return {
-        "name": name,
-        "value": float(value.detach()) if value.numel() == 1 else float("nan"),
-        "num_terms": num_terms,
-        "reduction": options["reduction"],
-        "made_by": made_by(options["input"]),
-        "row_sums": (float(sums.min()), float(sums.max())) if sums.numel() else (1.0, 1.0),
-        "node": value.grad_fn,
+        "digests": () if is_end else tuple(map(digest, several)) or (0.0,),
+        "labels": tuple(labels[-1].tolist()) if labels else (),
+        "is_one_sample": bool(several) and all(bool((one == one[:1]).all()) for one in several),
     }
 
 
-# Operations that change the shape or type of values alone.
-SHAPE_ONLY = (
-    "View",
-    "Reshape",
-    "Transpose",
-    "Permute",
-    "Squeeze",
-    "Unsqueeze",
-    "ToCopy",
-    "Alias",
-    "Slice",
-    "Select",
-    "Clone",
-    "T",
-    "UnsafeView",
-)
-
-
-def made_by(tensor: Tensor) -> str:
-    """Return the operation that computed the values of a tensor."""
-    node: Any = tensor.grad_fn
-    while node is not None and re.sub(r"Backward\d+$", "", node.name()) in SHAPE_ONLY:
-        node = node.next_functions[0][0]
-    return "" if node is None else node.name()
-
-
-def is_multiple(loss: Tensor, node: Any) -> bool:
-    """Return whether a loss is a product of a node's value and of constants."""
-    at: Any = loss.grad_fn
-    while at is not None and at is not node:
-        following = [one for one, _ in at.next_functions if one is not None]
-        if (
-            at.name() not in ("MulBackward0", "DivBackward0", "ToCopyBackward0")
-            or len(following) != 1
-        ):
-            return False
-        at = following[0]
-    return at is not None
+def _generator() -> int:
+    return hash(torch.get_rng_state().numpy().tobytes())
 
 
 def _living(kind: type) -> list[Any]:
@@ -590,9 +908,10 @@ def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int] | None]:
     return versions
 
 
-def _is_clean(optimizer: Optimizer) -> bool:
+def _has_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a gradient is not 0."""
     grads = [one.grad for one in _parameters(optimizer) if one.grad is not None]
-    return not any(bool(grad.to_dense().any() if grad.is_sparse else grad.any()) for grad in grads)
+    return any(bool(_values(grad).any()) for grad in grads)
 
 
 def _stop(trace: Trace) -> None:
@@ -606,7 +925,13 @@ def observe(
     observer = Observer(num_steps, when_enough)
     # Those that the loop was given; it may make more.
     observer.trace.optimizers += _living(Optimizer)
-    with observer.installed(), contextlib.suppress(EnoughSteps):
-        train()
-        observer.finish()
+    # What is there already is not looked through after each step.
+    gc.collect()
+    gc.freeze()
+    try:
+        with observer.installed(), contextlib.suppress(EnoughSteps):
+            train()
+            observer.finish()
+    finally:
+        gc.unfreeze()
     return observer.trace

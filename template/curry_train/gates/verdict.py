@@ -17,6 +17,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import sys
 import sysconfig
 import tomllib
 import traceback
@@ -44,8 +45,8 @@ ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: us
 # Printed as the requirement of a gate that raised an error.
 TO_RUN = "to run"
 
-# What of the user's a gate may run. The loop of a script or Trainer is not run yet.
-KINDS_THAT_RUN = ("model", "loss", "implementation", "machine")
+# What of the user's a gate may run; the loop is that of a script or Trainer.
+KINDS_THAT_RUN = ("model", "loss", "implementation", "machine", "loop")
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,9 @@ def error_in_a_line(error: BaseException) -> str:
 # Where files are that are not the user's.
 LIBRARIES = (
     str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    sysconfig.get_path("stdlib"),
+    # An environment may have packages of another one.
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
     "<",
 )
 

@@ -165,6 +165,20 @@ class FunctionsOnTape(TorchFunctionMode):
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def run_as_main(path: Path) -> None:
+    """Run a file; a module of a package as `python -m` does, for its relative imports."""
+    names = [path.stem]
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        names.insert(0, root.name)
+        root = root.parent
+    if len(names) == 1 or not all(name.isidentifier() for name in names):
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    sys.path.insert(1, str(root))
+    runpy.run_module(".".join(names), run_name="__main__", alter_sys=True)
+
+
 class RunningScript:
     """A script with torch's calls replaced by those that record them."""
 
@@ -208,7 +222,7 @@ class RunningScript:
         """Run the script; only an error or its end come back from it."""
         try:
             with FunctionsOnTape(self):
-                self._run_as_main()
+                run_as_main(self.path)
             self.error = WorkloadError("it ended before an optimizer step")
         except SystemExit as ended:
             self.error = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
@@ -218,19 +232,6 @@ class RunningScript:
             self.error = ScriptFailed(self._advice(error))
             self.error.__cause__ = error
         self._ended.set()
-
-    def _run_as_main(self) -> None:
-        """Run the file; a module of a package as `python -m` does, for its relative imports."""
-        names = [self.path.stem]
-        root = self.path.parent
-        while (root / "__init__.py").is_file():
-            names.insert(0, root.name)
-            root = root.parent
-        if len(names) == 1 or not all(name.isidentifier() for name in names):
-            runpy.run_path(str(self.path), run_name="__main__")
-            return
-        sys.path.insert(1, str(root))
-        runpy.run_module(".".join(names), run_name="__main__", alter_sys=True)
 
     def _advice(self, error: BaseException) -> str:
         missing = error.args[0] if isinstance(error, KeyError) else None

@@ -1,0 +1,229 @@
+"""Read off a loss, and off its graph, what it is made of.
+
+    for term in terms_of(loss, {}):
+        print(term.name, term.reduction, term.num_terms, term.factor)
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Functions of `torch.nn.functional` whose input, target and reduction are looked at.
+ON_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div")
+ON_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+REDUCTIONS = {1: "mean", 2: "sum"}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A mean or sum that a loss has as a part."""
+
+    # The operation, without its suffix; the name of the function where its call was seen.
+    name: str
+    # `mean`, `sum`, or nothing where it can't be read.
+    reduction: str
+    num_terms: float
+    # What the part is multiplied by, and the constants that it is divided by.
+    factor: float
+    divisors: tuple[float, ...]
+    # Positions that are in a mean, and count as 0 there.
+    num_masked: int = 0
+
+    @property
+    def strength(self) -> float:
+        """The weight of the part; 1 where it is a mean over its own terms."""
+        return abs(self.factor) * (1.0 if self.reduction == "mean" else self.num_terms)
+
+    @property
+    def weight(self) -> float:
+        """The weight of one term in the loss."""
+        return self.factor / self.num_terms if self.reduction == "mean" else self.factor
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What a call of a loss function shows of its arguments."""
+
+    name: str
+    reduction: str
+    num_terms: float
+    # The operation that made the input, such as `SoftmaxBackward0`.
+    made_by: str
+    # Of the input, or of what it is the logarithm of, over its classes.
+    row_sums: tuple[float, float]
+    is_nowhere_negative: bool
+    shapes: tuple[torch.Size, torch.Size]
+    # The first target, if all are this one.
+    only_target: float | None
+
+
+def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
+    given, target = options["input"].detach(), options["target"].detach()
+    num_terms = float(target.numel() if name in ON_CLASSES else given.numel())
+    counted = target
+    if not target.is_floating_point():
+        counted = target[target != options.get("ignore_index", -100)]
+        num_terms = float(counted.numel())
+        if options.get("weight") is not None and name != "binary_cross_entropy_with_logits":
+            num_terms = float(options["weight"][counted].sum())
+    elif name == "cross_entropy":
+        num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
+    sums = given.exp() if name in ("nll_loss", "kl_div") else given
+    sums = sums.float().sum(1 if sums.dim() > 1 else 0)
+    values = counted.flatten()[:1].tolist()
+    is_same = bool(values) and bool((counted == values[0]).all())
+    return LossFacts(
+        name=name,
+        reduction=options["reduction"],
+        num_terms=num_terms,
+        made_by=made_by(options["input"]),
+        row_sums=(float(sums.min()), float(sums.max())) if sums.numel() else (1.0, 1.0),
+        is_nowhere_negative=bool((given >= 0).all()),
+        shapes=(given.shape, target.shape),
+        only_target=float(values[0]) if is_same else None,
+    )
+
+
+# Operations that change the shape or type of values alone.
+SHAPE_ONLY = (
+    "View",
+    "Reshape",
+    "Transpose",
+    "Permute",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Alias",
+    "Slice",
+    "Select",
+    "Clone",
+    "T",
+    "UnsafeView",
+)
+
+
+def operation(node: Any) -> str:
+    """Return the name of a node of the graph, without its suffix."""
+    return re.sub(r"Backward\d*$", "", node.name())
+
+
+def made_by(tensor: Tensor) -> str:
+    """Return the operation that computed the values of a tensor."""
+    node: Any = tensor.grad_fn
+    while node is not None and operation(node) in SHAPE_ONLY:
+        node = node.next_functions[0][0]
+    return "" if node is None else operation(node)
+
+
+def terms_of(loss: Tensor, calls: Mapping[Any, LossFacts]) -> list[Term]:
+    """Return the parts of a loss, behind factors and sums; `calls` are by the node that they made.
+
+    It reads what torch's nodes saved, so it must be called before the backward pass.
+    """
+    found: list[Term] = []
+    left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
+    while left:
+        node, factor, divisors = left.pop()
+        inner = None if node is None or node in calls else _inside(node)
+        if inner is None:
+            found.append(_term(node, factor, divisors, calls))
+            continue
+        for one, times in inner:
+            by = (1 / times,) if 0 < abs(times) < 1 else ()
+            left.append((one, factor * times, (*divisors, *by)))
+    return found
+
+
+def _inside(node: Any) -> list[tuple[Any, float]] | None:
+    """Return the nodes whose weighted sum a node is, if it is one."""
+    name = operation(node)
+    following = [one for one, _ in node.next_functions]
+    own = [one for one in following if one is not None]
+    alpha = float(getattr(node, "_saved_alpha", 1.0))
+    if name in ("Add", "Sub"):
+        weights = (1.0, alpha if name == "Add" else -alpha)
+        return [(one, by) for one, by in zip(following, weights, strict=True) if one is not None]
+    if name in ("Mean", "Sum") and operation(own[0]) == "Stack":
+        parts = [one for one, _ in own[0].next_functions if one is not None]
+        # Scalars alone: of others each would be a sum itself.
+        if math.prod(node._saved_self_sym_sizes) == len(own[0].next_functions):
+            return [(one, 1 / len(parts) if name == "Mean" else 1.0) for one in parts]
+    if len(own) != 1:
+        return None
+    if name in ("Neg", "Rsub"):
+        return [(own[0], -alpha)]
+    if name in ("ToCopy", "Alias", "Clone", "View", "Squeeze", "Unsqueeze"):
+        return [(own[0], 1.0)]
+    if name in ("Mul", "Div"):
+        by = _constant(node)
+        if by:
+            return [(own[0], 1 / by if name == "Div" else by)]
+    return None
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Return what a node saved; None where it is gone, or was changed in place."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+
+
+def _constant(node: Any) -> float | None:
+    """Return the number that a product or quotient has besides the loss."""
+    for name in ("other", "self"):
+        value = _saved(node, name)
+        if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            return float(value)
+    return None
+
+
+def _term(
+    node: Any, factor: float, divisors: tuple[float, ...], calls: Mapping[Any, LossFacts]
+) -> Term:
+    if node in calls:
+        facts = calls[node]
+        return Term(facts.name, facts.reduction, facts.num_terms, factor, divisors)
+    name = "" if node is None else operation(node)
+    if name in ("Mean", "Sum"):
+        num_terms = float(math.prod(node._saved_self_sym_sizes))
+        masked = _num_masked(node.next_functions[0][0]) if name == "Mean" else 0
+        return Term(name, name.lower(), num_terms, factor, divisors, masked)
+    reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "")
+    weight, given = _saved(node, "total_weight"), _saved(node, "self")
+    if not reduction or given is None:
+        return Term(name, "", math.nan, factor, divisors)
+    return Term(
+        name, reduction, float(given.numel() if weight is None else weight), factor, divisors
+    )
+
+
+def _num_masked(node: Any) -> int:
+    """Count the positions of a loss without reduction that are 0 by a mask or an ignored target."""
+    while node is not None and operation(node) in SHAPE_ONLY:
+        node = node.next_functions[0][0]
+    if node is None:
+        return 0
+    if operation(node) == "Mul":
+        mask = _saved(node, "other")
+        mask = _saved(node, "self") if mask is None else mask
+        below = [one for one, _ in node.next_functions if one is not None]
+        is_mask = isinstance(mask, Tensor) and bool(((mask == 0) | (mask == 1)).all())
+        if not is_mask or len(below) != 1:
+            return 0
+        while below[0] is not None and operation(below[0]) in SHAPE_ONLY:
+            below = [below[0].next_functions[0][0]]
+        is_loss = below[0] is not None and hasattr(below[0], "_saved_reduction")
+        return int((mask == 0).sum()) if is_loss else 0
+    target, ignored = _saved(node, "target"), getattr(node, "_saved_ignore_index", None)
+    if ignored is None or not isinstance(target, Tensor):
+        return 0
+    # Negative numbers are shown without their sign.
+    return int((target == (ignored - 2**64 if ignored >= 2**63 else ignored)).sum())

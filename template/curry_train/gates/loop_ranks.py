@@ -1,0 +1,73 @@
+"""Compare what the ranks of a loop did: their steps, weights, samples and syncs.
+
+Proof: `python -m pytest tests/gates/test_loop_run.py`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from .loop_trace import Forward, Step, Trace
+from .verdict import Verdict
+
+REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
+
+
+def rank_facts(trace: Trace) -> dict[str, Any]:
+    """Return what a rank did, as JSON: for each step its line, weights, samples and syncs."""
+    steps = []
+    for step in trace.of(Step):
+        window = next(one for one in trace.windows(step.optimizer) if one[-1] is step)
+        forwards = [one for one in window if isinstance(one, Forward) and one.is_trained_on]
+        parameters = [one for group in step.optimizer.param_groups for one in group["params"]]
+        # Shards differ from rank to rank, as they should.
+        is_sharded = any(isinstance(one, DTensor) for one in parameters)
+        steps.append(
+            {
+                "place": step.place,
+                "weights": None if is_sharded or step.moved is None else step.after,
+                "inputs": [list(one.digests) for one in forwards],
+                "input_place": forwards[0].place if forwards else "",
+                "syncs": [one.syncs for one in forwards],
+            }
+        )
+    return {"steps": steps}
+
+
+def judge_ranks(ranks: Sequence[Mapping[str, Any] | None]) -> Verdict:
+    """Return the verdict on all ranks; one that has not ended gave nothing."""
+    fault = next(_faults(ranks), None)
+    if fault is None:
+        return Verdict("loop/ranks", True, "held", REQUIRED, ran=("loop",))
+    place, measured, hint = fault
+    measured = f"{place}: {measured}" if place else measured
+    return Verdict("loop/ranks", False, measured, REQUIRED, hint, ran=("loop",))
+
+
+def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[tuple[str, str, str]]:
+    there = [rank for rank in ranks if rank is not None]
+    first = there[0]["steps"]
+    counts = [len(rank["steps"]) for rank in there]
+    if len(there) < len(ranks) or len(set(counts)) > 1:
+        missing = [number for number, rank in enumerate(ranks) if rank is None]
+        measured = f"ranks {missing} wait for the others" if missing else f"steps {counts}"
+        place = first[-1]["place"] if first else ""
+        yield place, measured, "give each rank the same number of batches (drop_last=True)"
+    for steps in zip(*(rank["steps"] for rank in there), strict=False):
+        syncs = steps[0]["syncs"]
+        if syncs and None not in syncs:
+            if not syncs[-1]:
+                hint = "leave no_sync() for the last microbatch of a window"
+                yield steps[0]["input_place"], "a step without a sync between ranks", hint
+            elif sum(syncs) > 1:
+                hint = "use model.no_sync() for all microbatches but the last"
+                yield steps[0]["input_place"], f"{sum(syncs)} syncs in a window", hint
+        weights = [one["weights"] for one in steps]
+        if None not in weights and len(set(weights)) > 1:
+            hint = "wrap the model in DistributedDataParallel and call the wrapper"
+            yield steps[0]["place"], "weights differ from rank to rank after the step", hint
+    inputs = [[step["inputs"] for step in rank["steps"]] for rank in there]
+    if len(inputs) > 1 and any(inputs[0]) and all(one == inputs[0] for one in inputs[1:]):
+        hint = "use DistributedSampler, or seed each rank's data by its rank"
+        yield first[0]["input_place"], "all ranks see the same samples", hint
