@@ -85,6 +85,7 @@ def test_json_has_every_step_and_layer(run, tmp_path):
         "elements",
         "zeros",
         "nonfinite",
+        "squares",
         "norm",
         "rms",
         "zero",

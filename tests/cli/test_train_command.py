@@ -3,9 +3,9 @@
 python -m pytest tests/cli/test_train_command.py
 """
 
+import errno
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from warm_python import warm_python
 
 from curry_train.cli.main import main
+from curry_train.runs.files import Files
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -136,11 +137,18 @@ def test_a_loss_that_is_not_finite_ends_with_status_1(train):
 
 def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train, monkeypatch):
     """Report at the end of the run that the background save failed."""
-    full = shutil._ntuple_diskusage(10**6, 10**6, 0)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+
+    create = Files.create
+
+    def full(files, key):
+        if key.endswith(".distcp"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), key)
+        return create(files, key)
+
+    monkeypatch.setattr(Files, "create", full)
     status, _, error = train(*TINY, "steps=2")
     assert status == 1, error
-    assert "nothing was written" in " ".join(error.split())
+    assert "free some space" in " ".join(error.split())
     assert "Traceback" not in error
 
 

@@ -82,7 +82,7 @@ def check_block_of_8b():
         blocks = sketch.step(1).blocks
     assert [block.held for block in blocks.values()] == [kept + stream] * 2  # and its own output
     norms, matrices = 2 * width, 2 * width * width + 2 * width * kv_heads * row + 3 * width * hidden
-    assert {block.parameters for block in blocks.values()} == {half * (norms + matrices)}
+    assert {block.gradients for block in blocks.values()} == {half * (norms + matrices)}
 
 
 def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():

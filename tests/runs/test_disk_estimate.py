@@ -51,7 +51,7 @@ def test_wrong_input_is_named():
         ),
         (
             ["retention.rollback_keep=2", "retention=5"],
-            "retention=5 would undo retention.rollback_keep",
+            "checkpoint.retention must be a block such as {rollback_keep: 5",
         ),
         (["rollback_every.x=1"], "rollback_every"),
         (["rollback_every=1", "rollback_every.x=1"], "rollback_every is 1"),

@@ -102,7 +102,7 @@ def test_the_end_of_the_data_ends_the_run():
 def test_a_second_interrupt_ends_the_run_at_once():
     with Stop(STOP_SIGNALS) as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.reason == "SIGINT"
+        assert stop.number == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
