@@ -5,6 +5,7 @@ python -m pytest tests/plan/test_plan_refusals.py
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,6 +98,13 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
         Plan.load(path)
     with pytest.raises(ValueError, match=r"can't read the plan .* write one with curry-train plan"):
         Plan.load(tmp_path / "none.json")
+
+
+def test_the_first_line_of_a_plan_names_its_chunked_loss():
+    plan = half()
+    name = f"{plan.workload}: {plan.steps} x {plan.microbatch} samples"
+    assert f"{name}, peak" in plan.explain()
+    assert f"{name}, chunked loss, peak" in replace(plan, chunk_tokens=512).explain()
 
 
 @pytest.mark.parametrize(

@@ -360,7 +360,8 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     figure = _new_figure(
         *(10, 5.6),
         f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
-        f"{plan.microbatch} samples, {format_bytes(plan.peak_bytes)}, "
+        f"{plan.microbatch} samples{', chunked loss' * (plan.chunk_tokens is not None)}, "
+        f"{format_bytes(plan.peak_bytes)}, "
         f"{1e3 * plan.step_seconds:,.1f} ms",
         PLAN_PLOT_NOTE,
     )
@@ -391,7 +392,8 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
     time = f"predicted time of one optimizer step ({samples} samples), ms"
     _frame(axes, f"predicted peak memory{per_rank}, {unit}", time)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    # Long enough to show which lines are dashed.
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False, handlelength=4)
     _save(figure, path)
     return lines
 

@@ -363,6 +363,8 @@ class Plan:
         first = f"{self.workload}: {self.steps} x {self.microbatch} samples"
         if self.ranks > 1:
             first += f" on each of {self.ranks} ranks"
+        if self.chunk_tokens is not None:
+            first += ", chunked loss"
         first += (
             f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"{1e3 * self.step_seconds:,.1f} ms"
