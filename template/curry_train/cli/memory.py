@@ -273,7 +273,7 @@ def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """What a command prints, writes as JSON, and draws."""
+    """The output of the command: its text, the results for `--json`, and the course to draw."""
 
     text: str
     results: dict[str, Any]

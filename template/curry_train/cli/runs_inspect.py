@@ -47,7 +47,7 @@ from .tensor_files import (
     read_whole,
 )
 
-# What loading a checkpoint would import.
+# Judge the names of classes and functions that loading a checkpoint would import.
 
 # Names, as globs, that a checkpoint of tensors may need; none of them runs what a file contains.
 HARMLESS_NAMES = (

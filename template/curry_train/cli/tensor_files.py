@@ -66,8 +66,9 @@ class Inspection:
     unknown: list[str] = field(default_factory=list)
     # Classes and functions that loading it would import.
     names: set[str] = field(default_factory=set)
-    # Those of them that no plain checkpoint needs, and those that run commands, code or files.
+    # Of these: names that a checkpoint of plain tensors does not need.
     imports: list[str] = field(default_factory=list)
+    # Of these: names that run commands or code, or open files.
     dangerous: list[str] = field(default_factory=list)
     # Whether every part is there; None if the format does not list its parts.
     complete: bool | None = None

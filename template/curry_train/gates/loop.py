@@ -854,7 +854,7 @@ def data(trace: Trace) -> Iterator[Fault]:
         for _, window in _windows(trace)
     ]
     windows = [one for one in windows if any(one)]
-    # One that was fetched once is meant to be used again.
+    # A batch that the loop fetched only once is repeated on purpose.
     is_fetched_again = sum(1 for one in fetches if one.digests) >= len(windows)
     if len(windows) > 2 and is_fetched_again and all(one == windows[0] for one in windows):
         yield Fault(

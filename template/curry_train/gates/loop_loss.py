@@ -30,7 +30,7 @@ class Term:
     # `mean`, `sum`, or nothing where it can't be read.
     reduction: str
     num_terms: float
-    # What the part is multiplied by, and the constants that it is divided by.
+    # The product of all factors of the part, and the divisors among them.
     factor: float
     divisors: tuple[float, ...]
     # Positions that are in a mean, and count as 0 there.
@@ -49,7 +49,7 @@ class Term:
 
 @dataclass(frozen=True)
 class LossFacts:
-    """What a call of a loss function shows of its arguments."""
+    """Facts about the arguments of a loss function's call."""
 
     name: str
     reduction: str

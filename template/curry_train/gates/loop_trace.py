@@ -509,6 +509,7 @@ class Observer:
     def _note_graph(self, one: Tensor) -> None:
         if one.grad_fn is not None:
             life = Life()
+            # torch annotates the property as a method.
             metadata: dict[str, Any] = one.grad_fn.metadata  # type: ignore[assignment]
             metadata["preflight"] = life
             self.graphs.append((weakref.ref(life), self.num_steps_made, "".join(users_lines()[:1])))
