@@ -28,7 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a folder with the module that the scripts share, and go there."""
+    """Return a folder with the module that the scripts share, and go there.
+
+    Accelerate keeps one state in a process; what an earlier test left is undone, as a script has it.
+    """
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
     (tmp_path / "shared.py").write_text(DATA)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
