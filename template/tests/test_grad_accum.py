@@ -98,6 +98,22 @@ def test_a_non_finite_microbatch_changes_no_weight(bad):
         assert torch.equal(value, before[name])
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+
+    def loss_with_an_infinite_slope(model, microbatch):
+        weight = next(model.parameters())
+        return summed_loss(model, microbatch) + (weight.sum() * 0).abs().sqrt()
+
+    (window,) = windows_of(make_microbatches()[:2], 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(NonFiniteWindow, match="gradient"):
+        train_window(model, window, loss_with_an_infinite_slope, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 def test_useless_settings_and_data_are_refused():
     with pytest.raises(ValueError, match="steps"):
         GradientAccumulation(steps=0)

@@ -41,11 +41,11 @@ NEED_NOT_APPLY = {
     "every_fourth": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
     "counted_in_python": (STATEFUL, "layers.0.calls to layers.2.calls: state stays"),
     "counted_in_buffer": (
-        ["bench/timed", "grad-accum/*", "grad-flow/two-ranks", "recompute/budget"],
+        ["grad-accum/*", "grad-flow/two-ranks", "recompute/budget"],
         "each call changes buffers",
     ),
     "own_generator": (STATEFUL, "layers.0.generator to layers.2.generator: state stays"),
-    "spectral": (["bench/timed"], "each call changes buffers"),
+    "spectral": ([], "each call changes buffers"),
     "differentiates": ([*ON_BLOCKS], "forward or loss takes derivatives with torch.func"),
     "scripted": ([*ON_BLOCKS, "bench/*"], "scripted, so neither hooks nor techniques reach"),
     "data_parallel": (["grad-flow/*"], ""),

@@ -12,10 +12,7 @@ from torch import nn
 from curry_train.gates.implementation import load_implementation
 from curry_train.gates.windows_by_hand import train_by_hand
 from curry_train.primitives.grad_accum import (
-    GradientAccumulation,
-    NonFiniteWindow,
     StepInBackward,
-    Window,
     train_window,
 )
 
@@ -92,45 +89,6 @@ def last_one_twice(model, window, loss, optimizer):
     train_window(model, replace(window, microbatches=microbatches), loss, optimizer)
 
 
-def stepped_before_looking(model, window, loss, optimizer):
-    train_by_hand(model, window, loss, optimizer)
-    raise NonFiniteWindow("microbatch 2 of 4")
-
-
-def loss_alone_checked(model, window, loss, optimizer):
-    values = [loss(model, microbatch).item() for microbatch in window]
-    for number, value in enumerate(values):
-        if value != value:
-            raise NonFiniteWindow(f"microbatch {number} of {len(window)}")
-    train_by_hand(model, window, loss, optimizer)
-
-
-def deciding(decide):
-    """Return an accumulation some of whose decisions are those of `decide(index)`."""
-
-    class Decided(Window):
-        def train_step_kwargs(self, index):
-            return super().train_step_kwargs(index) | decide(index)
-
-    class Decides(GradientAccumulation):
-        def windows(self, microbatches, **options):
-            for window in super().windows(microbatches, **options):
-                yield Decided(**vars(window))
-
-    return Decides
-
-
-def joined_one_by_one(model, window, loss, optimizer, *, joint_loss):
-    train_window(model, window, lambda *given: joint_loss([loss(*given)]), optimizer)
-
-
-def joined_with_old_ones_detached(model, window, loss, optimizer, *, joint_loss):
-    def of_last(values):
-        return joint_loss([*(one.detach() for one in values[:-1]), values[-1]])
-
-    train_window(model, window, loss, optimizer, joint_loss=of_last)
-
-
 def stepped_afterwards(parameters, make):
     return make([one for one in parameters if one.requires_grad])
 
@@ -186,12 +144,6 @@ HINTS = {
 }
 # Ranks load a model by its name.
 MODELS = {"train-mode": "dropout", "two-ranks": "mlp", "one-sync": "mlp"}
-# Decisions at a microbatch of a window of four.
-DECISIONS = {
-    "never-zeroed": (lambda index: {"zero_grad": False}, "zero at"),
-    "full-windows": (lambda index: {"step_optimizer": index == 3}, "zero at"),
-    "syncs-always": (lambda index: {"sync_gradients": True}, "sync at"),
-}
 
 
 def loaded(function):
@@ -212,10 +164,6 @@ FAULTS = [
         )
         for claim, function in FAULTY_WINDOWS
     ),
-    *(
-        planted("grad-accum.own-loop", name, accumulation=deciding(decide), hint=hint)
-        for name, (decide, hint) in DECISIONS.items()
-    ),
     planted("grad-accum.in-backward", "afterwards", optimizer=stepped_afterwards, hint="free each"),
     planted("grad-accum.in-backward", "never-frees", optimizer=NeverFrees, hint="free each"),
     planted(
@@ -224,9 +172,4 @@ FAULTS = [
         optimizer=StepsInEachBackward,
         hint="of the whole window",
     ),
-    planted("grad-accum.joint-loss", "one-by-one", train=joined_one_by_one),
-    planted("grad-accum.joint-loss", "detached", train=joined_with_old_ones_detached),
-    planted("grad-accum.nan-loss", "stepped", train=train_by_hand, hint="before optimizer"),
-    planted("grad-accum.nan-loss", "stepped-before-looking", train=stepped_before_looking),
-    planted("grad-accum.nan-gradient", "loss-alone", train=loss_alone_checked, hint="norm as well"),
 ]

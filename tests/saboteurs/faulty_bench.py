@@ -11,13 +11,10 @@ from unittest import mock
 import torch
 from saboteurs import planted
 
-from curry_train.bench import report
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import TrainingStep
 from curry_train.core.measure import bytes_on_device, peak_of_step
 from curry_train.core.timing import Ratio, paired_ratio
-from curry_train.primitives.grad_accum import train_window
-from curry_train.workloads.workload import batch_size, take
 
 
 def planted_times(ways, *, rounds, **options):
@@ -59,34 +56,6 @@ def leaves_a_seed(case, *args, **options):
     return found
 
 
-def timing(way):
-    """Return a benchmark that times `way(step)` in place of the step."""
-
-    def measure(case, *args, **options):
-        with mock.patch.object(report, "_run", lambda row, step: way(step)):
-            return measure_levers(case, *args, **options)
-
-    return measure
-
-
-def forward(step):
-    return step.loss(step.model, step.window.microbatches[0])
-
-
-def first_half(step):
-    """Run the step of the first half of the batch."""
-    first = step.window.microbatches[0]
-    if len(step.window) == 1:
-        first = take(first, slice(0, batch_size(first) // 2))
-    half = replace(step.window, microbatches=(first,))
-    return train_window(step.model, half, step.loss, step.optimizer)
-
-
-def two_steps(step):
-    step()
-    step()
-
-
 def changing(change):
     """Return a benchmark whose rows are changed."""
 
@@ -114,7 +83,10 @@ def without_optimizer_state(case, row, plain):
 
 def peak_of_forward(case, *args, **options):
     def peak_bytes(self):
-        return peak_of_step(lambda: forward(self), self._there(), self.device)
+        def forward():
+            return self.loss(self.model, self.window.microbatches[0])
+
+        return peak_of_step(forward, self._there(), self.device)
 
     with mock.patch.object(TrainingStep, "peak_bytes", peak_bytes):
         return measure_levers(case, *args, **options)
@@ -126,9 +98,6 @@ FAULTS = [
     planted("bench.training", "gradients-kept", make=GradientsKept, model="dropout"),
     planted("bench.weights", "trains", make=Trains, model="dropout"),
     planted("bench.generators", "leaves-a-seed", measure=leaves_a_seed, hint="generator"),
-    planted("bench.timed-step", "forward", measure=timing(forward), hint="time the whole step"),
-    planted("bench.timed-step", "twice", measure=timing(two_steps), hint="whole step"),
-    planted("bench.timed-batch", "half", measure=timing(first_half), hint="takes 2 of 4 samples"),
     planted("bench.model-flops", "microbatch", measure=changing(flops_of_a_microbatch)),
     planted("bench.utilization", "all-that-ran", measure=changing(all_flops_that_ran)),
     planted("bench.peak", "optimizer-state", measure=changing(without_optimizer_state)),

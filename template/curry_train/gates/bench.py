@@ -5,15 +5,13 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 import contextlib
 import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
 
 from ..bench.report import Bench, Figures, measure_levers
 from ..bench.steps import MEASURED_OUTCOME, Lever, TrainingStep
@@ -26,7 +24,7 @@ from ..core.timing import FASTER_VERDICT, SLOWER_VERDICT, Ratio, paired_ratio, t
 from ..plan.optimizers import make_optimizer
 from ..plan.timeline import measure_timeline
 from ..primitives.recompute import recompute_blocks
-from ..workloads.workload import Case, batch_size
+from ..workloads.workload import Case
 from .verdict import Gate, NotApplicable, Verdict, not_applicable, shared_result
 
 Measure = Callable[..., Bench]
@@ -161,62 +159,11 @@ def _tolerance(case: Case, one: StepRecord, other: StepRecord) -> float:
     return 0.0 if compare(one, other).bit_equal else OUTER_BOUND[case.dtype]
 
 
-class TimedSteps:
-    """Record what runs between two readings of a clock: samples, steps and gradients.
-
-    It watches every optimizer of torch, so that no step under test reports on itself. Gradients are
-    compared with `expected` at once, so that none of them stays in memory.
-    """
-
-    def __init__(self, case: Case, expected: StepRecord) -> None:
-        self.is_timed = False
-        self.samples: list[list[int]] = []  # of each call of the loss, of each timed step
-        self.errors: list[list[float]] = []  # of the gradients in each optimizer step of these
-        self._expected = expected
-        workload = case.workload
-
-        def loss(module: nn.Module, batch: Any) -> Tensor:
-            if self.is_timed:
-                self.samples[-1].append(batch_size(batch))
-            return workload.loss(module, batch)
-
-        self.case = replace(case, workload=replace(workload, loss=loss))
-
-    def clock(self) -> float:
-        """Read the time; every second reading ends a timed step."""
-        self.is_timed = not self.is_timed
-        if self.is_timed:
-            self.samples.append([])
-            self.errors.append([])
-        return time.perf_counter()
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        handle = register_optimizer_step_pre_hook(self._before_step)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self.is_timed:
-            self.errors[-1].append(compare(self._expected, _gradients(optimizer)).worst)
-
-
-def _gradients(optimizer: torch.optim.Optimizer) -> StepRecord:
-    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    named = {str(number): parameter.grad for number, parameter in enumerate(owned)}
-    return StepRecord(torch.zeros(()), named, {}, {})
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """One round of the plain step and the levers that apply; it holds no tensors of the model."""
 
     rows: Sequence[Figures]
-    # Of each timed step, as in `TimedSteps`.
-    samples: Sequence[Sequence[int]]
-    errors: Sequence[Sequence[float]]
     # The generators after the benchmark, compared with those before it.
     generators: Parity
 
@@ -230,63 +177,16 @@ def _benchmark(case: Case, measure: Measure) -> Benchmark:
 
 
 def _measure(case: Case, measure: Measure) -> Benchmark:
-    timed = TimedSteps(case, _gradients_by_hand(case))
     levers = [HALVED_LEVER] if case.batch_size > 1 else []
     # Full recompute needs a model that repeats blocks.
     with contextlib.suppress(NoBlocks):
         find_blocks(case.build(), case.blocks)
         levers = [FULL_LEVER, *levers]
     before = record(nn.Identity(), torch.zeros(()))
-    with timed.watch():
-        found = measure(timed.case, levers, rounds=1, warmup=0, clock=timed.clock)
+    found = measure(case, levers, rounds=1, warmup=0)
     generators = compare(before, record(nn.Identity(), torch.zeros(())))
     rows = [row for row in found.rows if row.outcome == MEASURED_OUTCOME]
-    return Benchmark(rows, timed.samples, timed.errors, generators)
-
-
-def _gradients_by_hand(case: Case) -> StepRecord:
-    module = case.build()
-    optimizer = _optimizer_of(case, module, rate=0.0)
-    batch = case.batch()
-    with seeded(case.seed):
-        (case.workload.loss(module, batch) / case.workload.count(batch)).backward()
-    return _gradients(optimizer)
-
-
-def compare_timed_step(case: Case, *, measure: Measure = measure_levers) -> Verdict:
-    """Compare the steps that are timed with a step by hand: samples, optimizer steps, gradients.
-
-    Timed are the plain step, full recompute and two microbatches. Where the batch is cut up, random
-    numbers may differ, so gradients are compared only where it is not.
-    """
-    found = _benchmark(case, measure)
-    num_measured = len(found.rows)
-    size = batch_size(case.batch())
-    short = [sizes for sizes in found.samples if sum(sizes) != size]
-    without_step = sum(len(errors) != 1 for errors in found.errors)
-    compared = [
-        errors[0]
-        for sizes, errors in zip(found.samples, found.errors, strict=True)
-        if len(sizes) == 1 and len(errors) == 1
-    ]
-    tolerance = _tolerance(case, _gradients_by_hand(case), _gradients_by_hand(case))
-    num_different = sum(error > tolerance for error in compared)
-
-    hint = ""
-    if len(found.samples) != num_measured:
-        hint = "read the clock that is given once before and once after each step"
-    elif without_step:
-        hint = "time the whole step: forward, backward and one step of the optimizer"
-    elif short:
-        hint = f"a timed step takes {sum(short[0])} of {size} samples: time all of them"
-    elif num_different or not compared:
-        hint = "time the step that is checked: its gradients differ from those by hand"
-    measured = (
-        f"{len(found.samples)} timed steps, {len(short)} with other samples, {without_step} "
-        f"without one optimizer step, {num_different} of {len(compared)} with other gradients"
-    )
-    required = f"{num_measured} timed steps, each on {size} samples, gradients as by hand"
-    return Verdict("bench/timed", not hint, measured, required, hint)
+    return Benchmark(rows, generators)
 
 
 # FLOPs and peaks, against independent counts.
@@ -392,7 +292,6 @@ def _peak_alone(case: Case, change: Callable[[nn.Module], object] | None) -> int
 GATES = (
     Gate("bench/same", compare_with_itself, machine=True),
     Gate("bench/whole-step", compare_whole_step),
-    Gate("bench/timed", compare_timed_step),
     Gate("bench/flops", compare_model_flops),
     Gate("bench/peak", compare_peak),
 )

@@ -95,7 +95,6 @@ COMPARE_STEPS = (
     *COMPARE_CALLS,
     *MEASURE_FIRST,
     *HOLD_ONE_STEP,
-    "bench/timed",
     "grad-flow/two-ranks",
 )
 # Gates that restore what a checkpoint holds.

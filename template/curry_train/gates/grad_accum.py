@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.generators import seeded
-from ..core.parity import GRADIENT_TOLERANCES, NothingToCompare, check_comparable
+from ..core.parity import GRADIENT_TOLERANCES
 from ..primitives.grad_accum import (
     GradientAccumulation,
-    NonFiniteWindow,
     StepInBackward,
     Window,
     train_window,
@@ -196,124 +195,6 @@ def random_numbers(case: Case, *, train_window: Train = train_window) -> Verdict
     return Verdict(gate, not hint, measured, required, hint)
 
 
-# What is asked of our own `train_window` and `GradientAccumulation` alone.
-
-
-def non_finite(case: Case, *, train: Train = train_window) -> Verdict:
-    """Check that a NaN in one microbatch stops the window before the weights change.
-
-    The NaN is the loss in one window, and in another the gradient of a loss that is finite.
-    """
-    loss_report, loss_held = _poisoned_window(case, _nan_loss, train)
-    gradient_report, gradient_held = _poisoned_window(case, _nan_gradient, train)
-    hint = ""
-    if not (loss_held and loss_report.startswith("names microbatch 2")):
-        hint = "check loss and gradient norm before optimizer.step, on every rank"
-    elif not gradient_held:
-        hint = "check the gradient norm as well: the gradient of a finite loss may be NaN"
-    measured = f"{loss_report}; NaN gradient: {gradient_report}"
-    required = "names microbatch 2; 0 weights changed; the same for a gradient"
-    return Verdict("grad-accum/non-finite", not hint, measured, required, hint)
-
-
-def _poisoned_window(
-    case: Case, poison: Callable[[Tensor, nn.Module], Tensor], train: Train
-) -> tuple[str, bool]:
-    """Train a window whose microbatch 2 is poisoned; return a report, and if it was stopped."""
-    module = case.build().eval()
-    before = _weights(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=MOST_LEARNING_RATE)
-    microbatches = case.split(case.batch(4), [1] * 4)
-
-    def loss(model: nn.Module, microbatch: Any) -> Tensor:
-        value = case.workload.loss(model, microbatch)
-        return poison(value, model) if microbatch is microbatches[2] else value
-
-    report = "no error"
-    try:
-        train(module, window_by_hand(case, microbatches), loss, optimizer)
-    except NonFiniteWindow as error:
-        report = "names microbatch 2" if "microbatch 2 " in str(error) else "stopped"
-    changed = _num_changed(module, before)
-    held = report != "no error" and not changed and not optimizer.state
-    return f"{report}; {changed} weights changed", held
-
-
-def _nan_loss(loss: Tensor, model: nn.Module) -> Tensor:
-    return loss * float("nan")
-
-
-def _nan_gradient(loss: Tensor, model: nn.Module) -> Tensor:
-    """Add a term of 0 whose derivative is not finite."""
-    trained = [one for one in model.parameters() if one.requires_grad and one.is_floating_point()]
-    return loss + (trained[0].sum() * 0).abs().sqrt().to(loss) if trained else loss * float("nan")
-
-
-def own_loop(case: Case, *, accumulation: Any = GradientAccumulation) -> Verdict:
-    """Compare a loop that does what `train_step_kwargs` says with large batches."""
-    synced: list[bool] = []
-
-    def train(
-        model: nn.Module, window: Window[Any], loss: Loss, optimizer: torch.optim.Optimizer
-    ) -> None:
-        for index, microbatch in enumerate(window):
-            what = window.train_step_kwargs(index)
-            if what["zero_grad"]:
-                optimizer.zero_grad()
-            (loss(model, microbatch) / what["loss_divisor"]).backward()
-            synced.append(what["sync_gradients"])
-            if what["step_optimizer"]:
-                optimizer.step()
-
-    found = compare_windows(
-        case, train, sizes=[2] * 6, num_steps=4, is_masked=True, accumulation=accumulation
-    )
-    hint = ""
-    if not found.holds:
-        hint = "zero at the first microbatch of a window, step at its last, divide by its terms"
-    elif synced != [False, False, False, True, False, True]:
-        hint = "sync at the last microbatch of each window"
-    measured = f"{found.measured}, syncs: {sum(synced)}"
-    return Verdict("grad-accum/own-loop", not hint, measured, f"{found.required}, syncs: 2", hint)
-
-
-def joint_loss(case: Case, *, train: Train = train_window) -> Verdict:
-    """Compare a loss of all microbatches together, as contrastive losses are, with one by hand."""
-    gate = "grad-accum/joint-loss"
-    tolerance = GRADIENT_TOLERANCES[case.dtype]
-    required = f"gradients of one backward by hand within {tolerance:.1e}"
-    sizes = [2, 4, 2]
-    window = window_by_hand(case, case.split(case.batch(sum(sizes)), sizes))
-
-    def together(values: list[Tensor]) -> Tensor:
-        return torch.stack(values).div(window.num_terms).logsumexp(0) * window.num_terms
-
-    def by_hand(
-        model: nn.Module, window: Window[Any], loss: Loss, optimizer: torch.optim.Optimizer
-    ) -> None:
-        values = [loss(model, microbatch) for microbatch in window.microbatches]
-        (together(values) / window.num_terms).backward()
-        optimizer.step()
-
-    def ours(*given: Any) -> None:
-        train(*given, joint_loss=together)
-
-    reference, again, found = (
-        observe(case.build().eval(), [window], one, case.workload.loss)
-        for one in (by_hand, by_hand, ours)
-    )
-    if not again.compare(reference).bit_equal:
-        why = "a loop by hand does not repeat itself bit for bit"
-        return not_applicable(gate, required=required, why=why)
-    try:
-        check_comparable(reference.steps[0])
-    except NothingToCompare as nothing:
-        return not_applicable(gate, required=required, why=str(nothing))
-    parity = found.compare(reference, tolerance=tolerance)
-    hint = "run every forward, then one backward of the loss of all outputs, divided once"
-    return Verdict(gate, parity.holds, parity.describe(), required, "" if parity.holds else hint)
-
-
 def step_in_backward(
     case: Case, *, optimizer: Any = StepInBackward, train: Train = train_window
 ) -> Verdict:
@@ -467,9 +348,6 @@ GATES = (
     Gate("grad-accum/once", once_per_window),
     Gate("grad-accum/scaled", scaled_window),
     Gate("grad-accum/random", random_numbers),
-    Gate("grad-accum/non-finite", non_finite),
-    Gate("grad-accum/own-loop", own_loop),
-    Gate("grad-accum/joint-loss", joint_loss),
     Gate("grad-accum/in-backward", step_in_backward),
     Gate("grad-accum/two-ranks", two_ranks, on_ranks=True),
 )
