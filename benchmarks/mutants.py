@@ -2,6 +2,7 @@
 
     python benchmarks/mutants.py sac --minutes 30     # `make mutants ARGS=sac`
     python benchmarks/mutants.py grad-accum --function windows
+    python benchmarks/mutants.py --sample 28 --seed 7 --json evidence/mutants.json
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
@@ -13,12 +14,16 @@ Two seconds a mutant on a core. A second run with the same folder goes on where 
 import argparse
 import collections
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from curry_train.core.wording import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 # The modules of each technique in which mutants are made.
@@ -75,7 +80,7 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     shutil.copytree(ROOT / "template" / "tests", folder / "template" / "tests")
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     # mutmut looks at one process; the package is not below template/ here.
-    text = text.replace('"--numprocesses=2",', "").replace('"template",', '".",', 1)
+    text = re.sub(r'"--numprocesses=\d+",', "", text).replace('"template",', '".",', 1)
     configuration = CONFIGURATION.format(
         modules=[f"curry_train/{module}" for module in modules],
         copied=[*COPIED, "template"],
@@ -107,36 +112,70 @@ def run_mutmut(folder: Path, *words: str, minutes: float | None = None) -> str:
         return log.read()
 
 
+def count(technique: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run mutants of a technique, print those that no test catches, and count all by their fate."""
+    modules = TECHNIQUES[technique]
+    folder = (options.folder or ROOT / ".venv" / "mutants") / technique
+    if not folder.exists():
+        copy_checkout(folder, modules, tests_of(technique, modules))
+    chosen = [f"*{options.function}__mutmut_*"] if options.function else []
+    if options.sample:
+        run_mutmut(folder, "run", "none")  # makes all mutants, and runs none
+        names = sorted(fates(folder))
+        chosen = random.Random(options.seed).sample(names, min(options.sample, len(names)))
+    output = run_mutmut(folder, "run", *chosen, minutes=options.minutes)
+
+    found = fates(folder)
+    if options.sample:
+        found = {name: found[name] for name in chosen}
+    counts = collections.Counter(found.values())
+    caught = sum(counts[fate] for fate in ("killed", "timeout", "segfault"))
+    survived = sorted(name for name, fate in found.items() if fate == "survived")
+    if not caught + len(survived):
+        print(output[-2000:], file=sys.stderr)
+    for name in survived:
+        print(f"survived: {name}")
+    print(
+        f"{technique}: {caught} of {caught + len(survived)} mutants that a test reaches are caught"
+    )
+    print(f"{counts['no tests']} are reached by no test, {counts['not checked']} did not run")
+    print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME", flush=True)
+    return {
+        "technique": technique,
+        "caught": caught,
+        "survived": survived,
+        "reached by no test": counts["no tests"],
+        "did not run": counts["not checked"],
+    }
+
+
+def fates(folder: Path) -> dict[str, str]:
+    """Return what became of each mutant, by its name."""
+    listed = run_mutmut(folder, "results", "--all", "true")
+    return dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("technique", choices=[*TECHNIQUES])
+    parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help=", ".join(TECHNIQUES))
     parser.add_argument("--function", help="mutate this function alone")
-    parser.add_argument("--minutes", type=float, help="stop after these")
+    parser.add_argument("--sample", type=int, help="draw so many mutants of each technique")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    parser.add_argument("--minutes", type=float, help="stop each technique after these")
     parser.add_argument("--folder", type=Path, help="where to work (default: below .venv)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="record the counts here")
     options = parser.parse_args()
+    if unknown := [one for one in options.techniques if one not in TECHNIQUES]:
+        parser.error(f"no technique {unknown[0]!r}; there are {', '.join(TECHNIQUES)}")
 
-    modules = TECHNIQUES[options.technique]
-    folder = options.folder or ROOT / ".venv" / "mutants" / options.technique
-    if not folder.exists():
-        copy_checkout(folder, modules, tests_of(options.technique, modules))
-    only = [f"*{options.function}__mutmut_*"] if options.function else []
-    output = run_mutmut(folder, "run", *only, minutes=options.minutes)
-
-    listed = run_mutmut(folder, "results", "--all", "true")
-    statuses = dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
-    counts = collections.Counter(statuses.values())
-    caught = sum(counts[status] for status in ("killed", "timeout", "segfault"))
-    run = caught + counts["survived"]
-    if not run:
-        print(output[-2000:], file=sys.stderr)
-        return 1
-    for name, status in statuses.items():
-        if status == "survived":
-            print(f"survived: {name}")
-    print(f"{options.technique}: {caught} of {run} mutants that a test reaches are caught")
-    print(f"{counts['no tests']} are reached by no test, {counts['not checked']} did not run")
-    print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME")
-    return 0
+    rows = [count(one, options) for one in options.techniques or TECHNIQUES]
+    caught = sum(row["caught"] for row in rows)
+    run = caught + sum(len(row["survived"]) for row in rows)
+    print(f"{caught} of {run} caught")
+    if options.json:
+        head = {"sample": options.sample, "seed": options.seed, "caught": caught, "run": run}
+        write_json(str(options.json), head | {"rows": rows})
+    return not run
 
 
 if __name__ == "__main__":
