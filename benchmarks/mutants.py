@@ -131,13 +131,12 @@ def count(technique: str, options: argparse.Namespace) -> dict[str, Any]:
     counts = collections.Counter(found.values())
     caught = sum(counts[fate] for fate in ("killed", "timeout", "segfault"))
     survived = sorted(name for name, fate in found.items() if fate == "survived")
-    if not caught + len(survived):
+    run = caught + len(survived)
+    if not run:
         print(output[-2000:], file=sys.stderr)
     for name in survived:
         print(f"survived: {name}")
-    print(
-        f"{technique}: {caught} of {caught + len(survived)} mutants that a test reaches are caught"
-    )
+    print(f"{technique}: {caught} of {run} mutants that a test reaches are caught")
     print(f"{counts['no tests']} are reached by no test, {counts['not checked']} did not run")
     print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME", flush=True)
     return {
