@@ -9,9 +9,12 @@ eval`, the `fixture/` that the agent works on, and `graders/grade.py`. That comm
 too (`claude plugin eval skills/<technique> --scaffold`), but its own graders run no programs.
 
 Arms: `none` has no plugin, `gutted` the same folders and scripts with the text of every skill cut
-out, `whole` the plugin as it is. `{prompt}`, `{plugin}` and `{case}` are replaced in the command of
-an agent, which runs in a copy of the fixture with a home of its own, for the time that the case
-allows. The python that comes first on PATH is the agent's: it needs torch, and no curry-train.
+out, `whole` the plugin as it is, `index` no skills but the command on PATH and the lines of
+`curry-train agents-md` in AGENTS.md and CLAUDE.md. `{prompt}`, `{plugin}` and `{case}` are replaced
+in the command of an agent, which runs in a copy of the fixture with a home of its own, for the time
+that the case allows. The python that comes first on PATH is the agent's: it needs torch, and no
+curry-train.
+
 Proof: `python -m pytest tests/evals/test_evals.py`.
 """
 
@@ -40,7 +43,7 @@ from evals_scripted import IDLE, solutions
 
 ROOT = Path(__file__).resolve().parents[1]
 SCHEMA = 1  # of the record; raise it when a key changes its meaning
-ARMS = ("none", "gutted", "whole")
+ARMS = ("none", "gutted", "whole", "index")
 SHORT = "short"  # the tag of the cases that run in every test
 HIDDEN = ("evals", "tests", "evidence", "benchmarks")  # what no agent under test may read
 MANIFESTS = ("plugin.json", ".claude-plugin/plugin.json", ".claude-plugin/marketplace.json")
@@ -109,6 +112,8 @@ def build_arm(arm: str, target: Path, root: Path = ROOT) -> Path:
     """Write the plugin that an agent of this arm gets, and return its folder."""
     target.mkdir(parents=True)
     copied = MANIFESTS if arm == "none" else [path for path in _files(root) if not _hidden(path)]
+    if arm == "index":
+        copied = [path for path in copied if Path(path).parts[0] != "skills"]
     for name in copied:
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,13 +151,15 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     plugin = build_arm(arm, place / "plugin")
     shutil.copytree(case.folder / "fixture", place / "work")
     (place / "home").mkdir()
+    if arm == "index":
+        name_commands(plugin, place)
     filled = {"{prompt}": case.prompt, "{plugin}": str(plugin), "{case}": case.name}
     words = [_fill(word, filled) for word in shlex.split(command)]
     started = time.monotonic()
     process = subprocess.Popen(
         words,
         cwd=place / "work",
-        env=_environment(place / "home"),
+        env=_environment(place),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -171,10 +178,24 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     return status, round(time.monotonic() - started, 3), transcript
 
 
-def _environment(home: Path) -> dict[str, str]:
+def name_commands(plugin: Path, place: Path) -> None:
+    """Put the command on the agent's PATH, and its lines into the files that agents read first."""
+    command = place / "bin/curry-train"
+    command.parent.mkdir()
+    script = shlex.quote(str(plugin / "scripts/curry_train.py"))
+    command.write_text(f'#!/bin/sh\nexec python3 {script} "$@"\n')
+    command.chmod(0o755)
+    for name in ("AGENTS.md", "CLAUDE.md"):
+        words = [str(command), "agents-md", str(place / "work" / name)]
+        subprocess.run(words, check=True, capture_output=True)
+
+
+def _environment(place: Path) -> dict[str, str]:
     """Return the environment of an agent: a home of its own, and no path to this package."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"HOME": str(home), "XDG_CONFIG_HOME": str(home)}
+    home = str(place / "home")
+    path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", os.defpath)))
+    return kept | {"HOME": home, "XDG_CONFIG_HOME": home, "PATH": path}
 
 
 def _fill(word: str, values: dict[str, str]) -> str:
@@ -336,7 +357,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--agent", metavar="COMMAND", help="with {prompt}, {plugin} or {case}")
-    parser.add_argument("--arm", action="append", choices=ARMS, help="all three if not given")
+    parser.add_argument("--arm", action="append", choices=ARMS, help="all four if not given")
     parser.add_argument("--runs", type=int, default=3, help="of each case in each arm")
     parser.add_argument("--case", default="*", metavar="GLOB")
     parser.add_argument("--short", action="store_true", help="one case for each skill")

@@ -6,9 +6,8 @@
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
-in the folder that is printed. The tests are those named after the technique or one of its modules;
-those in `tests/gates` run the gates.
-Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
+in the folder that is printed. The tests are those of the modules' rooms, and the gates' own.
+Some seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
 import argparse
@@ -45,25 +44,28 @@ TECHNIQUES = {
     "bench": ["bench/steps.py"],
 }
 COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
+BESIDE_ROOMS = ("template/tests", "tests/gates")
+ALL_GATES = "tests/gates/test_gates.py"
+# The compiler does not trace the function by which mutmut chooses a mutant, and modules with all
+# mutants have more lines than a copy may have.
 CONFIGURATION = """
 [tool.mutmut]
 source_paths = ["curry_train"]
 only_mutate = {modules}
 also_copy = {copied}
 pytest_add_cli_args_test_selection = {tests}
+pytest_add_cli_args = ["-k", "not compile and not closures"]
 process_isolation = "forkserver"
 """
 
 
 def tests_of(technique: str, modules: list[str]) -> list[str]:
-    """List the tests named after a technique or one of its modules."""
-    names = {technique.replace("-", "_"), *(Path(module).stem for module in modules)}
-    paths = {
-        path
-        for name in names
-        for folder in ("tests/*", "template/tests")
-        for path in ROOT.glob(f"{folder}/test_{name}*.py")
-    }
+    """List the tests of the modules' rooms, the gates', and those named after the technique."""
+    rooms = {Path(module).parent.name for module in modules}
+    named = {technique.replace("-", "_"), *(Path(module).stem for module in modules)}
+    patterns = [f"tests/{room}/test_*.py" for room in rooms]
+    patterns += [f"{folder}/test_{name}*.py" for folder in BESIDE_ROOMS for name in named]
+    paths = {path for pattern in (*patterns, ALL_GATES) for path in ROOT.glob(pattern)}
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 

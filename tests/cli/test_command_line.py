@@ -24,7 +24,7 @@ from curry_train.gates.verdict import GATES_WORTH_A_PROCESS
 # The commands that README and DESIGN promise.
 PROMISED = (
     *("validate", "plan", "memory", "preflight", "savings", "bench", "grad-flow", "train", "runs"),
-    *("new", "add", "update", "diff", "list", "gen-tests"),
+    *("new", "add", "update", "diff", "list", "agents-md", "gen-tests"),
 )
 NAMED_SCRIPTS = (
     *("validate_checkpointing.py", "gen_checkpoint_tests.py", "memory_savings_benchmark.py"),

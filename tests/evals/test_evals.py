@@ -155,7 +155,10 @@ def test_the_list_for_skill_creator_is_written_from_the_cases(skill):
 
 
 def test_an_arm_without_guidance_has_the_same_files_and_no_arm_has_the_answers(tmp_path):
-    none, gutted, whole = (evals.build_arm(arm, tmp_path / arm) for arm in evals.ARMS)
+    none, gutted, whole, index = (evals.build_arm(arm, tmp_path / arm) for arm in evals.ARMS)
+    assert {path.name for path in whole.iterdir()} - {path.name for path in index.iterdir()} == {
+        "skills"
+    }
     listed = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()}
     assert listed == {path.relative_to(gutted) for path in gutted.rglob("*") if path.is_file()}
     assert not [path for path in listed if "evals" in path.parts or path.parts[0] == "tests"]
@@ -168,7 +171,7 @@ def test_an_arm_without_guidance_has_the_same_files_and_no_arm_has_the_answers(t
         assert cut.count("\n") < 9
 
 
-def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp_path):
+def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp_path, monkeypatch):
     (name, *_) = SHORT
     case = CASES[name]
     words = 'sh -c \'test -d "$1/skills" && echo "$2" && echo home $HOME\' sh {plugin} {prompt}'
@@ -176,10 +179,20 @@ def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp
     assert status == 0
     assert case.prompt in transcript
     assert f"home {tmp_path / 'first/home'}" in transcript
-    case.settings["execution"]["timeout_seconds"] = 0.2
+    monkeypatch.setitem(case.settings["execution"], "timeout_seconds", 0.2)
     status, seconds, _ = evals.run_agent("sleep 20", case, "none", tmp_path / "second")
     assert status is None
     assert seconds < 10
+
+
+def test_an_agent_with_the_index_has_the_lines_and_the_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}")
+    (name, *_) = SHORT
+    words = "sh -c 'cmp AGENTS.md CLAUDE.md && tail -n 12 AGENTS.md && curry-train --help'"
+    status, _, transcript = evals.run_agent(words, CASES[name], "index", tmp_path / "run")
+    assert status == 0, transcript
+    assert "`curry-train plan --target h100 TRAIN`" in transcript
+    assert "Check your own training loop" in transcript
 
 
 def test_agents_do_not_run_where_python_has_the_package(tmp_path, monkeypatch, capsys):

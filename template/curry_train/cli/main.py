@@ -27,6 +27,7 @@ COMMANDS = {
     "update": ("scaffold:update_command", "Merge a newer release into copied files."),
     "diff": ("scaffold:diff_command", "Compare copied files with their origin."),
     "list": ("scaffold:list_command", "List the techniques and what adding each one copies."),
+    "agents-md": ("agents_md:agents_md_command", "Write ten lines for agents into AGENTS.md."),
     "gen-tests": ("testgen:testgen_command", "Write a pytest file that runs every gate."),
 }
 

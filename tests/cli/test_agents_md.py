@@ -1,0 +1,100 @@
+"""`curry-train agents-md` writes its lines once, and removes them to the byte.
+
+python -m pytest tests/cli/test_agents_md.py
+"""
+
+import re
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from curry_train.cli.agents_md import LINES
+from curry_train.cli.main import main
+
+TEXTS = {
+    "empty": b"",
+    "a line": b"# Rules\nBe brief.\n",
+    "no end of line": b"# Rules\nBe brief.",
+    "many ends": b"# Rules\n\n\n",
+    "windows": b"# Rules\r\nBe brief.\r\n",
+    "windows, no end": b"# Rules\r\nBe brief.",
+    "no UTF-8": b"\xff\xfe caf\xe9\n",
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words, status=0):
+        result = CliRunner().invoke(main, ["agents-md", *map(str, words)])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    return run
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_lines_are_written_once_and_removed_to_the_byte(run, tmp_path, text):
+    file = tmp_path / "CLAUDE.md"
+    file.write_bytes(text)
+    run(file.name)
+    once = file.read_bytes()
+    assert once.startswith(text)
+    assert b"curry-train plan" in once
+    assert (b"\r\n" in text) == (b"\r\n" in once)
+    assert "already" in run(file.name)
+    assert file.read_bytes() == once
+    run(file.name, "--remove")
+    assert file.read_bytes() == text
+    assert "has no lines" in run(file.name, "--remove")
+    assert file.read_bytes() == text
+
+
+def test_a_file_that_was_made_for_the_lines_goes_with_them(run, tmp_path):
+    file = tmp_path / "AGENTS.md"
+    run()
+    run()
+    assert len(file.read_text().splitlines()) == len(LINES.splitlines()) + 2
+    run("--remove")
+    assert not file.exists()
+
+
+def test_text_of_the_user_before_and_after_stays(run, tmp_path):
+    file = tmp_path / "AGENTS.md"
+    run()
+    file.write_text("# Mine\n" + file.read_text() + "# After\n")
+    run("--remove")
+    assert file.read_text() == "# Mine\n# After\n"
+
+
+def test_older_lines_are_replaced_in_place(run, tmp_path):
+    file = tmp_path / "AGENTS.md"
+    file.write_text("one\n\n<!-- curry-train: begin -->\nold\n<!-- curry-train: end -->\ntwo\n")
+    run()
+    assert file.read_text() == (
+        f"one\n\n<!-- curry-train: begin -->\n{LINES}<!-- curry-train: end -->\ntwo\n"
+    )
+
+
+def test_a_mark_alone_is_refused(run, tmp_path):
+    (tmp_path / "AGENTS.md").write_text("<!-- curry-train: begin -->\nmine\n")
+    assert "one of the two marks" in run(status=2)
+    assert "one of the two marks" in run("--remove", status=2)
+
+
+def test_print_writes_nothing(run, tmp_path):
+    assert run("--print") == LINES
+    assert not list(tmp_path.iterdir())
+    assert len(LINES.splitlines()) == 10
+
+
+@pytest.mark.parametrize("command", re.findall(r"`(curry-train [^`]+)`", LINES))
+def test_each_command_has_the_options_that_the_lines_name(command):
+    _, *words = shlex.split(command.replace(" TRAIN", ""))
+    options = [word for word in words if word.startswith("--")]
+    names = words[:2] if words[0] == "runs" else words[:1]
+    page = CliRunner().invoke(main, [*names, "--help"])
+    assert page.exit_code == 0
+    assert all(option in page.output for option in options)
