@@ -18,15 +18,7 @@ from safetensors.torch import save_file
 
 from ..config import set_words
 from ..core.wording import format_bytes, write_json
-from ..runs.format import (
-    MODEL_PREFIX,
-    SAFETENSORS_FILE_NAME,
-    SafetensorsReader,
-    TensorFacts,
-    facts_of,
-    read_checkpoint_metadata,
-    read_tensors,
-)
+from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
@@ -358,20 +350,12 @@ SHARD_BYTES = 5 * 10**9
 
 def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors without a model."""
-    run.verify(folder)
-    manifest = read_manifest(run.files, folder)
-
-    def empty(found: Mapping[str, TensorFacts]) -> dict[str, torch.Tensor]:
-        return {name: torch.empty(one.shape, dtype=one.dtype) for name, one in found.items()}
-
-    if SAFETENSORS_FILE_NAME in manifest.files:
-        reader = SafetensorsReader(run.files, folder)
-        tensors = empty(reader.facts)
-        reader.read_into(tensors)
-        return tensors
-    metadata = read_checkpoint_metadata(run.files, folder, manifest)
-    tensors = empty(facts_of(metadata))
-    read_tensors(run.files, folder, metadata, tensors)
+    manifest = run.verify(folder)
+    contents, fill = run.open_content(folder, manifest)
+    tensors = {
+        name: torch.empty(one.shape, dtype=one.dtype) for name, one in contents.tensors.items()
+    }
+    fill(tensors)
     return tensors
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from ..core.unpickle import RefusedPickle
 from ..core.wording import format_bytes
-from ..runs.format import ALLOWED_GLOBALS
+from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
 from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
@@ -88,7 +88,7 @@ def _is_harmless(name: str) -> bool:
     if module in ("builtins", "__builtin__"):
         return last in HARMLESS_BUILTINS
     # A dotted rest could reach anything that the module has imported.
-    return name in ALLOWED_GLOBALS or any(
+    return name in INDEX_GLOBALS or any(
         name.count(".") == glob.count(".") and fnmatch.fnmatchcase(name, glob)
         for glob in HARMLESS_NAMES
     )
@@ -252,7 +252,7 @@ class IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = f"{module}.{name}"
         is_of_index = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        if not is_of_index and found not in ALLOWED_GLOBALS and module != "pathlib":
+        if not is_of_index and found not in INDEX_GLOBALS and module != "pathlib":
             raise pickle.UnpicklingError(f"it names {found:.100}, which no index needs")
         return super().find_class(module, name)
 
