@@ -139,10 +139,8 @@ class History:
     attempts: list[Attempt] = field(default_factory=list)
     marks: dict[str, Marks] = field(default_factory=dict)
     run: str | None = None
-    num_events: int = 0
     num_damaged: int = 0
     first_damaged: int | None = None
-    torn: bool = False
 
     @property
     def steps(self) -> Steps:
@@ -164,7 +162,6 @@ class History:
         return self.attempts[-1].last_step if self.attempts else 0
 
     def add(self, event: Event) -> None:
-        self.num_events += 1
         if (
             event.kind in OPENING_EVENT_KINDS
             or not self.attempts
@@ -228,8 +225,7 @@ def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> Hi
 
     history.run = reading.run
     history.num_damaged = reading.num_damaged
-    history.torn = bool(reading.torn)
-    history.first_damaged = reading.damaged[0].line if reading.damaged else None
+    history.first_damaged = reading.first_damaged
     return history
 
 
