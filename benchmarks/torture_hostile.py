@@ -73,7 +73,7 @@ class Ground:
         place = self.run / folder
         manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
         (place / name).write_bytes(data)
-        entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
+        entry = FileEntry(len(data), hash_bytes(data))
         (place / MANIFEST_FILE_NAME).write_bytes(
             dataclasses.replace(manifest, files={**manifest.files, name: entry}).render()
         )

@@ -53,7 +53,7 @@ def forge(store, saved, name, data):
     folder = store.files.path(saved.folder)
     (folder / name).write_bytes(data)
     manifest = read_manifest_loosely(store, saved)
-    entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
+    entry = FileEntry(len(data), hash_bytes(data))
     forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
     (folder / "manifest.json").write_bytes(forged.render())
     store.verify(saved)

@@ -30,7 +30,7 @@ from ..core.unpickle import RefusedPickle
 from ..core.wording import format_bytes
 from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
-from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest
+from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
 from ..runs.trainers import Commit, read_commit
 from .options import json_option
@@ -148,7 +148,7 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
     # The manifest proves each bit, so that nothing is left that the inner format can't tell.
     found.complete = True
     found.unknown = [one for one in found.unknown if "can't be told" not in one or "NaN" in one]
-    found.hashed = {commit.manifest.algorithm: len(commit.manifest.files)}
+    found.hashed = {HASH_NAME: len(commit.manifest.files)}
 
 
 # Folders.
@@ -176,7 +176,7 @@ def _inspect_folder(path: Path, values: bool) -> Inspection:
     try:
         manifest = files.get(MANIFEST_FILE_NAME)
         # Also if one of its bits is damaged.
-        is_ours = manifest and re.search(rb'"(algorithm|hash)"', read_whole(manifest))
+        is_ours = manifest and re.search(rb'"(files|hash)"', read_whole(manifest))
         if is_ours:
             del files[MANIFEST_FILE_NAME]
         name = next((name for name in readers if name in files), "")

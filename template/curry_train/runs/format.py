@@ -59,16 +59,15 @@ class RankFiles:
 class HashingFolder:
     """A folder whose new files are hashed while they are written, and synced when closed."""
 
-    def __init__(self, files: Files, folder: str, algorithm: str) -> None:
+    def __init__(self, files: Files, folder: str) -> None:
         self.files = files
         self.folder = folder
-        self.algorithm = algorithm
         self.entries: dict[str, FileEntry] = {}
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[HashingStream]:
         raw = self.files.create(f"{self.folder}/{name}")
-        stream = HashingStream(raw, self.algorithm)
+        stream = HashingStream(raw)
         try:
             yield stream
             self.files.finish(raw)

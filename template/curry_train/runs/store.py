@@ -47,7 +47,6 @@ from .layout import (
     Manifest,
     Metric,
     SavedCheckpoint,
-    default_algorithm,
     folder_name,
     is_leftover,
     read_manifest,
@@ -96,7 +95,7 @@ class Writing:
         self.final = folder_name(kind, step, metric)
         self.folder = folder
 
-        self._new = HashingFolder(self.files, self.folder, store.algorithm)
+        self._new = HashingFolder(self.files, self.folder)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
         ranks_values = ranks.exchange(
@@ -130,9 +129,7 @@ class Writing:
             "torch": torch.__version__.split("+")[0],
             "world_size": self.ranks.size,
         }
-        manifest = Manifest(
-            self._new.algorithm, self.kind, self.step, entries, self.metric, about, self.line
-        )
+        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.line)
         rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
         self.files.sync_folder(self.folder)
@@ -364,10 +361,8 @@ class Store(SavedRun):
         root: str | os.PathLike[str],
         *,
         files: Files | None = None,
-        algorithm: str | None = None,
     ) -> None:
         super().__init__(root, files=files)
-        self.algorithm = algorithm or default_algorithm()
         # The number of the line of states that saves belong to; the first rank counts it.
         self.line = 0
         self._lock = RunLock(self.files)

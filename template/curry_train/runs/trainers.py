@@ -32,7 +32,6 @@ from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
     Manifest,
-    default_algorithm,
     hash_stream,
     parse_manifest,
 )
@@ -72,20 +71,19 @@ class Commit:
                 raise DamagedCheckpoint(f"{path}: {name} is {state}")
         folder = path if path.is_dir() else path.parent
         for name, entry in self.manifest.files.items():
-            if _entry_of(folder / name, self.manifest.algorithm) != entry:
+            if _entry_of(folder / name) != entry:
                 raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
 
 
 def commit_folder(folder: str | os.PathLike[str]) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
-    algorithm = default_algorithm()
     manifest_path = path / MANIFEST_FILE_NAME
     names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
-    entries = {name: _entry_of(path / name, algorithm, sync=True) for name in names}
+    entries = {name: _entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         _sync_folder(below)
-    manifest = _manifest(path, entries, algorithm)
+    manifest = _manifest(path, entries)
     _write_manifest(manifest_path, manifest)
     _sync_folder(path.parent)
     return Commit(path, manifest, _number(manifest))
@@ -105,9 +103,8 @@ def _sweep(final: Path) -> None:
 
 def commit_file(staged: Path, final: Path) -> Commit:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    algorithm = default_algorithm()
-    entry = _entry_of(staged, algorithm, sync=True)
-    manifest = _manifest(final, {final.name: entry}, algorithm)
+    entry = _entry_of(staged, sync=True)
+    manifest = _manifest(final, {final.name: entry})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
@@ -167,7 +164,7 @@ def read_commit(path: Path) -> Commit:
         return commit
     # A crash between manifest and rename leaves the file that was there before.
     old = FileEntry(before["bytes"], before["hash"])
-    if path.exists() and _entry_of(path, manifest.algorithm) == old:
+    if path.exists() and _entry_of(path) == old:
         manifest = dataclasses.replace(manifest, files={path.name: old})
         return Commit(path, manifest, int(before["number"]))
     return commit
@@ -180,13 +177,13 @@ def _number(manifest: Manifest) -> int:
     return number
 
 
-def _manifest(path: Path, entries: dict[str, FileEntry], algorithm: str) -> Manifest:
+def _manifest(path: Path, entries: dict[str, FileEntry]) -> Manifest:
     numbers = [0]
     for sibling in path.parent.iterdir():
         with contextlib.suppress(FileNotFoundError, DamagedCheckpoint, NotADirectoryError):
             numbers.append(read_commit(sibling).number)
     number = 1 + max(numbers)
-    return Manifest(algorithm, FOREIGN_KIND, number, entries, None, {"number": number})
+    return Manifest(FOREIGN_KIND, number, entries, None, {"number": number})
 
 
 def _manifest_of(path: Path) -> Path:
@@ -207,9 +204,9 @@ def _relative_files(folder: Path) -> list[str]:
     )
 
 
-def _entry_of(path: Path, algorithm: str, *, sync: bool = False) -> FileEntry:
+def _entry_of(path: Path, *, sync: bool = False) -> FileEntry:
     with path.open("rb") as stream:
-        entry = FileEntry(*hash_stream(algorithm, stream))
+        entry = FileEntry(*hash_stream(stream))
         if sync:
             os.fsync(stream.fileno())
     return entry
