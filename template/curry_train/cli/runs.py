@@ -188,7 +188,7 @@ def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _events(history: History, kind: str) -> list[Event]:
-    return history.marks[kind].events if kind in history.marks else []
+    return history.events.get(kind, [])
 
 
 # Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
