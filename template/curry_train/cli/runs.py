@@ -22,7 +22,7 @@ from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
-from ..runs.policy_config import PolicyConfig
+from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.ranks import DamagedCheckpoint, StateMismatch
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
 from ..runs.store import SavedRun
@@ -517,7 +517,9 @@ def estimate_command(
     number = _count(model) if model else int(float(parameters or 0))
     block: dict[str, Any] = {}
     set_words(block, [word.removeprefix("checkpoint.") for word in words])
-    estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
+    estimate = estimate_disk(
+        number, read_fields(PolicyConfig, block, inside="checkpoint"), dtype=dtype
+    )
     console = Console(highlight=False)
     console.print(estimate_table(estimate), markup=False)
     for line in estimate.advice:

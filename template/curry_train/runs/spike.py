@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from .files import Files
 from .policy import number_of
-from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig
+from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields
 from .random_state import DATA_PREFIX, DataPosition
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
@@ -421,7 +421,7 @@ class AttachedWatch:
         resume_hint: str | None = None,
     ) -> None:
         if not isinstance(spike, SpikeConfig):
-            spike = SpikeConfig(action="none") if spike is None else SpikeConfig.from_config(spike)
+            spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
         if spike.lower_rate is not None and stream is None:
             raise ValueError(
                 "spike.lower_rate needs stream=, because `saving` does not control the schedule "
