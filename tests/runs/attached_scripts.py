@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 PLAIN = """
 import random, sys
@@ -105,6 +106,18 @@ def _changed(script: str, changes: Iterable[tuple[str, str]]) -> str:
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     return script
+
+
+def flip_a_bit(run_folder: Path, name: str = "*.distcp") -> int:
+    """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
+    from curry_train.runs import SavedRun
+
+    newest = SavedRun(run_folder).latest()
+    path = max((run_folder / newest.folder).glob(name), key=lambda one: one.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    return newest.step
 
 
 def kill_at(step: int) -> None:

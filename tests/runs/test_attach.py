@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from attached_scripts import PLAIN, attached
+from attached_scripts import PLAIN, attached, flip_a_bit
 from torch import nn
 from tree import ROOT
 from warm_python import warm_python
@@ -69,16 +69,6 @@ def run_plain(tmp_path_factory):
         return folder, losses, devs
 
     return plain
-
-
-def flip_a_bit(run_folder):
-    """Flip a bit in the newest checkpoint and return its step."""
-    newest = SavedRun(run_folder).latest()
-    path = max((run_folder / newest.folder).glob("*.distcp"), key=lambda one: one.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    return newest.step
 
 
 def test_it_takes_at_most_ten_lines():

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from attached_scripts import PLAIN, attached, on_ranks
+from attached_scripts import PLAIN, attached, flip_a_bit, on_ranks
 from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.runs import RunError, SavedRun, saving
+from curry_train.runs import SavedRun, saving
 from curry_train.runs.ranks import Ranks
 
 STEPS = 4  # steps per epoch: 11 samples per rank, 3 per batch
@@ -78,16 +78,6 @@ def ended(processes, timeout=60):
     return found
 
 
-def flip_a_bit(run_folder, rank):
-    """Flip a bit in one rank's file of the newest checkpoint, and return its step."""
-    newest = SavedRun(run_folder).latest()
-    path = next((run_folder / newest.folder).glob(f"__{rank}_*.distcp"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    return newest.step
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Run the script without `saving`, with a worker that draws from its rank's generator."""
@@ -110,7 +100,7 @@ def test_two_ranks_killed_damaged_and_resumed_are_bit_equal_to_an_uninterrupted_
     assert [(status, first) for status, first, _ in found] == [
         (-signal.SIGKILL, each[:8]) for each in losses
     ], found
-    assert flip_a_bit(tmp_path / "run", rank=1) == 8
+    assert flip_a_bit(tmp_path / "run", "__1_*.distcp") == 8
     found = ended(start(tmp_path, script, 1))  # from step 6, in the middle of the second epoch
     assert [(status, rest) for status, rest, _ in found] == [(0, each[6:]) for each in losses], (
         found
@@ -249,19 +239,3 @@ def agree_with_starved_threads():
 def test_no_thread_of_the_group_still_holds_a_tensor_when_the_ranks_have_agreed():
     """It would need the interpreter to release it, and abort a process that is ending."""
     assert run_on_ranks(f"{__file__}:agree_with_starved_threads", timeout=60) == [[0] * 20] * 2
-
-
-def open_below(path):
-    try:
-        saving(torch.nn.Linear(1, 1), runs=path)
-    except (OSError, RunError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_folder_that_can_not_be_created_is_an_error_on_both_ranks(tmp_path):
-    (tmp_path / "file").touch()
-    first, second = run_on_ranks(
-        f"{__file__}:open_below", path=str(tmp_path / "file/run"), timeout=60
-    )
-    assert first.startswith("NotADirectoryError")
-    assert "NotADirectoryError" in second
