@@ -355,7 +355,7 @@ SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}
 class Journal:
     """The journal of a run's folder, open for writing by rank 0; other ranks write nothing.
 
-    `run` is the name of the run, by default the folder's name. The kernel's lock on the file
+    The name of the run is that of the folder. The kernel's lock on the file
     refuses a second process. A file system without locks gets a warning instead; lines can't mix on
     a local disk even then, since each is a single append.
     """
@@ -364,12 +364,11 @@ class Journal:
         self,
         folder: str | os.PathLike[str],
         *,
-        run: str | None = None,
         rank: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(folder) / JOURNAL_FILE_NAME
-        self.run = run or Path(folder).resolve().name
+        self.run = Path(folder).resolve().name
         self.writes = rank == 0
         self._clock = clock
         self._handle: int | None = None
