@@ -490,7 +490,7 @@ class ShardedLayout:
         # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
         # parallelism broadcasts from the first rank.
         options: Any = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
+        planner: Any = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
         self._folder = folder
         self._metadata: Any = None
         self._planner = _Planner(**options)
