@@ -109,7 +109,7 @@ def measure_integrity(state: TrainingState, folder: Path, *, pairs: int) -> dict
         for number in range(pairs + 1):
             for act in (save_plain, save_ours) if number % 2 else (save_ours, save_plain):
                 act(number)
-    return {**compared(plain, ours), "algorithm": store.algorithm}
+    return compared(plain, ours)
 
 
 def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:

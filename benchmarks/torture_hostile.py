@@ -5,7 +5,6 @@ was run, and an audit hook whether anything outside was read.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
-import copy
 import dataclasses
 import json
 import os
@@ -22,6 +21,8 @@ from curry_train.cli.main import main
 from curry_train.runs import HostileCheckpoint, RunError, SavedRun, Store, load_chosen
 from curry_train.runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.lineage import LINEAGE_FILE_NAME
+from curry_train.runs.store import STATE_FILE_NAME
+from curry_train.runs.values import dump, load
 from torture_shapes import calls, places
 from torture_training import Training
 
@@ -72,17 +73,16 @@ class Ground:
         place = self.run / folder
         manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
         (place / name).write_bytes(data)
-        entry = FileEntry(len(data), hash_bytes(manifest.algorithm, data))
+        entry = FileEntry(len(data), hash_bytes(data))
         (place / MANIFEST_FILE_NAME).write_bytes(
             dataclasses.replace(manifest, files={**manifest.files, name: entry}).render()
         )
 
-    def forge_index(self, metadata: Any, protocol: int = 4) -> None:
-        self.forge(
-            STEP,
-            ".metadata",
-            pickle.dumps(metadata, protocol),
-        )
+    def forge_index(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Forge the index of the tensors in the state beside them."""
+        content = load((self.run / STEP / STATE_FILE_NAME).read_bytes())
+        change(content["index"])
+        self.forge(STEP, STATE_FILE_NAME, dump(content))
 
     def tried(self, *, loads: bool = False) -> list[str]:
         """List what is wrong after every reader was tried; `loads` if the state may be loaded."""
@@ -181,14 +181,23 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
     """Yield group, name, the forging function, and whether a load may succeed."""
     canary = str(ground.canary)
     for title, call in calls(canary).items():
+        # A load does not read torch's index, and other tools of ours do not unpickle it.
         for place, metadata in places(ground.metadata, call):
             for protocol in (0, 2, 4, 5):
                 yield (
                     "calls",
                     f"{title} in {place}",
-                    lambda it=metadata, by=protocol: ground.forge_index(it, by),
-                    False,
+                    lambda it=metadata, by=protocol: ground.forge(
+                        STEP, ".metadata", pickle.dumps(it, by)
+                    ),
+                    True,
                 )
+        yield (
+            "calls",
+            f"{title} in the state",
+            lambda it=call: ground.forge_index(lambda index: index.update(call=it)),
+            False,
+        )
     yield from _paths(ground)
 
 
@@ -206,11 +215,13 @@ def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
     ):
 
         def leads_away(path: str = path) -> None:
-            metadata = copy.deepcopy(ground.metadata)
-            for one in metadata.storage_data.values():
-                one.relative_path = path
+            def lead_away(index: dict[str, Any]) -> None:
+                for _, _, pieces in index.values():
+                    for piece in pieces:
+                        piece[2] = path
+
             (place / "link").symlink_to(secret)
-            ground.forge_index(metadata)
+            ground.forge_index(lead_away)
 
         def named(path: str = path) -> None:
             manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())

@@ -285,7 +285,7 @@ class Ours(Peer):
         files = {}
         for name in manifest.files:
             data = (path / name).read_bytes()
-            files[name] = file_entry(len(data), hash_bytes(manifest.algorithm, data))
+            files[name] = file_entry(len(data), hash_bytes(data))
         forged = dataclasses.replace(manifest, files=files).render()
         (path / "manifest.json").write_bytes(forged)
 

@@ -17,12 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from curry_train.runs import SavedRun, Store, TrainingState
-from curry_train.runs.format import (
-    SafetensorsReader,
-    facts_of,
-    read_checkpoint_metadata,
-    read_tensors,
-)
 from curry_train.runs.layout import BEST_KIND, SavedCheckpoint, read_manifest
 from curry_train.runs.store import STATE_FILE_NAME
 from curry_train.runs.values import load
@@ -97,21 +91,12 @@ def dev_loss(step: int) -> float:
 
 def contents(run: SavedRun, saved: SavedCheckpoint) -> dict[str, str]:
     """Hash each tensor of a checkpoint and its JSON; a best-k has only the model."""
-    manifest = read_manifest(run.files, saved.folder)
-    if saved.kind == BEST_KIND:
-        reader = SafetensorsReader(run.files, saved.folder)
-        held = {
-            name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in reader.facts.items()
-        }
-        reader.read_into(held)
-    else:
-        metadata = read_checkpoint_metadata(run.files, saved.folder, manifest)
-        held = {
-            name: torch.empty(facts.shape, dtype=facts.dtype)
-            for name, facts in facts_of(metadata).items()
-        }
-        read_tensors(run.files, saved.folder, metadata, held)
+    contents, fill = run.open_content(saved.folder, read_manifest(run.files, saved.folder))
+    held = {
+        name: torch.empty(facts.shape, dtype=facts.dtype)
+        for name, facts in contents.tensors.items()
+    }
+    fill(held)
     found = {
         name: _hash(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, tensor in held.items()
@@ -119,7 +104,7 @@ def contents(run: SavedRun, saved: SavedCheckpoint) -> dict[str, str]:
     # Equal values may have other bytes in another process, as objects are shared otherwise.
     values = load(run.files.read(f"{saved.folder}/{STATE_FILE_NAME}"))
     with numpy.printoptions(threshold=sys.maxsize):
-        return found | {STATE_FILE_NAME: _hash(repr(values).encode())}
+        return found | {STATE_FILE_NAME: _hash(repr([values["values"], values["ranks"]]).encode())}
 
 
 def _hash(data: bytes) -> str:

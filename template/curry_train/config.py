@@ -9,141 +9,22 @@ Proof: `python -m pytest tests/trainer/test_config.py tests/trainer/test_schedul
 """
 
 import math
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal
 
 import yaml
 
-from .core.wording import nearest
 from .primitives.strategies import CheckpointConfig
-from .runs.policy_config import AUTO_INTERVAL, PolicyConfig, SpikeConfig, require
-
-# Read nested mappings into a tree of dataclasses, with checked keys and types.
-
-Tree = TypeVar("Tree")
-TYPE_DESCRIPTIONS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    type(None): "null",
-}
-
-
-def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
-    """Build a `tree` from `values`, which runs its own checks.
-
-    `inside` is the key that holds the values, for error messages.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
-    hints = typing.get_type_hints(tree)
-    names = [field.name for field in fields(tree)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in names:
-            path = _path(inside, key)
-            meant = _nearest_key(path, flat_keys(tree, inside=inside))
-            raise ValueError(f"{path} is no key; {meant}")
-    found = {
-        name: _read(hints[name], values[name], _path(inside, name))
-        for name in names
-        if name in values
-    }
-    try:
-        return tree(**found)
-    except ValueError as error:
-        raise ValueError(f"{inside}.{error}" if inside else str(error)) from error
-
-
-def flat_keys(tree: type, *, inside: str = "") -> list[str]:
-    """Return every key of a tree in its dotted form, such as `optimizer.beta1`."""
-    keys = []
-    for name, kind in typing.get_type_hints(tree).items():
-        path = _path(inside, name)
-        if is_dataclass(kind) and isinstance(kind, type):
-            keys += flat_keys(kind, inside=path)
-        else:
-            keys.append(path)
-    return keys
-
-
-def _nearest_key(key: str, keys: list[str]) -> str:
-    """Suggest the closest key for a misspelled one, or list all keys."""
-    by_last_part = {name.rsplit(".", 1)[-1]: name for name in keys}
-    last_part = nearest(key.rsplit(".", 1)[-1], by_last_part)
-    meant = nearest(key, keys) or (by_last_part[last_part] if last_part else None)
-    return f"did you mean {meant}?" if meant else f"the keys are {', '.join(keys)}"
-
-
-def _read(kind: Any, value: Any, path: str) -> Any:
-    if is_dataclass(kind) and isinstance(kind, type):
-        return value if isinstance(value, kind) else read_fields(kind, value, inside=path)
-    for choice in _choices(kind):
-        done, result = _as(choice, value)
-        if done:
-            return result
-    raise ValueError(
-        f"{path} must be {_accepted_values(kind)}; got {value!r}" + _suggested_value(kind, value)
-    )
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-
-
-def _as(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Return whether `value` is of this kind, and the converted value."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind), value
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            return False, value
-        items = [_as(get_args(kind)[0], item) for item in value]
-        if not all(fits for fits, _ in items):
-            return False, value
-        return True, tuple(item for _, item in items)
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            return True, float(value)  # YAML reads 3e-4 as text
-        except ValueError:
-            return False, value
-    if kind in (dict, Mapping) or get_origin(kind) in (dict, Mapping):
-        return isinstance(value, Mapping), value
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
-
-
-def _accepted_values(kind: Any) -> str:
-    """Describe the accepted values in words."""
-    words = []
-    for choice in _choices(kind):
-        if get_origin(choice) is Literal:
-            words += [str(value) for value in get_args(choice)]
-        elif get_origin(choice) is tuple:
-            words.append("a list")
-        else:
-            words.append(TYPE_DESCRIPTIONS.get(choice, "a block of keys"))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _suggested_value(kind: Any, value: Any) -> str:
-    """Suggest the closest accepted word for a misspelled one."""
-    values = [
-        str(word)
-        for choice in _choices(kind)
-        if get_origin(choice) is Literal
-        for word in get_args(choice)
-    ]
-    meant = nearest(str(value), values)
-    return f"; did you mean {meant}?" if meant else ""
-
-
-def _path(inside: str, key: object) -> str:
-    return f"{inside}.{key}" if inside else str(key)
-
+from .runs.policy_config import (
+    AUTO_INTERVAL,
+    PolicyConfig,
+    SpikeConfig,
+    read_fields,
+    require,
+    require_least,
+)
 
 # Learning rate schedule: warm-up, then a cosine or linear decay.
 
@@ -239,7 +120,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
-        require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "0 or above")
+        require_least(self, 0, "weight_decay")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
 
@@ -267,7 +148,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         every_fits = self.every is None or self.every >= 1
         require(every_fits, "every", self.every, "1 or more, or null for never")
-        require(self.samples >= 1, "samples", self.samples, "1 or more")
+        require_least(self, 1, "samples")
 
 
 @dataclass(frozen=True)
@@ -278,7 +159,7 @@ class LogConfig:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        require(self.every >= 1, "every", self.every, "1 or more")
+        require_least(self, 1, "every")
 
 
 @dataclass(frozen=True)
@@ -315,9 +196,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "microbatch"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        require(self.seed >= 0, "seed", self.seed, "0 or above")
+        require_least(self, 1, "steps", "batch_size", "microbatch")
+        require_least(self, 0, "seed")
         require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "1 or more, or null")
         clip_fits = self.clip_norm is None or self.clip_norm > 0
         require(clip_fits, "clip_norm", self.clip_norm, "above 0, or null")

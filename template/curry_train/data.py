@@ -50,14 +50,6 @@ class DatasetSlice:
     start: int
     stop: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop <= len(self.dataset):
-            raise ValueError(
-                f"samples {self.start} to {self.stop} are not a range of a dataset of "
-                f"{len(self.dataset)}: start must be at least 0, below stop, and stop at most "
-                f"{len(self.dataset)}"
-            )
-
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -161,8 +153,6 @@ class Order:
     def __call__(self, positions: Sequence[int] | NDArray[numpy.int64]) -> NDArray[numpy.int64]:
         """Return the samples at these positions, which count from 0 across epochs."""
         wanted = numpy.asarray(positions, dtype=numpy.int64)
-        if wanted.size and wanted.min() < 0:
-            raise ValueError(f"positions count from 0, got {wanted.min()}")
         epochs, places = numpy.divmod(wanted, self.num_samples)
         if not self.shuffle:
             return places
@@ -212,10 +202,6 @@ class Stream:
                 f"on {ranks} ranks: make batch_size a multiple of {microbatch} x {ranks} = "
                 f"{microbatch * ranks}"
             )
-        if not 0 <= rank < ranks:
-            raise ValueError(f"rank {rank} is not one of {ranks} ranks, which count from 0")
-        if position < 0:
-            raise ValueError(f"position must be at least 0, got {position}")
         self.dataset = dataset
         self.order = Order(len(dataset), seed=seed, shuffle=shuffle)
         self.batch_size = batch_size

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 
 from .core.generators import buffers_kept, generators_kept
 from .core.memory_recorder import memory_record
+from .data import Dataset
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
 from .runs.attach import AttachedRun
 from .runs.layout import SavedCheckpoint
@@ -236,17 +237,9 @@ def _due(done: int, every: int | None, steps: int) -> bool:
 # Mean loss over dev samples, the same samples for any number of ranks.
 
 
-class DevSamples(Protocol):
-    """Samples to evaluate on: a number of them, and batches of any of them."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, samples: Sequence[int]) -> Any: ...
-
-
 def mean_loss(
     model: nn.Module,
-    dataset: DevSamples,
+    dataset: Dataset,
     loss: Callable[[nn.Module, Any], Tensor],
     count: Callable[[Any], int],
     *,

@@ -293,12 +293,7 @@ def new_run(config: Config) -> Path:
     """Make the folder for the next run of this name and write the configuration into it."""
     root = Path(config.runs)
     root.mkdir(parents=True, exist_ok=True)
-    numbers = [
-        int(match[1])
-        for path in root.iterdir()
-        if (match := _numbered(config.name).fullmatch(path.name))
-    ]
-    number = max(numbers, default=0)
+    number = max((number for number, _ in _runs_of(root, config.name)), default=0)
     while True:
         number += 1
         folder = root / f"{config.name}-{number:03d}"
@@ -332,7 +327,9 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     if step is not None:
         return (None, resume) if kind == BEST_KIND else (path.parent.parent, str(step))
     place, inside = split_request(resume)
-    runs = [root / place, Path(place)] if place != "latest" else _newest_first(root, config.name)
+    runs = [root / place, Path(place)]
+    if place == "latest":
+        runs = [path for _, path in sorted(_runs_of(root, config.name), reverse=True)]
     for folder in runs:
         if _is_run(folder):
             return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
@@ -353,17 +350,11 @@ def _is_run(folder: Path) -> bool:
     return any(True for kind in CHECKPOINT_KINDS for _ in (folder / kind).glob("*.dcp"))
 
 
-def _newest_first(root: Path, name: str) -> list[Path]:
-    found = [
-        (int(match[1]), path)
-        for path in root.glob("*/")
-        if (match := _numbered(name).fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def _numbered(name: str) -> re.Pattern[str]:
-    return re.compile(rf"{re.escape(name)}-(\d{{3,}})")
+def _runs_of(root: Path, name: str) -> list[tuple[int, Path]]:
+    """Return the folders of the runs of this name, with their numbers."""
+    pattern = re.compile(rf"{re.escape(name)}-(\d{{3,}})")
+    matches = [(pattern.fullmatch(path.name), path) for path in root.glob("*/")]
+    return [(int(match[1]), path) for match, path in matches if match is not None]
 
 
 # A run of a training: built from its configuration, resumed, trained to its end.

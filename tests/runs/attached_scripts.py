@@ -10,10 +10,13 @@ Proof: `python -m pytest tests/runs/test_attach.py`.
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 PLAIN = """
 import random, sys
 import numpy, torch
@@ -105,6 +108,31 @@ def _changed(script: str, changes: Iterable[tuple[str, str]]) -> str:
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     return script
+
+
+def start(
+    folder: Path, script: str, *words: object, python: str, at: int = 0, **environment: str
+) -> "subprocess.Popen[str]":
+    """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(script)
+    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    command = [python, __file__, str(at), "script.py", *map(str, words)]
+    variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=variables, text=True, **pipes)
+
+
+def flip_a_bit(run_folder: Path, name: str = "*.distcp") -> int:
+    """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
+    from curry_train.runs import SavedRun
+
+    newest = SavedRun(run_folder).latest()
+    path = max((run_folder / newest.folder).glob(name), key=lambda one: one.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    return newest.step
 
 
 def kill_at(step: int) -> None:

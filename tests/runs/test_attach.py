@@ -6,18 +6,15 @@ python -m pytest tests/runs/test_attach.py
 import contextlib
 import difflib
 import functools
-import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from attached_scripts import PLAIN, attached
+from attached_scripts import PLAIN, attached, flip_a_bit, start
 from torch import nn
-from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.loop import run_training_steps
@@ -27,26 +24,9 @@ from curry_train.runs.attach import saving
 STEPS = 6  # steps per epoch
 
 
-def start(folder, script, *words, at=0, python=sys.executable):
-    """Start the script; it is killed in its optimizer step number `at`, and never for 0."""
-    folder.mkdir(exist_ok=True)
-    (folder / "script.py").write_text(script)
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
-    command = [
-        python,
-        str(ROOT / "tests/runs/attached_scripts.py"),
-        str(at),
-        "script.py",
-        *map(str, words),
-    ]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
-
-
 def run(folder, script, *words, at=0):
     """Return the exit status, the lines of losses and of dev losses, and standard error."""
-    process = start(folder, script, *words, at=at, python=warm_python())
+    process = start(folder, script, *words, python=warm_python(), at=at)
     out, error = process.communicate(timeout=200)
     lines = out.splitlines()
     return (
@@ -69,16 +49,6 @@ def run_plain(tmp_path_factory):
         return folder, losses, devs
 
     return plain
-
-
-def flip_a_bit(run_folder):
-    """Flip a bit in the newest checkpoint and return its step."""
-    newest = SavedRun(run_folder).latest()
-    path = max((run_folder / newest.folder).glob("*.distcp"), key=lambda one: one.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    return newest.step
 
 
 def test_it_takes_at_most_ten_lines():
@@ -132,7 +102,9 @@ def test_sigterm_saves_the_step_and_ends(tmp_path):
         "        loss.backward()\n",
         "        loss.backward()\n        import time; time.sleep(0.3)\n",
     )
-    process = start(tmp_path, slow, 0)  # a forked python would not receive the signal
+    process = start(
+        tmp_path, slow, 0, python=sys.executable
+    )  # a forked python would not receive the signal
     assert process.stdout.readline().startswith("loss")
     process.send_signal(signal.SIGTERM)
     out, error = process.communicate(timeout=60)

@@ -6,19 +6,17 @@ python -m pytest tests/runs/test_attach_ranks.py
 import gc
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from attached_scripts import PLAIN, attached, on_ranks
-from tree import ROOT
+from attached_scripts import PLAIN, attached, flip_a_bit, on_ranks, start
 from warm_python import warm_python
 
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.runs import RunError, SavedRun, saving
+from curry_train.runs import SavedRun, saving
 from curry_train.runs.ranks import Ranks
 
 STEPS = 4  # steps per epoch: 11 samples per rank, 3 per batch
@@ -26,31 +24,13 @@ EPOCHS = 3
 RANKS = (0, 1)
 
 
-def start(folder, script, *words, at=(0, 0), python=None):
+def start_ranks(folder, script, *words, at=(0, 0), python=None):
     """Start both ranks; `at` is the optimizer step in which each is killed, 0 for never."""
-    folder.mkdir(exist_ok=True)
-    (folder / "script.py").write_text(script)
     (folder / "meet").unlink(missing_ok=True)
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
-    environment = os.environ | {
-        "PYTHONPATH": paths,
-        "OMP_NUM_THREADS": "1",
-        "MEET": (folder / "meet").as_uri(),
-    }
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    python = python or warm_python()
+    meet = (folder / "meet").as_uri()
     return [
-        subprocess.Popen(
-            [
-                python or warm_python(),
-                str(ROOT / "tests/runs/attached_scripts.py"),
-                str(at[rank]),
-                "script.py",
-                *map(str, words),
-            ],
-            cwd=folder,
-            env=environment | {"RANK": str(rank)},
-            **pipes,
-        )
+        start(folder, script, *words, python=python, at=at[rank], RANK=str(rank), MEET=meet)
         for rank in RANKS
     ]
 
@@ -78,21 +58,11 @@ def ended(processes, timeout=60):
     return found
 
 
-def flip_a_bit(run_folder, rank):
-    """Flip a bit in one rank's file of the newest checkpoint, and return its step."""
-    newest = SavedRun(run_folder).latest()
-    path = next((run_folder / newest.folder).glob(f"__{rank}_*.distcp"))
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-    return newest.step
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """Run the script without `saving`, with a worker that draws from its rank's generator."""
     folder = tmp_path_factory.mktemp("plain")
-    found = ended(start(folder, on_ranks(PLAIN), 1))
+    found = ended(start_ranks(folder, on_ranks(PLAIN), 1))
     assert [(status, len(losses)) for status, losses, _ in found] == [(0, EPOCHS * STEPS)] * 2, (
         found
     )
@@ -106,12 +76,14 @@ def test_two_ranks_killed_damaged_and_resumed_are_bit_equal_to_an_uninterrupted_
 ):
     losses, weights = plain
     script = on_ranks(attached()).replace("    run.measured(", "    if rank == 0: run.measured(")
-    found = ended(start(tmp_path, script, 1, at=(9, 9)))  # in the third epoch
+    found = ended(start_ranks(tmp_path, script, 1, at=(9, 9)))  # in the third epoch
     assert [(status, first) for status, first, _ in found] == [
         (-signal.SIGKILL, each[:8]) for each in losses
     ], found
-    assert flip_a_bit(tmp_path / "run", rank=1) == 8
-    found = ended(start(tmp_path, script, 1))  # from step 6, in the middle of the second epoch
+    assert flip_a_bit(tmp_path / "run", "__1_*.distcp") == 8
+    found = ended(
+        start_ranks(tmp_path, script, 1)
+    )  # from step 6, in the middle of the second epoch
     assert [(status, rest) for status, rest, _ in found] == [(0, each[6:]) for each in losses], (
         found
     )
@@ -133,7 +105,9 @@ def test_a_signal_to_one_rank_stops_both_between_the_same_two_steps(tmp_path):
         "        loss.backward()\n",
         "        loss.backward()\n        import time; time.sleep(0.3)\n",
     )
-    processes = start(tmp_path, slow, 0, python=sys.executable)  # a signal needs its own process
+    processes = start_ranks(
+        tmp_path, slow, 0, python=sys.executable
+    )  # a signal needs its own process
     assert processes[1].stdout.readline().startswith("loss")
     processes[1].send_signal(signal.SIGTERM)
     found = ended(processes)
@@ -249,19 +223,3 @@ def agree_with_starved_threads():
 def test_no_thread_of_the_group_still_holds_a_tensor_when_the_ranks_have_agreed():
     """It would need the interpreter to release it, and abort a process that is ending."""
     assert run_on_ranks(f"{__file__}:agree_with_starved_threads", timeout=60) == [[0] * 20] * 2
-
-
-def open_below(path):
-    try:
-        saving(torch.nn.Linear(1, 1), runs=path)
-    except (OSError, RunError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_folder_that_can_not_be_created_is_an_error_on_both_ranks(tmp_path):
-    (tmp_path / "file").touch()
-    first, second = run_on_ranks(
-        f"{__file__}:open_below", path=str(tmp_path / "file/run"), timeout=60
-    )
-    assert first.startswith("NotADirectoryError")
-    assert "NotADirectoryError" in second

@@ -104,16 +104,6 @@ def test_a_spike_is_rolled_back_in_the_process_to_a_run_that_never_saw_its_sampl
     assert not same(weights, train(tmp_path / "through", spike=None)[1])
 
 
-def test_the_journal_has_the_spike_the_rollback_and_the_samples(tmp_path):
-    train(tmp_path / "run")
-    spike, rollback, skip = events(tmp_path / "run", "spike", "rollback", "skip")
-    assert spike["first"] == BAD[0] + 1
-    assert (rollback["step"], rollback["from_step"]) == (30, 43)
-    assert skip["num_samples"] == len(skip["samples"]) == skip["stop"] - skip["start"]
-    assert lines_of(tmp_path / "run")[-1]["reason"] == "steps"
-    assert all(line["grad_norm"] == 1.0 for line in events(tmp_path / "run", "step"))
-
-
 def test_a_step_that_is_not_finite_is_rolled_back_at_once(tmp_path):
     run, _, _ = train(tmp_path / "run", bad=(), loss_at=25)
     assert run.steps == STEPS

@@ -51,7 +51,7 @@ def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):
 
 
 def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):
-    with Journal(tmp_path, run="run") as journal:
+    with Journal(tmp_path) as journal:
         journal.start()
         for step in (10, 20):
             journal.write("eval", step=step, metric="dev_loss", value=float(step))

@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from curry_train.runs.policy_config import PolicyConfig, Retention
+from curry_train.runs.policy_config import PolicyConfig, Retention, read_fields
 
 BLOCK = """
 checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
@@ -17,7 +17,7 @@ checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric
 
 
 def test_the_documented_block_is_the_default():
-    assert PolicyConfig.from_config(yaml.safe_load(BLOCK)["checkpoint"]) == PolicyConfig()
+    assert read_fields(PolicyConfig, yaml.safe_load(BLOCK)["checkpoint"]) == PolicyConfig()
     assert PolicyConfig().retention == Retention(5, 3)
     assert PolicyConfig().overhead == 0.035
 
@@ -34,18 +34,17 @@ def test_the_documented_block_is_the_default():
             "checkpoint.rollback_every must be 1 or more, auto, or null for never; got 0",
         ),
         ({"rollback_every": True}, "checkpoint.rollback_every must be"),
-        ({"recovery_every": "auto"}, "checkpoint.recovery_every must be 1 or more, or null"),
-        ({"best_k": -1}, "checkpoint.best_k must be a whole number from 0, 0 for none; got -1"),
-        ({"best_k_metric": "dev loss"}, "checkpoint.best_k_metric must be letters, digits and _"),
+        ({"recovery_every": "auto"}, "checkpoint.recovery_every must be a whole number or null"),
+        ({"best_k": -1}, "checkpoint.best_k must be 0 or more; got -1"),
         ({"best_k_metric": "dev loss"}, "letters, digits and _, such as dev_loss"),
         (
             {"best_k_direction": "min"},
             "checkpoint.best_k_direction must be minimize or maximize; got 'min'",
         ),
-        ({"retention": 5}, "checkpoint.retention must be a block such as"),
+        ({"retention": 5}, "checkpoint.retention must be a block of keys, got 5"),
         (
             {"retention": {"rollback_keep": 0}},
-            "checkpoint.retention.rollback_keep must be a whole number from 1; got 0",
+            "checkpoint.retention.rollback_keep must be 1 or more; got 0",
         ),
         (
             {"retention": {"keep_every": 0}},
@@ -61,4 +60,4 @@ def test_the_documented_block_is_the_default():
 )
 def test_wrong_keys_and_values_are_named_with_the_right_ones(block, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        PolicyConfig.from_config(block)
+        read_fields(PolicyConfig, block, inside="checkpoint")

@@ -77,6 +77,6 @@ def test_a_new_module_that_git_does_not_know_is_a_change(repository):
 
 @needs_git
 def test_a_missing_revision_is_recorded_with_the_reason(tmp_path):
-    assert git_state(tmp_path) == {"revision": None, "why": "no git repository"}
+    assert "not a git repository" in git_state(tmp_path)["why"]
     git(tmp_path, "init", "-q")
     assert git_state(tmp_path) == {"revision": None, "why": "nothing was committed yet"}

@@ -6,13 +6,10 @@ python -m pytest tests/runs/test_spike_recovery.py
 import pytest
 from store_models import new_state, train
 
-from curry_train.gates import loss_spike
 from curry_train.runs import Files, Recoveries, RunError, SavingPolicy, Store
 from curry_train.runs.policy_config import PolicyConfig, SpikeConfig
 from curry_train.runs.resume import NothingSaved
 from curry_train.runs.spike import RECOVERIES_FILE_NAME, Recovery, Spike, SpikeNotRecovered, recover
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
 
 
 def recovery(step, *, attempt=1, **facts):
@@ -77,18 +74,3 @@ def test_the_newest_state_before_a_step_is_chosen(tmp_path):
         assert policy.resume(state).saved.step == 4  # later states are given up
         with pytest.raises(NothingSaved, match=r"no state from before step 2; saved steps: 2, 4"):
             policy.resume(state, "before-2")
-
-
-def test_attempts_are_counted_over_processes(tmp_path):
-    case = Case(load_workload("mlp"))
-
-    def train_until_rollback():
-        bad = loss_spike.FIRST_BAD
-        loss_spike.train_with_spikes(
-            case, tmp_path, bad=lambda step, position: step >= bad, goes_on=False
-        )
-
-    for _ in range(loss_spike.OPTIONS["spike"]["attempts"]):
-        train_until_rollback()
-    with pytest.raises(SpikeNotRecovered, match='resume="before-'):
-        train_until_rollback()

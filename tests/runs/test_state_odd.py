@@ -4,7 +4,7 @@ python -m pytest tests/runs/test_state_odd.py
 """
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -197,7 +197,7 @@ class OddOptimizer(torch.optim.SGD):
         loss = super().step(closure)
         self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
         for group in self.param_groups:
-            group.setdefault("seen", deque(maxlen=2)).append(float(self.state["k"]))
+            group.setdefault("seen", []).append(float(self.state["k"]))
             for number, parameter in enumerate(group["params"]):
                 self._odd_step(parameter, self.state[parameter], number)
         return loss
@@ -285,7 +285,7 @@ def test_odd_optimizer_state_keeps_its_types_keys_and_shared_memory(store):
     assert found["slow"].data_ptr() == weight.data_ptr()
     assert type(found["dotted.key"]) is OrderedDict
     assert other.optimizers[0].state["k"].item() == 2
-    assert other.optimizers[0].param_groups[0]["seen"].maxlen == 2
+    assert other.optimizers[0].param_groups[0]["seen"] == [1.0, 2.0]
 
 
 class Holder:

@@ -16,7 +16,6 @@ from curry_train.runs.values import (
     MOST_NESTED,
     PLAIN_DTYPES,
     CollectedTensors,
-    Made,
     Place,
     Stored,
     decode,
@@ -59,15 +58,11 @@ def same(first, second):
         return first.tobytes() == second.tobytes()
     if isinstance(first, float | complex):
         return repr(first) == repr(second)
-    if isinstance(first, deque) and first.maxlen != second.maxlen:
-        return False
-    if isinstance(first, defaultdict) and first.default_factory is not second.default_factory:
-        return False
     if isinstance(first, dict):
         if getattr(first, "_metadata", None) != getattr(second, "_metadata", None):
             return False
         return same(list(first.items()), list(second.items()))
-    if isinstance(first, list | tuple | deque):
+    if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return first == second
 
@@ -97,16 +92,13 @@ def with_dtype(dtype):
 
 VALUES = {
     "counter": lambda: Counter({3: 2, 1: 1.5}),
-    "deque with limit": lambda: deque([1, 2], maxlen=2),
     "ordered": lambda: OrderedDict([("b", 1), ("a", 2), (3, 4)]),
-    "default": lambda: defaultdict(list, {"a": [1]}),
     "minus zero": lambda: -0.0,
     "infinite": lambda: [math.inf, -math.inf, math.nan],
     "tuple as key": lambda: {(1, 2): "x", (True, None): 0.5},
     "equal text and number": lambda: {1: torch.ones(1), "1": torch.zeros(1), "#1": torch.ones(2)},
     "dots": lambda: {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a/b": torch.ones(3)},
     "bytes": lambda: [b"\x00\xff", bytearray(b"x")],
-    "long integer": lambda: 7**9000,
     "torch's own types": lambda: [torch.Size([1, 2]), torch.bfloat16, torch.device("cuda:1")],
     "range and set": lambda: [range(1, 9, 3), {1, 2}, frozenset({"a"})],
     "numpy nan": lambda: numpy.array([1.0, math.nan, math.inf]),
@@ -120,7 +112,6 @@ VALUES = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.qint8),
-    "four bits": lambda: torch.tensor([3, 9], dtype=torch.uint8).view(torch.uint4),
 }
 
 
@@ -174,7 +165,10 @@ REFUSED = {
     "a class": (lambda: int, "a type"),
     "a named tuple": (lambda: Pair(1, 2), "a Pair"),
     "a subclass of text": (lambda: Text("x"), "a Text"),
-    "a factory of their own": (lambda: defaultdict(lambda: 1), "a defaultdict of <function"),
+    "a defaultdict": (lambda: defaultdict(list), "a defaultdict can't be saved"),
+    "a deque": (lambda: deque([1]), "a deque"),
+    "a long integer": (lambda: 7**9000, "a int"),
+    "four bits": (lambda: torch.ones(2, dtype=torch.uint8).view(torch.uint4), "a Tensor of dtype"),
     "a masked array": (lambda: numpy.ma.array([1]), "a MaskedArray"),
     "an object in an array": (
         lambda: numpy.array([object()]),
@@ -197,10 +191,6 @@ def test_what_can_not_be_restored_is_refused_with_its_path(name):
         encoded([{"x": make()}])
 
 
-@pytest.mark.parametrize(
-    "content",
-    [Stored("gone"), Made("eval", "1"), Made("deque", 3), Made("defaultdict", ("eval", {}))],
-)
-def test_forged_content_is_damage(content):
+def test_a_tensor_that_is_not_saved_is_damage():
     with pytest.raises(DamagedCheckpoint, match="can't be read"):
-        decode([content])
+        decode([Stored("gone")])

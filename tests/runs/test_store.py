@@ -4,7 +4,6 @@ python -m pytest tests/runs/test_store.py
 """
 
 import math
-import sys
 import warnings
 
 import pytest
@@ -13,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from store_models import equal, new_state, tensors_of, train
 
 from curry_train.runs import DamagedCheckpoint, SavedRun, StepExists, Store
-from curry_train.runs.layout import read_manifest
 from curry_train.runs.values import ALLOWED
 
 
@@ -131,22 +129,6 @@ def test_a_run_can_be_read_while_it_is_written(tmp_path):
 def test_only_checkpoints_of_this_run_are_loaded(store, path):
     with pytest.raises(ValueError, match="is not a checkpoint of"):
         store.load(path, new_state())
-
-
-def test_without_xxhash_the_standard_library_hashes(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with Store(tmp_path) as store:
-        saved = store.save("rollback", 1, new_state())
-        assert read_manifest(store.files, saved.folder).algorithm == "blake2b"
-        store.verify(saved)
-
-
-def test_a_missing_xxhash_is_named_when_it_is_needed(tmp_path, monkeypatch):
-    with Store(tmp_path, algorithm="xxh3_128") as store:
-        saved = store.save("rollback", 1, new_state())
-        monkeypatch.setitem(sys.modules, "xxhash", None)
-        with pytest.raises(RuntimeError, match="pip install xxhash"):
-            store.verify(saved)
 
 
 def test_the_state_beside_the_tensors_is_read_by_torch(store, tmp_path):

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
 from curry_train.runs.files import Files
-from curry_train.runs.ranks import OtherRank, Ranks
 from curry_train.runs.resume import load_chosen
 
 
@@ -63,7 +62,7 @@ def on_two_ranks(folder):
             found[f"error {rank} {background}"] = failing_rank(
                 f"{folder}/error{rank}{background}", rank, background
             )
-    return found | {"agreed": one_sided()}
+    return found
 
 
 def in_background(folder):
@@ -155,22 +154,6 @@ def on_a_disk_that_fails(folder):
     }
 
 
-def one_sided():
-    ranks = Ranks()
-    lines = []
-    for wrong in (0, 1):
-
-        def act(wrong=wrong):
-            if ranks.rank == wrong:
-                raise ValueError(f"not on {wrong}")
-
-        try:
-            ranks.all_do(act)
-        except (ValueError, OtherRank) as error:
-            lines.append(f"{type(error).__name__}: {error}")
-    return [*lines, ranks.agree(lambda: ranks.rank), ranks.all_do(lambda: ranks.rank * 10)]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
@@ -233,13 +216,6 @@ def test_a_read_error_on_one_rank_is_handled_alike_on_all(tmp_path):
     assert broken["rollback"] >= 10
     # The library maps the parameters, and its reads are not counted here.
     assert broken["best-k"] >= 6
-
-
-def test_ranks_agree_and_fail_together(answers):
-    assert [answer["agreed"] for answer in answers] == [
-        ["ValueError: not on 0", "OtherRank: rank 1: ValueError: not on 1", 0, 0],
-        ["OtherRank: rank 0: ValueError: not on 0", "ValueError: not on 1", 0, 10],
-    ]
 
 
 def load_both(folder):

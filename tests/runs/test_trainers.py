@@ -51,6 +51,13 @@ def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
     assert list(found.hashed.values()) == [2]
 
 
+def test_the_newest_is_found_in_a_later_folder_with_fewer_checkpoints(tmp_path):
+    """Lightning begins a new folder, `version_1`, at each start."""
+    for place in ("version_0/a", "version_0/b", "version_1/a"):
+        commit_folder(written(tmp_path / place, 1))
+    assert newest_whole(tmp_path) == str(tmp_path / "version_1/a")
+
+
 DAMAGE = {
     "flip": lambda folder: flip(folder / "model.bin"),
     "flip in a folder below": lambda folder: flip(folder / "below/optimizer.bin", 3),

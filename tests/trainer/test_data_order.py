@@ -45,8 +45,6 @@ def test_unshuffled_data_keeps_its_order():
     assert Order(3, shuffle=False)(range(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_empty_data_and_negative_positions_are_refused():
+def test_empty_data_are_refused():
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         Order(0)
-    with pytest.raises(ValueError, match="positions count from 0, got -1"):
-        Order(5)([-1])

@@ -121,8 +121,6 @@ def test_two_ranks_recover_alike(tmp_path):
             r"data.skip must be of positions that the run reaches; 48 steps of 4 end at 192",
         ),
         (["data.skip=[[5, 5]]"], r"data.skip must be pairs such as \[\[5760, 5888\]\]"),
-        (["spike.action=off"], "spike.action must be none, warn or rollback; got False"),
-        (["spike.patience=x"], "spike.patience must be a whole number; got 'x'"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(words, message):

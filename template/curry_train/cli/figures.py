@@ -615,10 +615,10 @@ def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
         axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
     for kind, marker in EVENT_MARKERS.items():
         for row, (history, colour) in enumerate(runs):
-            if marks := history.marks.get(kind):
+            if steps := [event.step for event in history.events.get(kind, [])]:
                 own = SPIKE_COLOUR if kind == "spike" else colour
                 sign = {"marker": marker, "linestyle": "none", "clip_on": False}
-                axes.plot(marks.step, [row] * len(marks.step), color=own, label=kind, **sign)
+                axes.plot(steps, [row] * len(steps), color=own, label=kind, **sign)
     axes.plot([], [], color=GREY_COLOUR, alpha=FAINT_OPACITY, label="rolled back or resumed over")
     handles, labels = axes.get_legend_handles_labels()
     signs = dict(zip(labels, handles, strict=True))

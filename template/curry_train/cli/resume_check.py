@@ -96,7 +96,7 @@ def resume_check(
     return ResumeCheck(
         steps=steps,
         killed_at=kill_at,
-        resumed_from=resumed.marks["resume"].step[0],
+        resumed_from=resumed.events["resume"][0].step,
         figures=sum(len(part) for _, _, part in _compared(straight, resumed)),
         tensors=len(straight_state),
         difference=difference or different_tensor(straight_state, resumed_state),

@@ -18,19 +18,11 @@ from safetensors.torch import save_file
 
 from ..config import set_words
 from ..core.wording import format_bytes, write_json
-from ..runs.format import (
-    MODEL_PREFIX,
-    SAFETENSORS_FILE_NAME,
-    SafetensorsReader,
-    TensorFacts,
-    facts_of,
-    read_checkpoint_metadata,
-    read_tensors,
-)
+from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
-from ..runs.policy_config import PolicyConfig
+from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.ranks import DamagedCheckpoint, StateMismatch
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
 from ..runs.store import SavedRun
@@ -196,7 +188,7 @@ def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _events(history: History, kind: str) -> list[Event]:
-    return history.marks[kind].events if kind in history.marks else []
+    return history.events.get(kind, [])
 
 
 # Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
@@ -358,20 +350,12 @@ SHARD_BYTES = 5 * 10**9
 
 def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors without a model."""
-    run.verify(folder)
-    manifest = read_manifest(run.files, folder)
-
-    def empty(found: Mapping[str, TensorFacts]) -> dict[str, torch.Tensor]:
-        return {name: torch.empty(one.shape, dtype=one.dtype) for name, one in found.items()}
-
-    if SAFETENSORS_FILE_NAME in manifest.files:
-        reader = SafetensorsReader(run.files, folder)
-        tensors = empty(reader.facts)
-        reader.read_into(tensors)
-        return tensors
-    metadata = read_checkpoint_metadata(run.files, folder, manifest)
-    tensors = empty(facts_of(metadata))
-    read_tensors(run.files, folder, metadata, tensors)
+    manifest = run.verify(folder)
+    contents, fill = run.open_content(folder, manifest)
+    tensors = {
+        name: torch.empty(one.shape, dtype=one.dtype) for name, one in contents.tensors.items()
+    }
+    fill(tensors)
     return tensors
 
 
@@ -533,7 +517,9 @@ def estimate_command(
     number = _count(model) if model else int(float(parameters or 0))
     block: dict[str, Any] = {}
     set_words(block, [word.removeprefix("checkpoint.") for word in words])
-    estimate = estimate_disk(number, PolicyConfig.from_config(block), dtype=dtype)
+    estimate = estimate_disk(
+        number, read_fields(PolicyConfig, block, inside="checkpoint"), dtype=dtype
+    )
     console = Console(highlight=False)
     console.print(estimate_table(estimate), markup=False)
     for line in estimate.advice:

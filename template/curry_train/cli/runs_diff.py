@@ -14,7 +14,7 @@ import click
 import numpy
 
 from ..core.wording import format_bytes, format_seconds, write_json
-from ..runs.history import Attempt, History, Marks, Steps, read_history
+from ..runs.history import Attempt, History, Steps, read_history
 from ..runs.journal import find_journal, finite, printable
 from .options import json_option
 from .screen import ScreenCommand, fill_screen, table
@@ -115,7 +115,7 @@ def difference(a: History, b: History) -> RunDifference:
     sections = ("config", "code", "environment")
     changed = {name: changes(a.facts.get(name), b.facts.get(name)) for name in sections}
     command = changes(*({"command": run.facts.get("command")} for run in (a, b)))
-    kinds = {*a.marks, *b.marks} - {"start"}
+    kinds = {*a.events, *b.events} - {"start"}
     return RunDifference(
         a.name,
         b.name,
@@ -234,8 +234,8 @@ def _known(section: str, facts: Mapping[str, Any]) -> bool:
 
 
 def _events_of_kind(history: History, kind: str) -> Seen:
-    marks = history.marks.get(kind, Marks())
-    return Seen(len(marks.step), tuple(marks.step[:MOST_LISTED_STEPS]))
+    events = history.events.get(kind, [])
+    return Seen(len(events), tuple(event.step for event in events[:MOST_LISTED_STEPS]))
 
 
 def _costs_of_both(a: History, b: History) -> dict[str, tuple[float, float]]:

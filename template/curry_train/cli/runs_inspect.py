@@ -28,9 +28,9 @@ from rich.console import Console
 
 from ..core.unpickle import RefusedPickle
 from ..core.wording import format_bytes
-from ..runs.format import ALLOWED_GLOBALS
+from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
-from ..runs.layout import MANIFEST_FILE_NAME, parse_manifest
+from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
 from ..runs.trainers import Commit, read_commit
 from .options import json_option
@@ -88,7 +88,7 @@ def _is_harmless(name: str) -> bool:
     if module in ("builtins", "__builtin__"):
         return last in HARMLESS_BUILTINS
     # A dotted rest could reach anything that the module has imported.
-    return name in ALLOWED_GLOBALS or any(
+    return name in INDEX_GLOBALS or any(
         name.count(".") == glob.count(".") and fnmatch.fnmatchcase(name, glob)
         for glob in HARMLESS_NAMES
     )
@@ -134,7 +134,7 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
     try:
         if path.is_dir():
             manifest = parse_manifest(read_whole(path / MANIFEST_FILE_NAME))
-            commit = Commit(path, manifest, 0)
+            commit = Commit(path, manifest)
             found.format = "curry-train checkpoint"
             found.values |= {"step": str(manifest.step), "kind": manifest.kind}
         else:
@@ -148,7 +148,7 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
     # The manifest proves each bit, so that nothing is left that the inner format can't tell.
     found.complete = True
     found.unknown = [one for one in found.unknown if "can't be told" not in one or "NaN" in one]
-    found.hashed = {commit.manifest.algorithm: len(commit.manifest.files)}
+    found.hashed = {HASH_NAME: len(commit.manifest.files)}
 
 
 # Folders.
@@ -176,7 +176,7 @@ def _inspect_folder(path: Path, values: bool) -> Inspection:
     try:
         manifest = files.get(MANIFEST_FILE_NAME)
         # Also if one of its bits is damaged.
-        is_ours = manifest and re.search(rb'"(algorithm|hash)"', read_whole(manifest))
+        is_ours = manifest and re.search(rb'"(files|hash)"', read_whole(manifest))
         if is_ours:
             del files[MANIFEST_FILE_NAME]
         name = next((name for name in readers if name in files), "")
@@ -252,7 +252,7 @@ class IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = f"{module}.{name}"
         is_of_index = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        if not is_of_index and found not in ALLOWED_GLOBALS and module != "pathlib":
+        if not is_of_index and found not in INDEX_GLOBALS and module != "pathlib":
             raise pickle.UnpicklingError(f"it names {found:.100}, which no index needs")
         return super().find_class(module, name)
 

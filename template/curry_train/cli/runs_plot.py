@@ -78,7 +78,7 @@ def _summary(history: History) -> dict[str, Any]:
         "last_step": steps.step[-1] if steps else None,
         "last_loss": steps.values["loss"][-1] if steps else None,
         "superseded_steps": sum(len(part) for part in history.course.superseded),
-        "events": {kind: len(marks.step) for kind, marks in sorted(history.marks.items())},
+        "events": {kind: len(events) for kind, events in sorted(history.events.items())},
         "metrics": {
             name: {
                 "last": course.steps.values["value"][-1],

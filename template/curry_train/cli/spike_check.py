@@ -23,7 +23,7 @@ from torch import Tensor
 from ..config import Config, load_config
 from ..core.wording import provenance, unheard, write_json
 from ..data import Dataset
-from ..runs.history import History, Marks, read_history
+from ..runs.history import History, read_history
 from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.spike import Limit, SpikeWatchdog
@@ -163,7 +163,7 @@ def spike_check(
         recovered = train_as(RECOVERED_RUN_NAME)
         runs = {RECOVERED_RUN_NAME: recovered}
         spikes, rollbacks, skips = (
-            recovered.marks.get(kind, Marks()).events for kind in ("spike", "rollback", "skip")
+            recovered.events.get(kind, []) for kind in ("spike", "rollback", "skip")
         )
         skipped = tuple((event.facts["start"], event.facts["stop"]) for event in skips)
         if rollbacks:

@@ -49,7 +49,7 @@ from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import SavedCheckpoint
 from .policy import SavingPolicy, number_of
-from .policy_config import PolicyConfig, SpikeConfig
+from .policy_config import PolicyConfig, SpikeConfig, read_fields
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks, report_in_one_line
 from .resume import Resumed
@@ -315,7 +315,7 @@ def saving(
     """
     report_in_one_line()
     no_schedule_forgotten(optimizer, scheduler, extra or {})
-    policy_config = PolicyConfig.from_config(policy)
+    policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
     position = DataPosition()
     watch = AttachedWatch(spike, stream=stream, resume_hint=resume_hint)
 

@@ -38,11 +38,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from ..core.unpickle import PickleReader
 from .files import Files
 from .layout import FileEntry, HashingStream, Manifest
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
-from .values import PLAIN_DTYPES, dump, load_foreign
+from .values import PLAIN_DTYPES
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
@@ -60,16 +59,15 @@ class RankFiles:
 class HashingFolder:
     """A folder whose new files are hashed while they are written, and synced when closed."""
 
-    def __init__(self, files: Files, folder: str, algorithm: str) -> None:
+    def __init__(self, files: Files, folder: str) -> None:
         self.files = files
         self.folder = folder
-        self.algorithm = algorithm
         self.entries: dict[str, FileEntry] = {}
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[HashingStream]:
         raw = self.files.create(f"{self.folder}/{name}")
-        stream = HashingStream(raw, self.algorithm)
+        stream = HashingStream(raw)
         try:
             yield stream
             self.files.finish(raw)
@@ -116,29 +114,12 @@ FORGED_BYTES_ERRORS = (
     EOFError,
     AttributeError,
 )
-# A longer index is refused before it is read. A piece of a tensor takes about 100 bytes.
-MOST_INDEX_BYTES = 2**28
 MOST_DIMENSIONS = 64
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in PLAIN_DTYPES}
-_CHECKPOINT_PACKAGE = "torch.distributed.checkpoint"
-ALLOWED_GLOBALS = {
-    *(
-        f"{_CHECKPOINT_PACKAGE}.metadata.{name}"
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    f"{_CHECKPOINT_PACKAGE}.filesystem._StorageInfo",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "collections.OrderedDict",
-    *(f"torch.{name}" for name in _DTYPES),
+# What torch's index names beside the classes of its metadata: all that `inspect` lets it build.
+INDEX_GLOBALS = {
+    f"{_StorageInfo.__module__}.{_StorageInfo.__name__}",
+    *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
+    *map(str, PLAIN_DTYPES),
 }
 
 
@@ -154,86 +135,28 @@ class TensorFacts:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_checkpoint_metadata(files: Files, folder: str, manifest: Manifest) -> Metadata:
-    """Read and validate the index of a checkpoint, for torch's reader."""
+def checked_index(index: Any, manifest: Manifest) -> Metadata:
+    """Check what a checkpoint holds of its tensors, and return the index for torch's reader."""
     try:
-        data = files.read(f"{folder}/{METADATA_FILE_NAME}", most_bytes=MOST_INDEX_BYTES)
-        return _checked(_index_of(data), manifest)
-    except HostileCheckpoint as error:
-        raise HostileCheckpoint(f"{files.location(folder)}: {error}") from error
-    except (OSError, ArithmeticError, RecursionError, *FORGED_BYTES_ERRORS) as error:
+        return _checked(index, manifest)
+    except (ArithmeticError, *FORGED_BYTES_ERRORS) as error:
         raise DamagedCheckpoint(
-            f"{files.location(folder)}: {METADATA_FILE_NAME} can't be read "
-            f"({type(error).__name__}: {error})"
+            f"the index of the tensors can't be read ({type(error).__name__}: {error})"
         ) from error
 
 
-def _index_of(data: bytes) -> dict[Any, Any]:
-    """Return what torch's index holds, by the names of tensors; nothing in it is built."""
-    reader = PickleReader(data)
-    (metadata,) = reader.all()
-    if others := sorted(reader.named - ALLOWED_GLOBALS):
-        raise HostileCheckpoint(
-            f"{METADATA_FILE_NAME} names {others[0]:.80}, which no checkpoint needs: don't load it "
-            f"with other tools either"
-        )
-    fields = _fields(metadata, "Metadata")
-    places: dict[Any, list[Any]] = {}
-    for key, stored in fields["storage_data"].items():
-        identity = _fields(key, "MetadataIndex")
-        place = _fields(stored, "_StorageInfo")
-        if place.get("transform_descriptors"):
-            raise HostileCheckpoint(
-                f"{identity['fqn']:.80} requires {place['transform_descriptors']!r:.80} to be run "
-                f"on it"
-            )
-        where = [place[name] for name in ("relative_path", "offset", "length")]
-        places[identity["fqn"], tuple(_numbers(identity["offset"]))] = where
-
-    index = {}
-    for name, stored in fields["state_dict_metadata"].items():
-        entry = _fields(stored, "TensorStorageMetadata")
-        pieces = []
-        for chunk in entry["chunks"]:
-            corner = _fields(chunk, "ChunkStorageMetadata")
-            offsets = _numbers(corner["offsets"])
-            pieces.append([offsets, _numbers(corner["sizes"]), *places[name, tuple(offsets)]])
-        dtype = entry["properties"].state[0].named.removeprefix("torch.")
-        index[name] = {"dtype": dtype, "shape": _numbers(entry["size"]), "pieces": pieces}
-    return index
-
-
-def _fields(node: Any, name: str) -> dict[str, Any]:
-    """Return what the pickle sets on an object of torch's checkpoint."""
-    found = str(getattr(node, "named", type(node).__name__))
-    if found.rpartition(".")[2] != name or type(node.state) is not dict:
-        raise HostileCheckpoint(
-            f"{METADATA_FILE_NAME} holds a {found:.80} in place of a {name}: it is not the "
-            f"index of a checkpoint"
-        )
-    fields: dict[str, Any] = node.state
-    return fields
-
-
-def _numbers(size: Any) -> list[Any]:
-    """Return the numbers of a torch.Size in a pickle."""
-    return list(size.arguments[0])
-
-
 def _checked(index: Any, manifest: Manifest) -> Metadata:
-    """Check every field of an index, and return what torch's reader needs.
-
-    What the tensors take together is bounded by the files that are there.
-    """
+    """Check every field of an index; its tensors take no more bytes than the files hold."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     left = {name: entry.bytes for name, entry in manifest.files.items()}
-    for name, entry in index.items():
-        dtype = _DTYPES[entry["dtype"]]
-        shape = _size(entry["shape"])
+    for name, (dtype, whole_shape, pieces) in index.items():
+        if dtype not in PLAIN_DTYPES:
+            raise HostileCheckpoint(f"{name!r:.80} has no dtype of a tensor, but {dtype!r:.40}")
+        shape = _size(whole_shape)
         num_elements = 0
         chunks = []
-        for offsets, sizes, file, position, length in entry["pieces"]:
+        for offsets, sizes, file, position, length in pieces:
             chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
             _check_place(name, (file, position, length), manifest, left)
             num_bytes = math.prod(chunk.sizes) * dtype.itemsize
@@ -266,9 +189,8 @@ def _check_place(
 
 
 def _size(numbers: Any) -> torch.Size:
-    if type(numbers) is not list or len(numbers) > MOST_DIMENSIONS:
-        raise HostileCheckpoint(f"{numbers!r:.80} is not a shape")
-    if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+    is_list = type(numbers) is list and len(numbers) <= MOST_DIMENSIONS
+    if not is_list or any(type(one) is not int or not 0 <= one < 2**62 for one in numbers):
         raise HostileCheckpoint(f"{numbers!r:.80} is not a shape")
     return torch.Size(numbers)
 
@@ -397,12 +319,8 @@ class SavableState(Protocol):
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
 SAFETENSORS_FILE_NAME = "model.safetensors"
-# Tensors that a safetensors file can't hold, by their dtype or name.
-OTHERS_FILE_NAME = "others.pt"
-MOST_OTHERS_BYTES = 2**28
 # The entry of the header that is no tensor.
 SAFETENSORS_NOTES = "__metadata__"
-LONGEST_HEADER = 100 * 2**20
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -426,6 +344,8 @@ SAFETENSORS_DTYPE_CODES = {dtype: letters for letters, dtype in SAFETENSORS_DTYP
 
 class SafetensorsLayout:
     """The model's unsharded tensors, written by the first rank.
+
+    What a safetensors file can't hold, by its dtype or name, is among the values of the state.
 
     The widest dtypes come first, so that every tensor starts at a multiple of its item size.
     """
@@ -457,8 +377,6 @@ class SafetensorsLayout:
 
         text = json.dumps(self._header(tensors), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        readable(text, LONGEST_HEADER, "the list of parameters")
-
         with self._folder.create(SAFETENSORS_FILE_NAME) as stream:
             stream.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors:
@@ -477,14 +395,9 @@ class SafetensorsLayout:
             position = end
         return header
 
-    def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        """Write the tensors that the file does not hold; called on the first rank."""
-        if not self._others:
-            return {}
-        content = readable(dump(self._others), MOST_OTHERS_BYTES, "what safetensors can't hold")
-        with self._folder.create(OTHERS_FILE_NAME) as stream:
-            stream.write(content)
-        return {OTHERS_FILE_NAME: self._folder.entries[OTHERS_FILE_NAME]}
+    def join(self, parts: list[RankFiles]) -> dict[str, Any]:
+        """Return what the state holds of the tensors; called on the first rank."""
+        return {"others": self._others}
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
@@ -501,16 +414,13 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
 class SafetensorsReader:
     """Reads a safetensors file, whose header the library compares with the size of the file."""
 
-    def __init__(self, files: Files, folder: str) -> None:
+    def __init__(self, files: Files, folder: str, others: Any) -> None:
         self._where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
         # Shape and dtype of each tensor, by its name in a state.
         self.facts: dict[str, TensorFacts] = {}
-        self._others: dict[str, Tensor] = {}
+        self._others = others
         try:
-            others = f"{folder}/{OTHERS_FILE_NAME}"
-            if files.kind(others) is not None:
-                self._others = load_foreign(files.read(others, most_bytes=MOST_OTHERS_BYTES))
-            for name, tensor in self._others.items():
+            for name, tensor in others.items():
                 self.facts[MODEL_PREFIX + name] = TensorFacts(tuple(tensor.shape), tensor.dtype)
             with safe_open(self._where, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 - the file is no mapping
@@ -580,7 +490,7 @@ class ShardedLayout:
         # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
         # parallelism broadcasts from the first rank.
         options: Any = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
+        planner: Any = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
         self._folder = folder
         self._metadata: Any = None
         self._planner = _Planner(**options)
@@ -598,7 +508,7 @@ class ShardedLayout:
 
         self._plan = planner.finish_plan(ranks.exchange(local, central))
         self.tensors: list[Tensor] = [
-            _tensor(planner.resolve_data(item), item.index.fqn) for item in self._plan.items
+            planner.resolve_data(item).detach() for item in self._plan.items
         ]
 
     def write(self, tensors: Sequence[Tensor]) -> RankFiles:
@@ -610,8 +520,8 @@ class ShardedLayout:
         self._planner.copies = {}
         return RankFiles(self._folder.entries, {one.index: one.storage_data for one in written})
 
-    def join(self, parts: list[RankFiles]) -> dict[str, FileEntry]:
-        """Write torch's index of all parts; called on the first rank after they are written."""
+    def join(self, parts: list[RankFiles]) -> dict[str, Any]:
+        """Write torch's index of all parts; return ours, which is read without unpickling."""
         places = {index: place for part in parts for index, place in part.places.items()}
         # The index contains no path of this machine.
         metadata = dataclasses.replace(
@@ -620,15 +530,20 @@ class ShardedLayout:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        content = readable(pickle.dumps(metadata), MOST_INDEX_BYTES, "the index of the tensors")
         with self._folder.create(METADATA_FILE_NAME) as stream:
-            stream.write(content)
-        return {METADATA_FILE_NAME: self._folder.entries[METADATA_FILE_NAME]}
+            pickle.dump(metadata, stream)
+        return {"index": _index_of(metadata)}
 
 
-def _tensor(value: Any, name: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"only tensors can be saved here: {name} is a {type(value).__name__}")
-    if value.layout is not torch.strided or value.dtype not in PLAIN_DTYPES:
-        raise ValueError(f"{name}: a tensor of {value.dtype}, {value.layout} can't be read again")
-    return value.detach()
+def _index_of(metadata: Metadata) -> dict[str, Any]:
+    """Return dtype, shape and pieces of each tensor, a piece with its place in the files."""
+    index = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        pieces = []
+        for chunk in entry.chunks:
+            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            where = [place.relative_path, place.offset, place.length]
+            pieces.append([list(chunk.offsets), list(chunk.sizes), *where])
+        index[name] = [entry.properties.dtype, list(entry.size), pieces]
+    return index

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 # Read the history of a run from its journal: attempts, steps and other events.
 
 STEP_FIGURES = ("loss", "learning_rate", "grad_norm", "terms", "seconds", "peak_bytes")
-# Number of events of each kind that are stored whole; later ones are stored by step only.
-MOST_WHOLE_EVENTS = 1000
 RUN_FACTS = ("config", "code", "environment", "command")
 _ATTEMPT_PATTERN = re.compile(r"(?P<path>.+)@(?P<attempt>[1-9]\d{0,14})")
 
@@ -113,21 +111,6 @@ class Attempt:
 
 
 @dataclass
-class Marks:
-    """The events of one kind: the steps and attempts of all, and the first ones whole."""
-
-    step: "array[int]" = field(default_factory=lambda: array("q"))
-    attempt: "array[int]" = field(default_factory=lambda: array("q"))
-    events: list[Event] = field(default_factory=list)
-
-    def add(self, event: Event) -> None:
-        self.step.append(event.step)
-        self.attempt.append(event.attempt)
-        if len(self.events) < MOST_WHOLE_EVENTS:
-            self.events.append(event)
-
-
-@dataclass
 class History:
     """The contents of a whole journal."""
 
@@ -137,12 +120,11 @@ class History:
     course: Course = field(default_factory=lambda: Course(Steps(STEP_FIGURES)))
     metrics: dict[str, Course] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
-    marks: dict[str, Marks] = field(default_factory=dict)
+    # The other events, by kind.
+    events: dict[str, list[Event]] = field(default_factory=dict)
     run: str | None = None
-    num_events: int = 0
     num_damaged: int = 0
     first_damaged: int | None = None
-    torn: bool = False
 
     @property
     def steps(self) -> Steps:
@@ -164,7 +146,6 @@ class History:
         return self.attempts[-1].last_step if self.attempts else 0
 
     def add(self, event: Event) -> None:
-        self.num_events += 1
         if (
             event.kind in OPENING_EVENT_KINDS
             or not self.attempts
@@ -181,7 +162,7 @@ class History:
             self.metrics.setdefault(metric, Course(Steps(("value",)))).add(event, event.facts)
         elif event.kind == "stop":
             attempt.ended = str(event.facts.get("reason", "without a reason"))
-        self.marks.setdefault(event.kind, Marks()).add(event)
+        self.events.setdefault(event.kind, []).append(event)
 
     def _open(self, event: Event) -> None:
         """Begin a new attempt at this event.
@@ -228,8 +209,7 @@ def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> Hi
 
     history.run = reading.run
     history.num_damaged = reading.num_damaged
-    history.torn = bool(reading.torn)
-    history.first_damaged = reading.damaged[0].line if reading.damaged else None
+    history.first_damaged = reading.first_damaged
     return history
 
 
@@ -315,17 +295,11 @@ def git_state(folder: Path) -> dict[str, Any]:
         added = _git(
             folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py"
         ).split(b"\0")[:-1]
-    except FileNotFoundError:
-        return {"revision": None, "why": "git is not installed"}
-    except subprocess.TimeoutExpired:
-        return {"revision": None, "why": f"git took longer than {GIT_SECONDS:g} seconds"}
-    except subprocess.CalledProcessError as error:
-        if not error.stderr:
-            why = "nothing was committed yet"
-        elif b"not a git repository" in error.stderr:
-            why = "no git repository"
-        else:
-            why = f"git exited with {error.returncode}"
+    except (OSError, subprocess.SubprocessError) as error:
+        why = str(error)
+        if isinstance(error, subprocess.CalledProcessError):
+            words = error.stderr or b"nothing was committed yet"
+            why = words.decode().splitlines()[0]
         return {"revision": None, "why": why}
     if not changes and not added:
         return {"revision": revision, "dirty": False}

@@ -50,8 +50,8 @@ EVENT_KINDS = (
     "warning",
     "stop",
 )
-RESERVED_KEYS = {"v", "time", "step", "attempt", "kind", "run"}
-# Bytes of the longest line, with its newline. A longer line is damage.
+EVENT_KEYS = ("v", "time", "step", "attempt", "kind")
+# Bytes of the longest line, with its newline. Of a longer one each piece is damage.
 LONGEST_LINE_BYTES = 2**20
 # A time, step or attempt of this size or more is damage.
 EVENT_NUMBER_LIMIT = 10**15
@@ -64,7 +64,6 @@ class JournalError(RunError):
 class Event(NamedTuple):
     """One event of a journal; `facts` holds all fields without their own attribute."""
 
-    line: int
     time: float
     step: int
     attempt: int
@@ -85,7 +84,7 @@ def encode_event(
 
     `run` belongs into the event that opens an attempt; the version is in every event.
     """
-    if taken := RESERVED_KEYS & facts.keys():
+    if taken := {*EVENT_KEYS, "run"} & facts.keys():
         raise ValueError(
             f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
         )
@@ -140,32 +139,21 @@ _ENCODE_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=
 _DECODE_JSON = json.JSONDecoder().decode
 
 
-def parse_event(text: bytes, *, line: int) -> Event | str:
-    """Parse a line; return the event, or a description of why the line is not an event."""
+def parse_event(text: bytes) -> Event | None:
+    """Return the event of a line, or None if it holds none."""
     try:
         facts = _DECODE_JSON(text.decode())
-    except UnicodeDecodeError:
-        return "not text"
-    except (ValueError, RecursionError):
-        return "not JSON"
-    if type(facts) is not dict:
-        return "not an event"
-
-    version = facts.pop("v", None)
-    time = facts.pop("time", None)
-    step = facts.pop("step", None)
-    attempt = facts.pop("attempt", None)
-    kind = facts.pop("kind", None)
+        version, moment, step, attempt, kind = [facts.pop(name) for name in EVENT_KEYS]
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return None
     # True and 1.0 are equal to 1, and no journal has them.
-    if type(version) is not int or version != JOURNAL_VERSION or type(kind) is not str:
-        return "not an event"
-    if type(time) not in (int, float) or not abs(time) < EVENT_NUMBER_LIMIT:
-        return "an event without its time"
-    if type(step) is not int or not 0 <= step < EVENT_NUMBER_LIMIT:
-        return "an event without its step"
-    if type(attempt) is not int or not 1 <= attempt < EVENT_NUMBER_LIMIT:
-        return "an event without its attempt"
-    return Event(line, time, step, attempt, kind, facts)
+    is_event = (
+        type(version) is type(step) is type(attempt) is int
+        and (version == JOURNAL_VERSION and type(kind) is str and type(moment) in (int, float))
+        and (0 <= step < EVENT_NUMBER_LIMIT and 1 <= attempt < EVENT_NUMBER_LIMIT)
+        and abs(moment) < EVENT_NUMBER_LIMIT
+    )
+    return Event(moment, step, attempt, kind, facts) if is_event else None
 
 
 def event_number(value: Any) -> float:
@@ -193,49 +181,41 @@ def printable(text: str, *, longest: int = 300) -> str:
 # Stream the events of a journal from the disk, even if the file is damaged.
 
 JOURNAL_FILE_NAME = "journal.jsonl"
-# Number of damaged lines that are described; later ones are only counted.
-MOST_DESCRIBED_LINES = 100
-# A file without any event in this many lines is not a journal.
-JOURNAL_HEAD_LINES = 100
-
-
-class DamagedLine(NamedTuple):
-    """A line that is not an event, and why."""
-
-    line: int
-    why: str
 
 
 class JournalReading:
     """An iterable over the events of a journal; its other attributes are complete afterwards.
 
-    `torn` holds an incomplete last line: its writer died, or is still writing it. `attempt` is the
-    last attempt to read.
+    Lines that are no event are counted. `torn` holds an incomplete last line: its writer died, or
+    is still writing it. `attempt` is the last attempt to read.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, attempt: int | None = None) -> None:
         self.path = journal_path(path)
         self.run: str | None = None
-        self.num_events = 0
         self.num_damaged = 0
-        self.damaged: list[DamagedLine] = []
+        self.first_damaged: int | None = None
         self.torn = b""
         self._attempt = attempt
 
     def __iter__(self) -> Iterator[Event]:
         self.run = None
-        self.num_events = 0
         self.num_damaged = 0
-        self.damaged = []
+        self.first_damaged = None
         self.torn = b""
+        is_empty = True
         try:
             with self.path.open("rb") as file:
-                yield from self._events(file)
+                for event in self._events(file):
+                    is_empty = False
+                    yield event
         except OSError as error:
             raise JournalError(f"{self.path} can't be read: {error.strerror}") from error
-        if not self.num_events and self.num_damaged:
-            raise self._no_journal()
-        if not self.num_events:
+        if is_empty and self.num_damaged:
+            raise JournalError(
+                f"{self.path} is not a journal of a run: line {self.first_damaged} is no event"
+            )
+        if is_empty:
             torn = " except a torn one" if self.torn else ""
             raise JournalError(
                 f"{self.path} holds no event{torn}: the run died while it started, or is starting "
@@ -243,48 +223,23 @@ class JournalReading:
             )
 
     def _events(self, file: BinaryIO) -> Iterator[Event]:
-        lines = iter(functools.partial(file.readline, LONGEST_LINE_BYTES + 1), b"")
+        lines = iter(functools.partial(file.readline, LONGEST_LINE_BYTES), b"")
         for number, text in enumerate(lines, start=1):
-            if text == b"\n":
-                continue
-            if len(text) > LONGEST_LINE_BYTES:
-                _skip_rest_of_line(file, text)
-                self._damage(DamagedLine(number, f"longer than {LONGEST_LINE_BYTES} bytes"))
-                continue
-
-            found = parse_event(text, line=number)
-            if isinstance(found, str):
-                if not text.endswith(b"\n"):
+            event = parse_event(text)
+            if event is None:
+                is_last = not text.endswith(b"\n") and len(text) < LONGEST_LINE_BYTES
+                if is_last:
                     self.torn = text
-                    return
-                self._damage(DamagedLine(number, found))
+                elif text != b"\n":
+                    self.num_damaged += 1
+                    self.first_damaged = self.first_damaged or number
                 continue
-
-            if self._attempt is not None and found.attempt > self._attempt:
+            if self._attempt is not None and event.attempt > self._attempt:
                 return
-            if found.kind in OPENING_EVENT_KINDS:
-                run = found.facts.get("run")
+            if event.kind in OPENING_EVENT_KINDS:
+                run = event.facts.get("run")
                 self.run = run if isinstance(run, str) else self.run
-            self.num_events += 1
-            yield found
-
-    def _damage(self, damaged: DamagedLine) -> None:
-        self.num_damaged += 1
-        if len(self.damaged) < MOST_DESCRIBED_LINES:
-            self.damaged.append(damaged)
-        if not self.num_events and self.num_damaged >= JOURNAL_HEAD_LINES:
-            raise self._no_journal()
-
-    def _no_journal(self) -> JournalError:
-        first = self.damaged[0]
-        return JournalError(
-            f"{self.path} is not a journal of a run: line {first.line} is {first.why}"
-        )
-
-
-def _skip_rest_of_line(file: BinaryIO, text: bytes) -> None:
-    while text and not text.endswith(b"\n"):
-        text = file.readline(LONGEST_LINE_BYTES)
+            yield event
 
 
 def journal_path(path: str | os.PathLike[str]) -> Path:
@@ -400,7 +355,7 @@ SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}
 class Journal:
     """The journal of a run's folder, open for writing by rank 0; other ranks write nothing.
 
-    `run` is the name of the run, by default the folder's name. The kernel's lock on the file
+    The name of the run is that of the folder. The kernel's lock on the file
     refuses a second process. A file system without locks gets a warning instead; lines can't mix on
     a local disk even then, since each is a single append.
     """
@@ -409,12 +364,11 @@ class Journal:
         self,
         folder: str | os.PathLike[str],
         *,
-        run: str | None = None,
         rank: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(folder) / JOURNAL_FILE_NAME
-        self.run = run or Path(folder).resolve().name
+        self.run = Path(folder).resolve().name
         self.writes = rank == 0
         self._clock = clock
         self._handle: int | None = None

@@ -8,14 +8,14 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.p
 """
 
 import functools
-import hashlib
-import importlib.util
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO
+
+import xxhash
 
 from ..core.wording import nearest
 from .files import Files
@@ -127,54 +127,29 @@ def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) 
 # Hash files while they are written.
 
 CHUNK_BYTES = 2**22
-DIGEST_ALGORITHMS = ("xxh3_128", "blake2b")
+HASH_NAME = "xxh3_128"
 
 
-def default_algorithm() -> str:
-    """Return the fastest installed algorithm; the manifest records its name."""
-    return "xxh3_128" if importlib.util.find_spec("xxhash") else "blake2b"
+def hash_bytes(data: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(data)
 
 
-def new_hash(algorithm: str) -> Any:
-    """Return a hash object with `update` and `hexdigest`."""
-    if algorithm == "blake2b":
-        return hashlib.blake2b(digest_size=16)
-    if algorithm != "xxh3_128":
-        raise DamagedCheckpoint(
-            f"hash {algorithm!r} is not one of {', '.join(DIGEST_ALGORITHMS)}: the manifest is "
-            "damaged, or a newer version of this package wrote it"
-        )
-    try:
-        import xxhash
-    except ImportError as error:
-        raise RuntimeError(
-            "this checkpoint was hashed with xxhash, which is missing: pip install xxhash"
-        ) from error
-    return xxhash.xxh3_128()
-
-
-def hash_bytes(algorithm: str, data: bytes) -> str:
-    hasher = new_hash(algorithm)
-    hasher.update(data)
-    return str(hasher.hexdigest())
-
-
-def hash_stream(algorithm: str, stream: BinaryIO) -> tuple[int, str]:
+def hash_stream(stream: BinaryIO) -> tuple[int, str]:
     """Return the number of bytes left in a stream, and their hash."""
-    hasher = new_hash(algorithm)
+    hasher = xxhash.xxh3_128()
     num_bytes = 0
     while chunk := stream.read(CHUNK_BYTES):
         hasher.update(chunk)
         num_bytes += len(chunk)
-    return num_bytes, str(hasher.hexdigest())
+    return num_bytes, hasher.hexdigest()
 
 
 class HashingStream:
     """A writable stream that passes bytes on to another one, and counts and hashes them."""
 
-    def __init__(self, stream: BinaryIO, algorithm: str) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._hash = new_hash(algorithm)
+        self._hash = xxhash.xxh3_128()
         self.num_bytes = 0
         # The first error of a write. Torch's zip writer hides it behind "unexpected pos".
         self.failed: OSError | None = None
@@ -203,7 +178,7 @@ class HashingStream:
         """Do nothing: the caller that opened the underlying stream syncs and closes it."""
 
     def hexdigest(self) -> str:
-        return str(self._hash.hexdigest())
+        return self._hash.hexdigest()
 
 
 # Write, read and verify the manifest of a checkpoint.
@@ -225,7 +200,6 @@ class FileEntry:
 class Manifest:
     """The identity of a checkpoint and the list of its files."""
 
-    algorithm: str
     kind: str
     step: int
     files: Mapping[str, FileEntry]
@@ -241,7 +215,7 @@ class Manifest:
     def render(self) -> bytes:
         """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
         content = asdict(self)
-        content["hash"] = hash_bytes(self.algorithm, _text(content))
+        content["hash"] = hash_bytes(_text(content))
         return _text(content)
 
 
@@ -255,7 +229,6 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         content = json.loads(data)
         manifest = Manifest(
-            algorithm=content["algorithm"],
             kind=content["kind"],
             step=content["step"],
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
@@ -329,7 +302,7 @@ def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[
     for name in names:
         try:
             with files.open(f"{folder}/{name}") as stream:
-                num_bytes, file_hash = hash_stream(manifest.algorithm, stream)
+                num_bytes, file_hash = hash_stream(stream)
         except OSError as error:
             raise DamagedCheckpoint(
                 f"{files.location(folder)}: {name} can't be read ({error})"

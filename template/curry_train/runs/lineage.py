@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 from .files import Files
 from .layout import SavedCheckpoint
+from .policy_config import read_fields
 from .ranks import DamagedCheckpoint
 
 LINEAGE_FILE_NAME = "lineage.json"
@@ -36,11 +37,9 @@ def read_branches(files: Files) -> list[Branch]:
         return []
     try:
         data = files.read(LINEAGE_FILE_NAME, most_bytes=MOST_LINEAGE_BYTES)
-        branches = [Branch(**entry) for entry in json.loads(data)]
+        return [read_fields(Branch, entry) for entry in json.loads(data)]
     except (DamagedCheckpoint, RecursionError, TypeError, ValueError):
         return []
-    are_whole = all(type(one.line) is type(one.after) is int for one in branches)
-    return branches if are_whole else []
 
 
 def write_branches(files: Files, branches: Sequence[Branch]) -> None:

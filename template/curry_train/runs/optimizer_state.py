@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .format import TensorFacts
-from .layout import default_algorithm, new_hash
 from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, StateMismatch
 from .values import (
     CollectedTensors,
@@ -93,7 +93,7 @@ class FrozenBase:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._hashes: dict[tuple[str, Any], str] = {}
+        self._hashes: dict[Any, str] = {}
 
     def tensors(self) -> dict[str, Tensor]:
         named = self.model.named_parameters(remove_duplicate=False)
@@ -105,40 +105,34 @@ class FrozenBase:
         names = self.tensors().keys()
         return {name: value for name, value in state.items() if names.isdisjoint(_starts(name))}
 
-    def content(self, algorithm: str | None = None) -> dict[str, Any]:
+    def content(self) -> dict[str, str]:
         """Return what a checkpoint has in place of the base."""
-        chosen = algorithm or default_algorithm()
         parameters = [one for one in self.model.parameters() if not one.requires_grad]
-        key = (chosen, tuple((id(one), one._version) for one in parameters))
+        key = tuple((id(one), one._version) for one in parameters)
         if key not in self._hashes:
-            self._hashes = {key: self._hash(chosen)}
-        return {
-            "algorithm": chosen,
-            "hash": self._hashes[key],
-        }
+            self._hashes = {key: self._hash()}
+        return {"hash": self._hashes[key]}
 
-    def _hash(self, algorithm: str) -> str:
-        hasher = new_hash(algorithm)
+    def _hash(self) -> str:
+        hasher = xxhash.xxh3_128()
         for name, tensor in sorted(self.tensors().items()):
             for piece in _pieces(tensor, name):
                 elements: Any = piece.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 hasher.update(f"{name} {piece.dtype} {list(piece.shape)} ".encode())
                 hasher.update(memoryview(elements))
-        return str(hasher.hexdigest())
+        return hasher.hexdigest()
 
 
 def require_base(saved: Any, base: FrozenBase | None) -> None:
     """Raise StateMismatch unless the model has the base that a checkpoint was saved on."""
-    if type(saved) is not dict or not all(
-        type(saved.get(name)) is str for name in ("algorithm", "hash")
-    ):
-        raise DamagedCheckpoint("the saved state has an invalid base: a hash and its algorithm")
+    if type(saved) is not dict or type(saved.get("hash")) is not str:
+        raise DamagedCheckpoint("the saved state has no hash of its base")
     if base is None:
         raise StateMismatch(
             "the checkpoint holds the parameters that train alone: load the base that they were "
             "trained on, and pass trained_only=True"
         )
-    found = base.content(saved["algorithm"])["hash"]
+    found = base.content()["hash"]
     if found != saved["hash"]:
         raise StateMismatch(
             f"the checkpoint was trained on another base: the hash of the frozen parameters was "

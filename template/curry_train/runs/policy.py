@@ -88,19 +88,14 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
 
     `automatic` is whether a rollback is due according to the automatic cadence.
     """
-    if step <= 0:
-        return ()
+
+    def is_due(every: int | str | None) -> bool:
+        if isinstance(every, str):
+            return automatic
+        return every is not None and step % every == 0
+
     intervals = {"rollback": config.rollback_every, "recovery": config.recovery_every}
-    kinds = []
-    for kind in RESUMABLE_KINDS:
-        interval = intervals[kind]
-        if interval == AUTO_INTERVAL:
-            is_due = automatic
-        else:
-            is_due = isinstance(interval, int) and step % interval == 0
-        if is_due:
-            kinds.append(kind)
-    return tuple(kinds)
+    return tuple(kind for kind, every in intervals.items() if step > 0 and is_due(every))
 
 
 class Cadence:

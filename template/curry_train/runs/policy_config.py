@@ -1,47 +1,148 @@
-"""Settings of the checkpoint and spike blocks, checked when they are made.
+"""Read settings from mappings, with checked keys and types; the checkpoint and spike blocks.
 
-checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
+    checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
                  best_k_direction: minimize, retention: {rollback_keep: 5, recovery_keep: 3}}
 
-Proof: `python -m pytest tests/runs/test_policy_config.py tests/runs/test_spike.py`.
+Proof: `python -m pytest tests/runs/test_policy_config.py tests/trainer/test_config.py`.
 """
 
-import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from ..core.wording import nearest
 
-ConfigT = TypeVar("ConfigT", bound="Retention | PolicyConfig | SpikeConfig")
+# Read nested mappings into a tree of dataclasses, with checked keys and types.
 
-# Checks of configuration values, with errors that name the key.
-
-# What is accepted, as a test and in words for the error.
-Rule = tuple[Callable[[Any], bool], str]
-
-
-def is_whole(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+Tree = TypeVar("Tree")
+TYPE_DESCRIPTIONS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
-def whole_from(least: int, more: str = "") -> Rule:
-    return lambda value: is_whole(value, least), f"a whole number from {least}{more}"
+def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
+    """Build a `tree` from `values`, which runs its own checks.
+
+    `inside` is the key that holds the values, for error messages.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
+    hints = typing.get_type_hints(tree)
+    names = [field.name for field in fields(tree)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            path = _path(inside, key)
+            meant = _nearest_key(path, flat_keys(tree, inside=inside))
+            raise ValueError(f"{path} is no key; {meant}")
+    found = {
+        name: _read(hints[name], values[name], _path(inside, name))
+        for name in names
+        if name in values
+    }
+    try:
+        return tree(**found)
+    except ValueError as error:
+        raise ValueError(f"{inside}.{error}" if inside else str(error)) from error
 
 
-def one_of(*values: str) -> Rule:
-    words = f"{', '.join(values[:-1])} or {values[-1]}"
-    return lambda value: value in values, words
+def flat_keys(tree: type, *, inside: str = "") -> list[str]:
+    """Return every key of a tree in its dotted form, such as `optimizer.beta1`."""
+    keys = []
+    for name, kind in typing.get_type_hints(tree).items():
+        path = _path(inside, name)
+        if is_dataclass(kind) and isinstance(kind, type):
+            keys += flat_keys(kind, inside=path)
+        else:
+            keys.append(path)
+    return keys
 
 
-def or_none(rule: Rule, words: str) -> Rule:
-    accepts, _ = rule
-    return lambda value: value is None or accepts(value), words
+def _nearest_key(key: str, keys: list[str]) -> str:
+    """Suggest the closest key for a misspelled one, or list all keys."""
+    by_last_part = {name.rsplit(".", 1)[-1]: name for name in keys}
+    last_part = nearest(key.rsplit(".", 1)[-1], by_last_part)
+    meant = nearest(key, keys) or (by_last_part[last_part] if last_part else None)
+    return f"did you mean {meant}?" if meant else f"the keys are {', '.join(keys)}"
+
+
+def _read(kind: Any, value: Any, path: str) -> Any:
+    if is_dataclass(kind) and isinstance(kind, type):
+        return value if isinstance(value, kind) else read_fields(kind, value, inside=path)
+    for choice in _choices(kind):
+        done, result = _as(choice, value)
+        if done:
+            return result
+    raise ValueError(
+        f"{path} must be {_accepted_values(kind)}; got {value!r}" + _suggested_value(kind, value)
+    )
+
+
+def _choices(kind: Any) -> tuple[Any, ...]:
+    is_union = get_origin(kind) in (types.UnionType, typing.Union)
+    return get_args(kind) if is_union else (kind,)
+
+
+def _as(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Return whether `value` is of this kind, and the converted value."""
+    if get_origin(kind) is Literal:
+        return value in get_args(kind), value
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            return False, value
+        items = [_as(get_args(kind)[0], item) for item in value]
+        if not all(fits for fits, _ in items):
+            return False, value
+        return True, tuple(item for _, item in items)
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return True, float(value)  # YAML reads 3e-4 as text
+        except ValueError:
+            return False, value
+    if kind in (dict, Mapping) or get_origin(kind) in (dict, Mapping):
+        return isinstance(value, Mapping), value
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
+
+
+def _accepted_values(kind: Any) -> str:
+    """Describe the accepted values in words."""
+    words = []
+    for choice in _choices(kind):
+        if get_origin(choice) is Literal:
+            words += [str(value) for value in get_args(choice)]
+        elif get_origin(choice) is tuple:
+            words.append("a list")
+        else:
+            words.append(TYPE_DESCRIPTIONS.get(choice, "a block of keys"))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _suggested_value(kind: Any, value: Any) -> str:
+    """Suggest the closest accepted word for a misspelled one."""
+    values = [
+        str(word)
+        for choice in _choices(kind)
+        if get_origin(choice) is Literal
+        for word in get_args(choice)
+    ]
+    meant = nearest(str(value), values)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def _path(inside: str, key: object) -> str:
+    return f"{inside}.{key}" if inside else str(key)
+
+
+def check_types(settings: Any) -> None:
+    """Raise ValueError for the first field of a dataclass whose value has another type."""
+    for name, kind in typing.get_type_hints(type(settings)).items():
+        _read(kind, getattr(settings, name), name)
 
 
 def require(held: bool, key: str, value: Any, wanted: str) -> None:
@@ -50,41 +151,17 @@ def require(held: bool, key: str, value: Any, wanted: str) -> None:
         raise ValueError(f"{key} must be {wanted}; got {value!r}")
 
 
-def check_fields(config: Any, rules: Mapping[str, Rule]) -> None:
-    """Raise ValueError for the first field that its rule does not accept."""
-    for name, (accepts, words) in rules.items():
-        value = getattr(config, name)
-        require(accepts(value), name, value, words)
-
-
-def _from_block(kind: type[ConfigT], block: Mapping[str, Any], where: str) -> ConfigT:
-    """Build settings from a block of a configuration; errors name the whole path of a key."""
-    names = [one.name for one in fields(kind)]
-    for key in block:
-        if key not in names:
-            closest = nearest(str(key), names)
-            hint = f"there are {', '.join(names)}"
-            if closest:
-                hint = f"did you mean {where}.{closest}?"
-            raise ValueError(f"{where}.{key} is no key; {hint}")
-    try:
-        return kind(**block)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from error
+def require_least(settings: Any, least: int, *names: str) -> None:
+    """Raise ValueError for the first of these fields that is below `least`."""
+    for name in names:
+        value = getattr(settings, name)
+        require(value >= least, name, value, f"{least} or more")
 
 
 # The `checkpoint:` block of a configuration: how often to save, and how many to keep.
 
 AUTO_INTERVAL = "auto"
-METRIC_DIRECTIONS = ("minimize", "maximize")
 _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
-
-
-RETENTION_RULES = {
-    "rollback_keep": whole_from(1),
-    "recovery_keep": whole_from(1),
-    "keep_every": or_none(whole_from(1), "1 or more, or null for none"),
-}
 
 
 @dataclass(frozen=True)
@@ -102,31 +179,10 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, RETENTION_RULES)
-
-
-POLICY_RULES: dict[str, Rule] = {
-    "rollback_every": (
-        lambda value: value in (None, AUTO_INTERVAL) or is_whole(value, 1),
-        f"1 or more, {AUTO_INTERVAL}, or null for never",
-    ),
-    "recovery_every": or_none(whole_from(1), "1 or more, or null for only at the end"),
-    "best_k": whole_from(0, ", 0 for none"),
-    "best_k_metric": (
-        lambda value: isinstance(value, str) and _METRIC_PATTERN.fullmatch(value) is not None,
-        "letters, digits and _, such as dev_loss",
-    ),
-    "best_k_direction": one_of(*METRIC_DIRECTIONS),
-    "retention": (
-        lambda value: isinstance(value, Retention),
-        "a block such as {rollback_keep: 5, recovery_keep: 3}",
-    ),
-    "overhead": (lambda value: is_number(value) and 0 < value <= 1, "above 0, at most 1"),
-    "mean_hours_between_failures": (
-        lambda value: value is None or (is_number(value) and value > 0),
-        "above 0, or null",
-    ),
-}
+        check_types(self)
+        require_least(self, 1, "rollback_keep", "recovery_keep")
+        fits = self.keep_every is None or self.keep_every >= 1
+        require(fits, "keep_every", self.keep_every, "1 or more, or null for none")
 
 
 @dataclass(frozen=True)
@@ -138,12 +194,12 @@ class PolicyConfig:
     """
 
     # Steps between rollbacks. `auto` saves as often as `overhead` allows.
-    rollback_every: int | str | None = 100
+    rollback_every: int | Literal["auto"] | None = 100
     # Steps between recoveries; None saves one at the end only.
     recovery_every: int | None = 1000
     best_k: int = 3
     best_k_metric: str = "dev_loss"
-    best_k_direction: str = "minimize"
+    best_k_direction: Literal["minimize", "maximize"] = "minimize"
     retention: Retention = field(default_factory=Retention)
     # For `rollback_every: auto`: the time of all saves as a fraction of the time of the steps.
     overhead: float = 0.035
@@ -151,22 +207,25 @@ class PolicyConfig:
     mean_hours_between_failures: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, POLICY_RULES)
+        check_types(self)
+        every = self.rollback_every
+        fits = every is None or isinstance(every, str) or every >= 1
+        require(fits, "rollback_every", every, "1 or more, auto, or null for never")
+        fits = self.recovery_every is None or self.recovery_every >= 1
+        wanted = "1 or more, or null for only at the end"
+        require(fits, "recovery_every", self.recovery_every, wanted)
+        require_least(self, 0, "best_k")
+        fits = _METRIC_PATTERN.fullmatch(self.best_k_metric) is not None
+        wanted = "letters, digits and _, such as dev_loss"
+        require(fits, "best_k_metric", self.best_k_metric, wanted)
+        require(0 < self.overhead <= 1, "overhead", self.overhead, "above 0, at most 1")
+        hours = self.mean_hours_between_failures
+        fits = hours is None or 0 < hours < float("inf")
+        require(fits, "mean_hours_between_failures", hours, "above 0, or null")
 
     @property
     def minimize(self) -> bool:
         return self.best_k_direction == "minimize"
-
-    @classmethod
-    def from_config(cls, block: Mapping[str, Any]) -> "PolicyConfig":
-        """Build the settings from a mapping, such as a block of a YAML file.
-
-        An unknown key raises ValueError with its name.
-        """
-        if isinstance(block.get("retention"), Mapping):
-            retention = _from_block(Retention, block["retention"], "checkpoint.retention")
-            block = {**block, "retention": retention}
-        return _from_block(cls, block, "checkpoint")
 
 
 # The `spike:` block of a configuration: what a loss spike is, and the reaction to it.
@@ -174,22 +233,6 @@ class PolicyConfig:
 # The number of losses whose median is the baseline.
 NUM_BASELINE_LOSSES = 16
 Action = Literal["none", "warn", "rollback"]
-
-
-SPIKE_RULES: dict[str, Rule] = {
-    "action": one_of(*get_args(Action)),
-    "window": whole_from(16),
-    "threshold": (lambda value: is_number(value) and value > 0, "above 0"),
-    "least_rise": (lambda value: is_number(value) and 0 <= value < 1, "from 0 to below 1"),
-    "patience": whole_from(1),
-    "attempts": whole_from(1),
-    "lower_rate_steps": whole_from(1),
-    "skip_around": whole_from(0),
-    "lower_rate": (
-        lambda value: value is None or (is_number(value) and 0 < value < 1),
-        "between 0 and 1, or null",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -218,7 +261,15 @@ class SpikeConfig:
     lower_rate_steps: int = 100
 
     def __post_init__(self) -> None:
-        check_fields(self, SPIKE_RULES)
+        check_types(self)
+        require_least(self, 16, "window")
+        require_least(self, 1, "patience", "attempts", "lower_rate_steps")
+        require_least(self, 0, "skip_around")
+        fits = 0 < self.threshold < float("inf")
+        require(fits, "threshold", self.threshold, "above 0")
+        require(0 <= self.least_rise < 1, "least_rise", self.least_rise, "from 0 to below 1")
+        fits = self.lower_rate is None or 0 < self.lower_rate < 1
+        require(fits, "lower_rate", self.lower_rate, "between 0 and 1, or null")
 
     @property
     def judges_after(self) -> int:
@@ -228,8 +279,3 @@ class SpikeConfig:
     @property
     def rolls_back(self) -> bool:
         return self.action == "rollback"
-
-    @classmethod
-    def from_config(cls, block: Mapping[str, Any]) -> "SpikeConfig":
-        """Build the settings from a mapping, such as a block of a YAML file."""
-        return _from_block(cls, block, "spike")

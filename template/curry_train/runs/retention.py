@@ -113,8 +113,6 @@ def _metric(saved: SavedCheckpoint) -> str | None:
 
 # Estimate the disk space that a checkpoint policy needs.
 
-BYTES_PER_GB = 10**9
-LARGE_CHECKPOINT_BYTES = 10 * BYTES_PER_GB
 # Weights alone, in bytes per parameter.
 WEIGHT_BYTES_PER_PARAMETER: Mapping[str, int] = {
     "float32": 4,
@@ -190,21 +188,15 @@ def estimate_disk(
         kept,
         total=sum(kept.values()),
         in_flight=checkpoint,
-        advice=_advice(checkpoint, config),
+        advice=_advice(config),
     )
 
 
-def _advice(checkpoint: int, config: PolicyConfig) -> tuple[str, ...]:
-    advice = []
-    if every := config.retention.keep_every:
-        advice.append(
-            f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, "
-            f"in addition to this estimate"
-        )
-    if checkpoint > LARGE_CHECKPOINT_BYTES:
-        advice.append(
-            f"a checkpoint takes {checkpoint / BYTES_PER_GB:.1f} GB, more than "
-            f"{LARGE_CHECKPOINT_BYTES // BYTES_PER_GB} GB: save it in the background; with "
-            f"retention.rollback_keep: 2 the run can still go back before a spike"
-        )
-    return tuple(advice)
+def _advice(config: PolicyConfig) -> tuple[str, ...]:
+    every = config.retention.keep_every
+    if every is None:
+        return ()
+    return (
+        f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, in "
+        f"addition to this estimate",
+    )

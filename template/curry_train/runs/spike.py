@@ -20,7 +20,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import numpy
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from .files import Files
 from .policy import number_of
-from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig
+from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields, require_least
 from .random_state import DATA_PREFIX, DataPosition
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
@@ -232,6 +232,9 @@ class Recovery:
     learning_rate: float = 1.0
     slower_until: int = 0
 
+    def __post_init__(self) -> None:
+        require_least(self, 0, "spike", "back_to", "start", "stop", "attempt", "slower_until")
+
 
 class Recoveries:
     """The recoveries of a run, read from its folder.
@@ -274,22 +277,14 @@ def _read(files: Files) -> list[Recovery]:
     if files.kind(RECOVERIES_FILE_NAME) != "file":
         return []
     try:
-        return [_checked(entry) for entry in json.loads(files.read(RECOVERIES_FILE_NAME))]
+        return [
+            read_fields(Recovery, entry) for entry in json.loads(files.read(RECOVERIES_FILE_NAME))
+        ]
     except (ValueError, TypeError, AttributeError) as error:
         raise RunError(
             f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't "
             f"be read ({error}): restore it, or remove it to train on those samples again"
         ) from error
-
-
-def _checked(entry: Any) -> Recovery:
-    for field in fields(Recovery):
-        if field.type not in (int, "int") or field.name not in entry:
-            continue
-        value = entry[field.name]
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{field.name} is {value!r}, not a whole number from 0")
-    return Recovery(**entry)
 
 
 def _write(files: Files, done: Sequence[Recovery]) -> None:
@@ -421,7 +416,7 @@ class AttachedWatch:
         resume_hint: str | None = None,
     ) -> None:
         if not isinstance(spike, SpikeConfig):
-            spike = SpikeConfig(action="none") if spike is None else SpikeConfig.from_config(spike)
+            spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
         if spike.lower_rate is not None and stream is None:
             raise ValueError(
                 "spike.lower_rate needs stream=, because `saving` does not control the schedule "

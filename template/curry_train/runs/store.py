@@ -32,8 +32,8 @@ from .format import (
     SavableState,
     ShardedLayout,
     Snapshot,
+    checked_index,
     facts_of,
-    read_checkpoint_metadata,
     read_tensors,
     readable,
 )
@@ -47,7 +47,6 @@ from .layout import (
     Manifest,
     Metric,
     SavedCheckpoint,
-    default_algorithm,
     folder_name,
     is_leftover,
     read_manifest,
@@ -69,7 +68,7 @@ from .values import dump, load_foreign
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
 STATE_FILE_NAME = "state.pt"
-# The values beside the tensors; large arrays are among the tensors.
+# The values beside the tensors, and the tensors' index; large arrays are among the tensors.
 MOST_STATE_BYTES = 2**28
 
 
@@ -96,7 +95,7 @@ class Writing:
         self.final = folder_name(kind, step, metric)
         self.folder = folder
 
-        self._new = HashingFolder(self.files, self.folder, store.algorithm)
+        self._new = HashingFolder(self.files, self.folder)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
         ranks_values = ranks.exchange(
@@ -119,23 +118,20 @@ class Writing:
         entries: dict[str, FileEntry] = {}
         for part in parts:
             entries |= part.files
-        entries |= self._layout.join(parts)
-
-        data = readable(dump(self._values), MOST_STATE_BYTES, "the state beside its tensors")
+        content = self._values | self._layout.join(parts)
+        data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
         with self._new.create(STATE_FILE_NAME) as stream:
             stream.write(data)
-        entries[STATE_FILE_NAME] = self._new.entries[STATE_FILE_NAME]
+        entries |= self._new.entries
 
         about = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "torch": torch.__version__.split("+")[0],
             "world_size": self.ranks.size,
         }
-        manifest = Manifest(
-            self._new.algorithm, self.kind, self.step, entries, self.metric, about, self.line
-        )
-        content = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
-        self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", content)
+        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.line)
+        rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
+        self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
         self.files.sync_folder(self.folder)
 
         self._rename()
@@ -261,7 +257,7 @@ class SavedRun:
             return manifest
 
         manifest = ranks.all_do(check)
-        contents, fill = ranks.all_do(lambda: self._open_content(folder, manifest))
+        contents, fill = ranks.all_do(lambda: self.open_content(folder, manifest))
         loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
 
         def prepare() -> None:
@@ -273,16 +269,16 @@ class SavedRun:
         ranks.all_do(loading.finish)
         return loading.report
 
-    def _open_content(
+    def open_content(
         self, folder: str, manifest: Manifest
     ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
         found = self._values(folder)
         if manifest.kind == BEST_KIND:
-            reader = SafetensorsReader(self.files, folder)
+            reader = SafetensorsReader(self.files, folder, found.get("others"))
             contents = Contents(reader.facts, found["values"], found["ranks"], model_only=True)
             return contents, reader.read_into
-        metadata = read_checkpoint_metadata(self.files, folder, manifest)
+        metadata = checked_index(found.get("index"), manifest)
         contents = Contents(facts_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
@@ -365,10 +361,8 @@ class Store(SavedRun):
         root: str | os.PathLike[str],
         *,
         files: Files | None = None,
-        algorithm: str | None = None,
     ) -> None:
         super().__init__(root, files=files)
-        self.algorithm = algorithm or default_algorithm()
         # The number of the line of states that saves belong to; the first rank counts it.
         self.line = 0
         self._lock = RunLock(self.files)

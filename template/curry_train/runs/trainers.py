@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
     Manifest,
-    default_algorithm,
     hash_stream,
     parse_manifest,
 )
@@ -55,11 +55,15 @@ FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 
 @dataclass(frozen=True)
 class Commit:
-    """A folder or a file with a manifest; commits of a folder are numbered in their order."""
+    """A folder or a file with a manifest."""
 
     path: Path
     manifest: Manifest
-    number: int
+
+    @property
+    def time(self) -> int:
+        """When it was committed, in nanoseconds since 1970."""
+        return int(self.manifest.about["time"])
 
     def verify(self) -> None:
         """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
@@ -72,23 +76,21 @@ class Commit:
                 raise DamagedCheckpoint(f"{path}: {name} is {state}")
         folder = path if path.is_dir() else path.parent
         for name, entry in self.manifest.files.items():
-            if _entry_of(folder / name, self.manifest.algorithm) != entry:
+            if _entry_of(folder / name) != entry:
                 raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
 
 
 def commit_folder(folder: str | os.PathLike[str]) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
-    algorithm = default_algorithm()
-    manifest_path = path / MANIFEST_FILE_NAME
     names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
-    entries = {name: _entry_of(path / name, algorithm, sync=True) for name in names}
+    entries = {name: _entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         _sync_folder(below)
-    manifest = _manifest(path, entries, algorithm)
-    _write_manifest(manifest_path, manifest)
+    manifest = _manifest(entries)
+    _write_manifest(path / MANIFEST_FILE_NAME, manifest)
     _sync_folder(path.parent)
-    return Commit(path, manifest, _number(manifest))
+    return Commit(path, manifest)
 
 
 def _sweep(final: Path) -> None:
@@ -105,19 +107,18 @@ def _sweep(final: Path) -> None:
 
 def commit_file(staged: Path, final: Path) -> Commit:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    algorithm = default_algorithm()
-    entry = _entry_of(staged, algorithm, sync=True)
-    manifest = _manifest(final, {final.name: entry}, algorithm)
+    entry = _entry_of(staged, sync=True)
+    manifest = _manifest({final.name: entry})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        old = dataclasses.asdict(before.manifest.files[final.name]) | {"number": before.number}
+        old = dataclasses.asdict(before.manifest.files[final.name]) | {"time": before.time}
         manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
     _write_manifest(_manifest_of(final), manifest)
     staged.replace(final)
     _sync_folder(final.parent)
     _sweep(final)
-    return Commit(final, manifest, _number(manifest))
+    return Commit(final, manifest)
 
 
 def newest_whole(folder: str | os.PathLike[str]) -> str | None:
@@ -130,7 +131,7 @@ def newest_whole(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _newest_whole(folder: Path) -> str | None:
-    for commit in sorted(_commits(folder), key=lambda one: -one.number):
+    for commit in sorted(_commits(folder), key=lambda one: -one.time):
         try:
             commit.verify()
         except (DamagedCheckpoint, OSError) as error:
@@ -161,32 +162,20 @@ def read_commit(path: Path) -> Commit:
     """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
     key = _manifest_of(path)
     manifest = parse_manifest(Files(key.parent).read(key.name))
-    commit = Commit(path, manifest, _number(manifest))
-    before = manifest.about.get("before")
-    if before is None or path.is_dir():
-        return commit
-    # A crash between manifest and rename leaves the file that was there before.
-    old = FileEntry(before["bytes"], before["hash"])
-    if path.exists() and _entry_of(path, manifest.algorithm) == old:
-        manifest = dataclasses.replace(manifest, files={path.name: old})
-        return Commit(path, manifest, int(before["number"]))
-    return commit
-
-
-def _number(manifest: Manifest) -> int:
-    number = manifest.about.get("number")
-    if manifest.kind != FOREIGN_KIND or not isinstance(number, int):
+    if manifest.kind != FOREIGN_KIND or type(manifest.about.get("time")) is not int:
         raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
-    return number
+    before = manifest.about.get("before")
+    # A crash between manifest and rename leaves the file that was there before.
+    if before is not None and path.is_file():
+        old = FileEntry(before["bytes"], before["hash"])
+        if _entry_of(path) == old:
+            about = {"time": before["time"]}
+            manifest = dataclasses.replace(manifest, files={path.name: old}, about=about)
+    return Commit(path, manifest)
 
 
-def _manifest(path: Path, entries: dict[str, FileEntry], algorithm: str) -> Manifest:
-    numbers = [0]
-    for sibling in path.parent.iterdir():
-        with contextlib.suppress(FileNotFoundError, DamagedCheckpoint, NotADirectoryError):
-            numbers.append(read_commit(sibling).number)
-    number = 1 + max(numbers)
-    return Manifest(algorithm, FOREIGN_KIND, number, entries, None, {"number": number})
+def _manifest(entries: dict[str, FileEntry]) -> Manifest:
+    return Manifest(FOREIGN_KIND, 0, entries, None, {"time": time.time_ns()})
 
 
 def _manifest_of(path: Path) -> Path:
@@ -207,9 +196,9 @@ def _relative_files(folder: Path) -> list[str]:
     )
 
 
-def _entry_of(path: Path, algorithm: str, *, sync: bool = False) -> FileEntry:
+def _entry_of(path: Path, *, sync: bool = False) -> FileEntry:
     with path.open("rb") as stream:
-        entry = FileEntry(*hash_stream(algorithm, stream))
+        entry = FileEntry(*hash_stream(stream))
         if sync:
             os.fsync(stream.fileno())
     return entry
@@ -257,14 +246,14 @@ def _keep_newest(folders: list[Path], limit: int | None, keep: Path | None = Non
     """Delete all but the newest `limit` folders and `keep`; those never committed go first."""
     if not limit or limit < 0:
         return
-    numbered = []
+    committed = []
     for path in folders:
-        number = 0
+        moment = 0
         with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
-            number = read_commit(path).number
-        numbered.append((number, path))
-    numbered.sort()
-    spare = [path for _, path in numbered[:-1] if keep is None or path != keep]
+            moment = read_commit(path).time
+        committed.append((moment, path))
+    committed.sort()
+    spare = [path for _, path in committed[:-1] if keep is None or path != keep]
     for path in spare[: max(0, len(folders) - limit)]:
         _remove(path)
 
@@ -290,20 +279,25 @@ def commit_checkpoints(trainer: Any) -> Any:
     return trainer
 
 
+# The library of a package, and where its callbacks are.
 LIBRARIES = {
-    "transformers": "transformers",
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-    "pytorch_lightning": "lightning",
+    "transformers": ("transformers", "transformers.TrainerCallback"),
+    "accelerate": ("accelerate", ""),
+    "lightning": ("lightning", "lightning.pytorch.callbacks.Callback"),
+    "pytorch_lightning": ("lightning", "pytorch_lightning.callbacks.Callback"),
 }
 
 
 def library_of(trainer: Any, *, otherwise: str) -> str:
     """Return which library a trainer is of; `otherwise` ends the error for other objects."""
+    return _library_and_callback(trainer, otherwise)[0]
+
+
+def _library_and_callback(trainer: Any, otherwise: str) -> tuple[str, str]:
     for one in type(trainer).__mro__:
-        library = LIBRARIES.get(one.__module__.partition(".")[0])
-        if library is not None:
-            return library
+        package = one.__module__.partition(".")[0]
+        if package in LIBRARIES:
+            return LIBRARIES[package]
     raise TypeError(
         f"a {type(trainer).__name__} is no Trainer of transformers or Lightning and no "
         f"Accelerator: {otherwise}"
@@ -312,16 +306,15 @@ def library_of(trainer: Any, *, otherwise: str) -> str:
 
 def add_callback(trainer: Any, methods: type, *args: Any) -> None:
     """Add a callback with these methods to a Trainer of Hugging Face or Lightning."""
-    name = methods.__name__.lstrip("_")
+    library, path = _library_and_callback(trainer, "it takes no callbacks")
+    module, _, name = path.rpartition(".")
     # The library is there, because the trainer is.
-    if library_of(trainer, otherwise="it takes no callbacks") == "transformers":
-        interface = sys.modules["transformers"].TrainerCallback
-        trainer.add_callback(_with_methods(name, interface, methods)(*args))
+    interface = getattr(sys.modules[module], name)
+    callback = _with_methods(methods.__name__.lstrip("_"), interface, methods)(*args)
+    if library == "transformers":
+        trainer.add_callback(callback)
     else:
-        is_new = any(one.__module__.startswith("lightning.") for one in type(trainer).__mro__)
-        package = "lightning.pytorch" if is_new else "pytorch_lightning"
-        interface = sys.modules[f"{package}.callbacks"].Callback
-        trainer.callbacks.append(_with_methods(name, interface, methods)(*args))
+        trainer.callbacks.append(callback)
 
 
 def _interface(instance: Any, name: str) -> type:

@@ -16,7 +16,7 @@ import copy
 import io
 import warnings
 import zipfile
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -108,7 +108,7 @@ def refuse_value(place: Place, what: str, *, advice: str = CONVERT_ADVICE) -> No
     raise ValueError(f"{place.shown}: {what} can't be saved; {advice}")
 
 
-# What stands in a file for what torch.load does not read there.
+# What stands in the file of the values for a tensor.
 
 
 @dataclass(frozen=True)
@@ -120,27 +120,6 @@ class Stored:
     device: str | None = None
     is_parameter: bool = False
     requires_grad: bool = False
-
-
-@dataclass(frozen=True)
-class Made:
-    """A value that is made of another one by a function of `MAKERS`."""
-
-    kind: str
-    content: Any
-
-
-DEFAULT_FACTORIES: dict[str, Any] = {
-    factory.__name__: factory
-    for factory in (bool, bytes, complex, dict, float, int, list, set, str, tuple, deque)
-}
-DEFAULT_FACTORIES |= {"OrderedDict": OrderedDict, "Counter": Counter, "None": None}
-MAKERS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
-    "deque": lambda content: deque(content[0], content[1]),
-    "defaultdict": lambda content: defaultdict(DEFAULT_FACTORIES[content[0]], content[1]),
-    "view": lambda content: content[1].view(getattr(torch, content[0])),
-}
 
 
 # Tensors: those in a plain layout go into the snapshot, others into the file of the values.
@@ -195,15 +174,10 @@ def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors | Non
         what = "a nested tensor" if tensor.is_nested else "a tensor without values (device meta)"
         refuse_value(place, what)
     if not is_plain(tensor):
-        is_packed = tensor.layout is torch.strided and not tensor.is_quantized
         if tensor.layout is not torch.strided:
             is_coo = tensor.layout is torch.sparse_coo
             tensors.inline[place.name] = tensor._values() if is_coo else tensor.values()
-        if not is_packed or not tensor.numel():
-            return _came_back(tensor.detach(), place)
-        # Dtypes below a byte, which torch.save does not write.
-        stored = Stored(tensors.add(tensor.detach().contiguous().view(torch.uint8), place))
-        return Made("view", (str(tensor.dtype).removeprefix("torch."), stored))
+        return _came_back(tensor.detach(), place)
     return Stored(
         tensors.add(tensor.detach().resolve_conj().resolve_neg(), place),
         None if tensor.device.type == "cpu" else tensor.device.type,
@@ -228,11 +202,9 @@ def encode(
     Raises ValueError, with the path, for a value that could not be restored.
     """
     kind = type(value)
-    if kind in _SIMPLE_TYPES:
+    is_short = kind is int and value.bit_length() <= MOST_INTEGER_BITS
+    if is_short or kind in _SIMPLE_TYPES:
         return value
-    if kind is int:
-        is_short = value.bit_length() <= MOST_INTEGER_BITS
-        return value if is_short else Made("int", hex(value))
     if isinstance(value, Tensor):
         return _encode_tensor(value, place, tensors)
     if depth >= MOST_NESTED:
@@ -241,31 +213,21 @@ def encode(
     def inner(key: Any, number: int, item: Any) -> Any:
         return encode(item, place.inner(key, number), tensors, depth=depth + 1)
 
-    if kind in (list, tuple, deque):
-        items = [inner(number, number, item) for number, item in enumerate(value)]
-        return Made("deque", (items, value.maxlen)) if kind is deque else kind(items)
-    if kind in (dict, OrderedDict, defaultdict, Counter):
+    if kind in (list, tuple):
+        return kind(inner(number, number, item) for number, item in enumerate(value))
+    if kind in (dict, OrderedDict, Counter):
         key_place = Place(f"a key of {place.shown}", "")
-        pairs = [
-            (encode(key, key_place, depth=depth + 1), inner(key, number, item))
-            for number, (key, item) in enumerate(value.items())
-        ]
-        return _mapping(value, pairs, place)
-    return _came_back(value, place)
-
-
-def _mapping(value: Any, pairs: list[tuple[Any, Any]], place: Place) -> Any:
-    """Return a mapping of the same type with these entries."""
-    if type(value) is not defaultdict:
-        made = type(value)(dict(pairs))
+        made: Any = kind(
+            {
+                encode(key, key_place, depth=depth + 1): inner(key, number, item)
+                for number, (key, item) in enumerate(value.items())
+            }
+        )
         # Versions of modules that `nn.Module.state_dict` leaves in an attribute.
         if hasattr(value, "_metadata"):
             made._metadata = copy.deepcopy(value._metadata)
         return made
-    for name, factory in DEFAULT_FACTORIES.items():
-        if value.default_factory is factory:
-            return Made("defaultdict", (name, dict(pairs)))
-    refuse_value(place, f"a defaultdict of {value.default_factory!r:.60}")
+    return _came_back(value, place)
 
 
 def _came_back(value: Any, place: Place) -> Any:
@@ -305,8 +267,6 @@ def _decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
         if content.is_parameter:
             return nn.Parameter(tensor, content.requires_grad)
         return tensor.requires_grad_() if content.requires_grad else tensor
-    if kind is Made:
-        return MAKERS[content.kind](_decode(content.content, tensors))
     if kind in (list, tuple):
         return kind(_decode(item, tensors) for item in content)
     if kind in (dict, OrderedDict, Counter):
@@ -325,8 +285,6 @@ def references(content: Any) -> Iterator[Stored]:
         item = waiting.pop()
         if type(item) is Stored:
             yield item
-        elif type(item) is Made:
-            waiting.append(item.content)
         elif type(item) in (list, tuple):
             waiting += item
         elif type(item) in (dict, OrderedDict, Counter):
@@ -337,7 +295,7 @@ def references(content: Any) -> Iterator[Stored]:
 
 _NUMPY: Any = numpy._core if hasattr(numpy, "_core") else numpy.core
 ALLOWED: list[Any] = [
-    *(Stored, Made, bytes, frozenset, range, numpy.ndarray, numpy.dtype),
+    *(Stored, bytes, frozenset, range, numpy.ndarray, numpy.dtype),
     *(getattr(numpy.dtypes, name) for name in numpy.dtypes.__all__),
     *(
         (getattr(_NUMPY.multiarray, name), f"numpy.{package}.multiarray.{name}")
