@@ -553,10 +553,7 @@ def apply_chunked_loss(
 
 def remove_chunked_loss(model: nn.Module) -> list[str]:
     """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
-    names = list(chunked_loss_report(model))
-    for name in names:
-        restore(model.get_submodule(name), CHUNKS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
-    return names
+    return restore(model, ChunkedHead, CHUNKS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
 
 
 def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:

@@ -347,11 +347,8 @@ def apply_regions(
 
 def remove_regions(model: nn.Module) -> list[str]:
     """Undo `apply_regions` and return the names of the blocks that were changed."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Regions)]
-    for module in list(model.modules()):
-        if isinstance(module, Regions | Replayed):
-            restore(module, REGION_NAME_ATTRIBUTE)
-    return names
+    restore(model, Replayed, REGION_NAME_ATTRIBUTE)
+    return restore(model, Regions)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -486,7 +486,4 @@ def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
 
 def remove_sac(model: nn.Module) -> list[str]:
     """Undo `apply_sac` and return the names of the blocks that had a policy."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Sac)]
-    for name in names:
-        restore(model.get_submodule(name), SAC_ATTRIBUTE, CONTEXTS_ATTRIBUTE)
-    return names
+    return restore(model, Sac, SAC_ATTRIBUTE, CONTEXTS_ATTRIBUTE)
