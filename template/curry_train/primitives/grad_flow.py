@@ -104,7 +104,7 @@ class LayerFlow:
 class StepFlow:
     """One probed step."""
 
-    step: int  # counted from the `first_step` that GradFlow was given
+    step: int  # counted from 0, where the context was opened
     stepped: bool  # False if the step was skipped
     layers: Mapping[str, LayerFlow]  # all probed layers by name
     order: tuple[str, ...]  # in which the layers' forwards ended, inner layers before outer ones
@@ -207,13 +207,11 @@ class GradFlow:
         updates: bool = True,
         scaler: torch.amp.GradScaler | None = None,
         group: Any = None,
-        first_step: int = 0,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
-        for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number from 1 up, got {every!r}")
         if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
             raise ValueError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
         for module in model.modules():
@@ -226,7 +224,7 @@ class GradFlow:
         self.updates = updates
         self.optimizers = [] if optimizer is None else optimizers_of(model, optimizer)
         self.records: list[StepFlow] = []
-        self.next_step = first_step
+        self.next_step = 0
         self._inner = inner_of(model)
         self._layers = choose_layers(self._inner, layers, blocks=blocks)
         self._scaler = scaler
