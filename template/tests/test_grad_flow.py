@@ -113,13 +113,9 @@ def test_no_hook_stays_behind():
     assert "zero_grad" not in optimizer.__dict__
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"every": 0}, "every"), ({"first_step": -1}, "first")],
-)
-def test_useless_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        GradFlow(Model(), **options)
+def test_useless_settings_are_refused():
+    with pytest.raises(ValueError, match="every"):
+        GradFlow(Model(), every=0)
     with pytest.raises(ValueError, match="module"):
         GradFlow(Model().parameters())
     with pytest.raises(ValueError, match="no parameter"):

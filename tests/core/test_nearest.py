@@ -46,7 +46,7 @@ def test_the_nearest_name_ignores_case_and_dashes(name, meant):
         (lambda: CheckpointConfig(strategy="sequental"), "sequential"),
         (lambda: CheckpointConfig.from_config({"stratgy": "full"}), "strategy"),
         (lambda: find_lever("ful"), "full"),
-        (lambda: find_lever("sac:save_matmul"), "save_matmuls"),
+        (lambda: find_lever("sac_matmul"), "sac_matmuls"),
         (lambda: make_policy("save_matmul"), "save_matmuls"),
     ],
 )

@@ -59,9 +59,9 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
         found.peak_bytes,
         found.fingerprint,
     )
-    assert again.apply(net(64, 256, 64, 256).build()) == [
-        n for n, o in found.options.items() if o.kind != NONE_KIND
-    ]
+    changed = again.apply(net(64, 256, 64, 256).build())
+    assert changed == [n for n, o in found.options.items() if o.kind != NONE_KIND]
+    assert (changed.microbatch, changed.steps) == (found.microbatch, found.steps)
 
 
 @pytest.mark.parametrize(

@@ -150,11 +150,11 @@ def weights_of_dots(change):
 
 
 def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_blocks(monkeypatch):
-    """Show why `outside_selective_checkpoints` exists; if that part fails, it can go."""
+    """Show why the probe runs without dispatch modes; if that part fails, they can stay."""
     bare = weights_of_dots(lambda model: None)
     assert all(map(torch.equal, bare, weights_of_dots(FORMS["torch selective"])))
     monkeypatch.setattr(
-        "curry_train.primitives.grad_flow_probe.outside_selective_checkpoints",
+        "curry_train.primitives.grad_flow_probe._disable_current_modes",
         contextlib.nullcontext,
     )
     try:

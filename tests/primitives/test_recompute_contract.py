@@ -206,7 +206,7 @@ def test_an_invalid_number_of_segments_is_refused(count):
         ({"memory_threshold_mb": -1}, "memory_threshold_mb must be a number of MB from 0 up"),
         ({"snn_chunk_size": 0}, "snn_chunk_size must be a whole number from 1 up"),
         ({"profile_num_runs": 2.5}, "profile_num_runs must be"),
-        ({"sequential_segments": 0}, "or None to choose the one with the lowest measured peak"),
+        ({"sequential_segments": 0}, "or None to choose it by measured bytes"),
         ({"include_patterns": "layers.*"}, r"a list of globs over module names, such as \['layers"),
         (
             {"use_reentrant": True, "strategy": "sequential"},

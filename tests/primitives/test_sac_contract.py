@@ -139,7 +139,6 @@ def step(policy):
     [
         ("save_matmul", "did you mean 'save_matmuls'"),
         ("keep", "there are save_expensive, save_matmuls"),
-        ("recompute_matmuls", "the wrong way round. On the built-in transformer"),
         (["aten.mul_"], r"aten.mul_.\w+ writes in place"),
         (["aten.nm"], "no operation 'aten.nm'"),
         ([], "a policy is a name, a list of operations or a function"),

@@ -27,9 +27,9 @@ from curry_train.primitives.snn_timesteps import (
     Costs,
     HiddenState,
     best_schedule,
+    check_step,
     checkpoint_timesteps,
     even_schedule,
-    measure_costs,
     recompute_timesteps,
     remove_timesteps,
     run_timesteps,
@@ -190,7 +190,7 @@ def test_measured_chunks_have_a_lower_peak_than_chunks_of_any_one_size():
 
 def test_the_formula_predicts_the_peak_up_to_the_step_being_computed():
     module, x = build(), currents(STEPS, 64)
-    costs = measure_costs(module.step, x, module.initial_state(x))
+    costs = check_step(module.step, x, module.initial_state(x))
     assert costs == COSTS
     plain = measure_memory(module, x, lambda module, x: run(module, x, run_timesteps)).peak_bytes
     more = plain - STEPS * costs.step_bytes
@@ -263,19 +263,16 @@ def test_nothing_is_held_after_the_result_is_deleted():
 
 def test_only_the_first_call_measures_and_it_changes_nothing(monkeypatch):
     called = []
-    for name in ("check_step", "measure_costs"):
-        plain = getattr(snn_timesteps, name)
-        monkeypatch.setattr(
-            snn_timesteps,
-            name,
-            lambda *args, name=name, plain=plain: called.append(name) or plain(*args),
-        )
+    plain = snn_timesteps.check_step
+    monkeypatch.setattr(
+        snn_timesteps, "check_step", lambda *args: called.append("check_step") or plain(*args)
+    )
     module, x = build(lambda: Net(lambda: nn.BatchNorm1d(WIDTH))), currents()
     module.first.weight.grad = torch.ones_like(module.first.weight)
     before = torch.get_rng_state()
     for _ in range(3):
         checkpoint_timesteps(lambda x, state: module.step(x, state), x, module.initial_state(x))
-    assert called == ["check_step", "measure_costs"]
+    assert called == ["check_step"]
     assert torch.equal(before, torch.get_rng_state())
     assert module.between.num_batches_tracked == 30
     assert torch.equal(module.first.weight.grad, torch.ones_like(module.first.weight))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.bench.steps import find_lever, list_levers
+from curry_train.bench.steps import list_levers
 from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
 from curry_train.plan.saved import OPTION_KINDS, Option
 from curry_train.primitives.strategies import (
@@ -56,18 +56,6 @@ def test_options_of_a_plan_are_the_strategies_of_single_blocks():
     assert set(OPTION_KINDS) == {"none", "full", "offload", "sac", "regions"}
     with pytest.raises(ValueError, match="a block is run as one of none, full"):
         Option("sequential")
-
-
-@pytest.mark.parametrize("policy", ["save_matmuls", "every_second_matmul"])
-def test_a_lever_with_a_value_is_a_variant_of_its_strategy(policy):
-    (change,) = find_lever(f"sac:{policy}").changes
-    assert change is STRATEGIES["sac"].variants[policy]
-    model = chain()
-    assert change(model, Sample(BATCH, loss)) == ["0", "1", "2", "3"]
-    with pytest.raises(ValueError, match="sac has no policy 'save_matmul'; did you mean"):
-        find_lever("sac:save_matmul")
-    with pytest.raises(ValueError, match="the lever 'full' takes no value"):
-        find_lever("full:2")
 
 
 def test_selective_recomputes_what_the_profiler_recommends():

@@ -44,43 +44,44 @@ class AtEachOutput(GradFlow):
         super().__enter__()
         add = self._activations._add
 
-        def add_more(index, arguments, output):
-            self.before(index)
-            add(index, arguments, output)
-            self.after(index, output)
+        def add_more(name, arguments, output):
+            self.before(name)
+            add(name, arguments, output)
+            self.after(name, output)
 
         self._probed.close()
         self._activations._add = add_more
         self._begin()
         return self
 
-    def before(self, index):
+    def before(self, name):
         pass
 
-    def after(self, index, output):
+    def after(self, name, output):
         pass
 
 
 class Averaged(AtEachOutput):
     """A probe that counts only the last call of a layer."""
 
-    def before(self, index):
-        for sums in self._activations._sums.values():
-            sums[index].zero_()
+    def before(self, name):
+        sums = self._activations.sums
+        for device in sums.tables:
+            sums.row(name, device).zero_()
 
 
 class WritesOutputs(AtEachOutput):
     """A probe that changes the last activation, which it has read."""
 
-    def after(self, index, output):
-        if index == len(self._layers) - 1:
+    def after(self, name, output):
+        if name == self._layers[-1].name:
             output.data.mul_(2)
 
 
 class KeepsOutputs(AtEachOutput):
     """A probe that collects activations."""
 
-    def after(self, index, output):
+    def after(self, name, output):
         self.outputs = [*getattr(self, "outputs", []), output]
 
 

@@ -1,6 +1,6 @@
 """Measure a training step under each lever: time, bytes, FLOPs, utilisation.
 
-    lever = find_lever("sac:save_matmuls+accumulate=4")
+    lever = find_lever("sac_matmuls+accumulate=4")
 
 A plus joins several levers, which are applied in that order.
 
@@ -37,7 +37,6 @@ LEVER_HELP = {
     "bf16": "weights and batch in bfloat16",
     "autocast": "weights in float32, autocast to bfloat16",
     "compile[:BACKEND]": "the whole model by torch.compile",
-    "sac:POLICY": "selective recompute by one policy",
     "chunked_loss": "the loss of the output layer in chunks",
     "plan=FILE": "a plan that `curry-train plan --out` wrote",
 }
@@ -70,7 +69,7 @@ def find_lever(text: str) -> Lever:
     """Return the lever of a name; raise a `ValueError` that suggests the nearest known name."""
     found = Lever(text)
     for single in text.split("+"):
-        # Such as sac:save_matmuls or accumulate=4.
+        # Such as accumulate=4.
         name, *values = re.split("[=:]", single.strip(), maxsplit=1)
         if name not in STRATEGIES and name not in OPTION_NAMES:
             known = list_levers()
@@ -89,9 +88,7 @@ def list_levers() -> list[str]:
 
 def _with(lever: Lever, name: str, value: str | None) -> Lever:
     """Join another change to a lever."""
-    variants = STRATEGIES[name].variants if name in STRATEGIES else {}
-    takes_value = name in ("accumulate", "compile", "plan") or variants
-    if value is not None and not takes_value:
+    if value is not None and name not in ("accumulate", "compile", "plan"):
         raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
     match name:
         case "accumulate":
@@ -107,10 +104,7 @@ def _with(lever: Lever, name: str, value: str | None) -> Lever:
         case "plan":
             change = _plan(value)
         case _:
-            if value is not None and value not in variants:
-                advice = did_you_mean(value, variants)
-                raise ValueError(f"{name} has no policy {value!r}; {advice}")
-            change = STRATEGIES[name].apply if value is None else variants[value]
+            change = STRATEGIES[name].apply
     return replace(lever, changes=(*lever.changes, change))
 
 

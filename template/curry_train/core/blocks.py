@@ -42,16 +42,19 @@ def become(mixin: type[Derived], module: nn.Module, **attributes: Any) -> None:
     module.__dict__.update(attributes)
 
 
-def restore(module: nn.Module, *attributes: str) -> None:
-    """Undo `become`."""
-    if "_parts" not in vars(type(module)):
-        raise ValueError(
-            f"{type(module).__name__} was wrapped again afterwards (by fully_shard?), "
-            "so its class can't be restored"
-        )
-    module.__class__ = _parts(type(module))[1]
-    for name in attributes:
-        module.__dict__.pop(name, None)
+def restore(model: nn.Module, mixin: type[Derived], *attributes: str) -> list[str]:
+    """Undo `become` in a model, and return the names of the modules that were changed."""
+    changed = {name: module for name, module in model.named_modules() if isinstance(module, mixin)}
+    for module in changed.values():
+        if "_parts" not in vars(type(module)):
+            raise ValueError(
+                f"{type(module).__name__} was wrapped again afterwards (by fully_shard?), "
+                "so its class can't be restored"
+            )
+        module.__class__ = _parts(type(module))[1]
+        for name in attributes:
+            module.__dict__.pop(name, None)
+    return list(changed)
 
 
 def refuse(module: nn.Module) -> None:

@@ -28,7 +28,6 @@ from ..primitives.snn_timesteps import (
     TimestepFunction,
     best_schedule,
     check_step,
-    measure_costs,
     slice_time,
     steppers,
     take_step,
@@ -62,7 +61,7 @@ class Unrolled:
         return slice_time(self.inputs, self.options.get("time_dim", 0))
 
     def costs(self) -> Costs:
-        return measure_costs(self.step, self.timesteps, self.state)
+        return check_step(self.step, self.timesteps, self.state)
 
     def step_flops(self) -> list[int]:
         counted = []

@@ -6,7 +6,7 @@ Proof: `python -m pytest tests/plan/test_menu.py tests/plan/test_plan.py`.
 import json
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -281,6 +281,16 @@ class Candidate:
         return ", ".join(items) or "as it is"
 
 
+class AppliedPlan(list[str]):
+    """The names of the modules that a plan changed, with the windows that the loop has to train."""
+
+    def __init__(self, names: Iterable[str], *, microbatch: int, steps: int) -> None:
+        super().__init__(names)
+        # Samples of a microbatch on each rank, and microbatches of an optimizer step.
+        self.microbatch = microbatch
+        self.steps = steps
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan for one model, budget and global batch."""
@@ -305,18 +315,19 @@ class Plan:
     # Of several ranks: seconds, collectives and links of the predicted step.
     communication: Mapping[str, Any] | None = None
 
-    def apply(self, model: nn.Module) -> list[str]:
+    def apply(self, model: nn.Module) -> AppliedPlan:
         """Apply the plan to a model in place, and return the names of the changed modules.
 
         The loop is left to you: it has to train windows of `steps` microbatches of `microbatch`
-        samples. The names, state dict and source of the model stay the same. Raises `PlanMismatch`
-        for a model with other blocks.
+        samples, which are attributes of the returned list too. `equip` refuses a trainer with
+        larger microbatches. The names, state dict and source of the model stay the same. Raises
+        `PlanMismatch` for a model with other blocks.
         """
         self.check(model)
         changed = apply_options(model, self.options)
-        if self.chunk_tokens is None:
-            return changed
-        return changed + primitives.apply_chunked_loss(model, chunk_tokens=self.chunk_tokens)
+        if self.chunk_tokens is not None:
+            changed += primitives.apply_chunked_loss(model, chunk_tokens=self.chunk_tokens)
+        return AppliedPlan(changed, microbatch=self.microbatch, steps=self.steps)
 
     def check(self, model: nn.Module) -> None:
         """Raise `PlanMismatch` if the blocks differ from the plan's, or are changed already.

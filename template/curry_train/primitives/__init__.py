@@ -49,7 +49,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "apply_regions",
             "remove_regions",
         ),
-        "regions_report": ("report_regions",),
         "routing": ("keep_routing",),
         "sac": (
             "POLICIES",

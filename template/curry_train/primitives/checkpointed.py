@@ -226,27 +226,27 @@ def leave_out_caches(
     cache_utils = sys.modules.get("transformers.cache_utils")
     if cache_utils is None:
         return args, kwargs
-    given = (*args, *kwargs.values())
-    caches = {id(value): value for value in given if isinstance(value, cache_utils.Cache)}
+    caches = [value for value in (*args, *kwargs.values()) if isinstance(value, cache_utils.Cache)]
 
     # Such a block reads what another block has put into the cache.
     if not caches or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
 
     # Blocks that share keys find them in such a layer.
-    layers = (layer for cache in caches.values() for layer in _layers(cache))
+    layers = (layer for cache in caches for layer in _layers(cache))
     if any(type(layer).__name__ == "DummyLayer" for layer in layers):
         return args, kwargs
 
-    for cache in caches.values():
+    for cache in caches:
         _require_unread(block, cache)
+    for cache in caches:
         _left_out.setdefault(cache, WeakSet()).add(block)
     _warn_once()
 
-    return (
-        tuple(None if id(value) in caches else value for value in args),
-        {name: None if id(value) in caches else value for name, value in kwargs.items()},
-    )
+    def without(value: Any) -> Any:
+        return None if any(value is cache for cache in caches) else value
+
+    return tuple(map(without, args)), {name: without(value) for name, value in kwargs.items()}
 
 
 def _layers(cache: Any, index: int | None = None) -> Iterator[Any]:

@@ -65,7 +65,7 @@ class Product:
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    chunks: dict[str, Any]
+    chunk_tokens: int | None
     use: LossUse
     autocast: torch.dtype | None = field(init=False)
     versions: list[int] = field(init=False)
@@ -185,7 +185,7 @@ class Logits:
                 targets,
                 bias=product.bias,
                 softcap=self.cap,
-                **product.chunks,
+                chunk_tokens=product.chunk_tokens,
                 **options,
             )
         product.use.num_chunked += 1
@@ -494,7 +494,7 @@ def _name(function: Any) -> str:
 
 # Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
 
-CHUNKS_ATTRIBUTE = "_chunked_loss"
+CHUNK_TOKENS_ATTRIBUTE = "_chunked_loss"
 LOSS_USE_ATTRIBUTE = "_chunked_loss_use"
 
 
@@ -520,7 +520,7 @@ class ChunkedHead(Derived):
             use.whole.append("a head in shards")
             return super().forward(hidden)
         return stand_in(
-            Product(hidden, self.weight, self.bias, self.__dict__[CHUNKS_ATTRIBUTE], use)
+            Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS_ATTRIBUTE], use)
         )
 
 
@@ -529,34 +529,29 @@ def apply_chunked_loss(
     *,
     head: str | None = None,
     chunk_tokens: int | None = None,
-    chunk_bytes: int | None = None,
 ) -> list[str]:
     """Make the loss of a model's head run in chunks, in place, and return the head's name.
 
     `head` is a glob over module names and may match several heads. Without it the head is the
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
-    Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many as fit into
-    `chunk_bytes`; without either its logits take at most 64 MiB and half of the gradients' bytes.
+    Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many that its
+    logits take at most 64 MiB and half of the gradients' bytes.
     Call this before DDP, `fully_shard` and `torch.compile`.
     """
-    check_chunk_size(chunk_tokens, chunk_bytes)
-    chunks = {"chunk_tokens": chunk_tokens, "chunk_bytes": chunk_bytes}
+    check_chunk_size(chunk_tokens)
     found = _find_heads(model, head)
     for module in found.values():
         become(
             ChunkedHead,
             module,
-            **{CHUNKS_ATTRIBUTE: chunks, LOSS_USE_ATTRIBUTE: LossUse()},
+            **{CHUNK_TOKENS_ATTRIBUTE: chunk_tokens, LOSS_USE_ATTRIBUTE: LossUse()},
         )
     return list(found)
 
 
 def remove_chunked_loss(model: nn.Module) -> list[str]:
     """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
-    names = list(chunked_loss_report(model))
-    for name in names:
-        restore(model.get_submodule(name), CHUNKS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
-    return names
+    return restore(model, ChunkedHead, CHUNK_TOKENS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
 
 
 def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:

@@ -61,11 +61,6 @@ class Compiled:
     def __init__(
         self, function: Callable[..., Any], *, budget: float, backend: str, name: str
     ) -> None:
-        if backend not in BUDGET_BACKENDS:
-            raise ValueError(
-                f"backend must be one of {', '.join(BUDGET_BACKENDS)}, which support budgets; got "
-                f"{backend!r}"
-            )
         self.function = function
         self.budget = budget
         self.backend = backend
@@ -284,7 +279,7 @@ def memory_budget(
             become(
                 Budgeted, block, **{BUDGET_ATTRIBUTE: Budget(float(budget), backend, _kind(block))}
             )
-            undo.callback(restore, block, BUDGET_ATTRIBUTE)
+            undo.callback(remove_memory_budget, block)
         if loss is not None:
             _compile_now(model, list(found.values()), batch, loss)
         undo.pop_all()
@@ -293,10 +288,7 @@ def memory_budget(
 
 def remove_memory_budget(model: nn.Module) -> list[str]:
     """Undo `memory_budget` and return the names of the blocks that were compiled."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Budgeted)]
-    for name in names:
-        restore(model.get_submodule(name), BUDGET_ATTRIBUTE)
-    return names
+    return restore(model, Budgeted, BUDGET_ATTRIBUTE)
 
 
 def _kind(block: nn.Module) -> str:

@@ -43,9 +43,8 @@ Factor = float | Tensor
 class ChunkOptions:
     """Resolved settings of one call of `chunked_cross_entropy`."""
 
-    # Tokens per chunk, and the bytes that limit them; at most one is given.
+    # Tokens per chunk; None until they are chosen.
     chunk_tokens: int | None
-    chunk_bytes: int | None
     # Target that is left out of the loss.
     ignore_index: int
     # "mean", "sum" or "none".
@@ -93,7 +92,6 @@ def chunked_cross_entropy(
     *,
     bias: Tensor | None = None,
     chunk_tokens: int | None = None,
-    chunk_bytes: int | None = None,
     ignore_index: int = IGNORED_TARGET,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
@@ -112,13 +110,14 @@ def chunked_cross_entropy(
     "probability" for the probability of the target, as a constant. A mean divides as
     `F.cross_entropy` does, whatever the token weights are.
 
-    A chunk has `chunk_tokens` tokens, or as many as fit into `chunk_bytes` with the copies of their
-    logits. Without either they take at most 64 MiB and half of the gradients' bytes.
+    A chunk has `chunk_tokens` tokens, or as many as take, with the copies of their logits, at most
+    64 MiB and half of the gradients' bytes.
     """
     _check(hidden, weight, targets, bias)
-    check_chunk_size(chunk_tokens, chunk_bytes)
-    _check_numbers(reduction, label_smoothing, z_loss, softcap)
-    _check_weights(weight, targets, class_weights, token_weights)
+    check_chunk_size(chunk_tokens)
+    _check_options(reduction, label_smoothing, z_loss, softcap)
+    _check_weights("class_weights", class_weights, weight.shape[:1])
+    _check_weights("token_weights", token_weights, targets.shape)
 
     flat_weights = token_weights.reshape(-1) if isinstance(token_weights, Tensor) else None
     given = Given(
@@ -131,7 +130,6 @@ def chunked_cross_entropy(
     )
     options = ChunkOptions(
         chunk_tokens=chunk_tokens,
-        chunk_bytes=chunk_bytes,
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
@@ -163,25 +161,18 @@ def chunked_log_probabilities(
 ) -> Tensor:
     """Compute the log-probability of each target, 0 where it is ignored, in chunks of tokens.
 
-    The options are `bias`, `chunk_tokens`, `chunk_bytes`, `ignore_index` and `softcap`, as in
+    The options are `bias`, `chunk_tokens`, `ignore_index` and `softcap`, as in
     `chunked_cross_entropy`.
     """
     return -chunked_cross_entropy(hidden, weight, targets, reduction="none", **options)
 
 
-def check_chunk_size(chunk_tokens: int | None, chunk_bytes: int | None = None) -> None:
-    """Raise an error unless at most one size is given, as a positive whole number."""
-    for name, size in (("chunk_tokens", chunk_tokens), ("chunk_bytes", chunk_bytes)):
-        is_whole = isinstance(size, int) and not isinstance(size, bool)
-        if size is not None and not (is_whole and size >= 1):
-            raise ValueError(
-                f"{name} must be a whole number of at least 1, or None for at most 64 MiB, "
-                f"got {size!r}"
-            )
-    if chunk_tokens is not None and chunk_bytes is not None:
+def check_chunk_size(chunk_tokens: int | None) -> None:
+    """Raise an error unless the size is None or a positive whole number."""
+    if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
         raise ValueError(
-            f"chunk_tokens={chunk_tokens} and chunk_bytes={chunk_bytes} both set the size of a "
-            "chunk: give one of them"
+            "chunk_tokens must be a whole number of at least 1, or None for at most 64 MiB, "
+            f"got {chunk_tokens!r}"
         )
 
 
@@ -221,27 +212,21 @@ def autocast_to(
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    if hidden.dim() < 1 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
-        shapes = f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}"
-        raise ValueError(
-            f"{shapes} do not fit: hidden must be (..., width) and weight (vocabulary, width)"
-        )
     if targets.dtype not in TARGET_DTYPES:
         raise ValueError(
             f"targets must be class indices (torch.int64), got {targets.dtype}: convert with "
             ".long(), or use F.cross_entropy for class probabilities"
         )
-    if targets.shape != hidden.shape[:-1]:
-        shapes = f"targets {tuple(targets.shape)}, hidden {tuple(hidden.shape)}"
-        raise ValueError(
-            f"{shapes}: one target per row of hidden is needed, "
-            f"so targets of {tuple(hidden.shape[:-1])}"
-        )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"bias must be ({weight.shape[0]},), one number per row of weight, "
-            f"got {tuple(bias.shape)}"
-        )
+    shapes = {
+        "hidden": (hidden.shape, (*targets.shape, *weight.shape[1:])),
+        "bias": (weight.shape[:1] if bias is None else bias.shape, weight.shape[:1]),
+    }
+    for name, (given, wanted) in shapes.items():
+        if given != wanted:
+            raise ValueError(
+                f"{name} is {tuple(given)} and must be {tuple(wanted)}: targets are "
+                f"{tuple(targets.shape)}, weight (vocabulary, width) is {tuple(weight.shape)}"
+            )
     others = {given.dtype for given in (weight, bias) if given is not None}
     casts = autocast_dtype(hidden.device.type) is not None and hidden.dtype is not torch.float64
     if not hidden.is_floating_point() or (others != {hidden.dtype} and not casts):
@@ -251,38 +236,28 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
         )
 
 
-def _check_numbers(
+def _check_options(
     reduction: str, label_smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing!r}")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss must be a finite number of at least 0, got {z_loss!r}")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap must be above 0 and finite, or None for off, got {softcap!r}")
-
-
-def _check_weights(weight: Tensor, targets: Tensor, class_weights: Any, token_weights: Any) -> None:
-    if isinstance(token_weights, str) and token_weights != PROBABILITY_WEIGHTS:
+    limited = softcap is None or 0 < softcap < math.inf
+    if not (0 <= label_smoothing <= 1 and 0 <= z_loss < math.inf and limited):
         raise ValueError(
-            f"token_weights must be a tensor or {PROBABILITY_WEIGHTS!r}, got {token_weights!r}"
+            "label_smoothing is from 0 to 1, z_loss at least 0, softcap above 0 or None, and all "
+            f"are finite; got {label_smoothing!r}, {z_loss!r} and {softcap!r}"
         )
-    shapes = {"class_weights": weight.shape[:1], "token_weights": targets.shape}
-    for name, given in (("class_weights", class_weights), ("token_weights", token_weights)):
-        if given is None or isinstance(given, str):
-            continue
-        if given.shape != shapes[name] or not given.is_floating_point():
-            raise ValueError(
-                f"{name} must be floating-point of shape {tuple(shapes[name])}, "
-                f"got {given.dtype} of shape {tuple(given.shape)}"
-            )
-        if given.requires_grad:
-            raise ValueError(
-                f"{name} get no gradient here, and they require one: detach them, or multiply "
-                'the losses of reduction="none" by them'
-            )
+
+
+def _check_weights(name: str, weights: Any, shape: torch.Size) -> None:
+    if weights is None or (isinstance(weights, str) and weights == PROBABILITY_WEIGHTS):
+        return
+    if not isinstance(weights, Tensor) or weights.shape != shape or weights.requires_grad:
+        raise ValueError(
+            f"{name} must be a tensor of shape {tuple(shape)} without gradient, or for tokens "
+            f"{PROBABILITY_WEIGHTS!r}; got {weights!r:.200}. For weights that are trained multiply "
+            'the losses of reduction="none" by them'
+        )
 
 
 def _fitting_rows(given: Given, options: ChunkOptions) -> int:
@@ -293,8 +268,6 @@ def _fitting_rows(given: Given, options: ChunkOptions) -> int:
         copies += options.dtype.itemsize
     classes, width = given.weight.shape
     of_row = classes * copies + width * options.dtype.itemsize
-    if options.chunk_bytes is not None:
-        return max(1, options.chunk_bytes // of_row)
     gradients = [
         source.numel() * source.element_size()
         for source, wanted in zip(given.sources, options.wanted, strict=True)

@@ -285,10 +285,15 @@ def train_window(
 
     sync = _sync_context(model)
     optimizer.zero_grad(set_to_none=True)
-    if joint_loss is None:
-        losses = _accumulate(model, window, loss, sync=sync, scaler=scaler, in_backward=in_backward)
-    else:
-        losses = _join(model, window, loss, joint_loss, sync=sync, scaler=scaler)
+    losses = _accumulate(
+        model,
+        window,
+        loss,
+        joint_loss=joint_loss,
+        sync=sync,
+        scaler=scaler,
+        in_backward=in_backward,
+    )
     if scaler is not None:
         scaler.unscale_(optimizer)
 
@@ -321,26 +326,37 @@ def train_window(
 def _accumulate(
     model: nn.Module,
     window: Window[Microbatch],
-    loss: Callable[[nn.Module, Microbatch], Tensor],
+    loss: Callable[[nn.Module, Microbatch], Any],
     *,
+    joint_loss: Callable[[list[Any]], Tensor] | None,
     sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
     scaler: torch.amp.GradScaler | None,
     in_backward: StepInBackward | None,
 ) -> list[Tensor]:
-    """Run forward and backward of every microbatch and return the divided, detached losses."""
-    losses: list[Tensor] = []
+    """Run forward and backward of every microbatch and return the divided, detached losses.
+
+    With `joint_loss` one backward follows all forwards.
+    """
+    if joint_loss is not None and window.sync_each_batch:
+        raise ValueError(
+            "sync_each_batch has no effect with joint_loss, which has one backward in a window: "
+            "leave one of them out"
+        )
+    values: list[Any] = []
     last = len(window) - 1
     for index, microbatch in enumerate(window.microbatches):
-        is_early = in_backward is not None and index < last
+        waits = in_backward is not None and index < last
         with (
             sync(window.sync_each_batch or index == last),
-            in_backward.paused() if in_backward and is_early else contextlib.nullcontext(),
+            in_backward.paused() if in_backward and waits else contextlib.nullcontext(),
         ):
             value = loss(model, microbatch)
-            if in_backward is not None and not is_early:
-                _require_finite([*losses, value.detach() / window.loss_divisor], window)
-            losses.append(_backward(value, window, scaler))
-    return losses
+            if joint_loss is None:
+                if in_backward is not None and not waits:
+                    _require_finite([*values, value.detach() / window.loss_divisor], window)
+                value = _backward(value, window, scaler)
+        values.append(value)
+    return values if joint_loss is None else [_backward(joint_loss(values), window, scaler)]
 
 
 def _steps_in_backward(
@@ -369,29 +385,6 @@ def _require_finite(losses: list[Tensor], window: Window[Any]) -> None:
     total = float(torch.stack(losses).sum())
     if not math.isfinite(total):
         raise NonFiniteWindow(_describe(window, losses, total, math.nan))
-
-
-def _join(
-    model: nn.Module,
-    window: Window[Microbatch],
-    forward: Callable[[nn.Module, Microbatch], Any],
-    joint_loss: Callable[[list[Any]], Tensor],
-    *,
-    sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
-    scaler: torch.amp.GradScaler | None,
-) -> list[Tensor]:
-    """Run every forward, then one backward, which syncs the gradients once."""
-    if window.sync_each_batch:
-        raise ValueError(
-            "sync_each_batch has no effect with joint_loss, which has one backward in a window: "
-            "leave one of them out"
-        )
-    outputs = []
-    last = len(window) - 1
-    for index, microbatch in enumerate(window.microbatches):
-        with sync(index == last):
-            outputs.append(forward(model, microbatch))
-    return [_backward(joint_loss(outputs), window, scaler)]
 
 
 def _backward(value: Tensor, window: Window[Any], scaler: torch.amp.GradScaler | None) -> Tensor:

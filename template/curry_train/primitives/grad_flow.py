@@ -24,7 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .grad_flow_probe import (
-    SUM_NAMES,
+    AT_STEP_COLUMN,
+    CHANGE_COLUMN,
+    SQUARES_COLUMN,
+    WEIGHT_COLUMN,
     Activations,
     Layer,
     ParameterSums,
@@ -101,7 +104,7 @@ class LayerFlow:
 class StepFlow:
     """One probed step."""
 
-    step: int  # counted from the `first_step` that GradFlow was given
+    step: int  # counted from 0, where the context was opened
     stepped: bool  # False if the step was skipped
     layers: Mapping[str, LayerFlow]  # all probed layers by name
     order: tuple[str, ...]  # in which the layers' forwards ended, inner layers before outer ones
@@ -119,101 +122,6 @@ class StepFlow:
         for layer in self.layers.values():
             spreads += [layer.activation, layer.gradient]
         return any(spread is not None and spread.nonfinite for spread in spreads)
-
-
-# Conversion of the sums on devices to a step's record, with one transfer per device.
-
-NUM_SUMS = len(SUM_NAMES)
-
-
-def make_record(
-    layers: Sequence[Layer],
-    activations: Activations,
-    parameters: ParameterSums,
-    *,
-    step: int,
-    stepped: bool,
-    read_at: str,
-    overflowed: Sequence[Tensor],
-    ranks: Any,
-    notes: tuple[str, ...],
-) -> StepFlow:
-    """Make the record of a step; this waits for the device once."""
-    tables = [table.clone() for table in activations.tables()]
-    if ranks is not None:
-        for table in tables:
-            dist.all_reduce(table, group=ranks)
-    activation_rows = _add_up(tables, len(layers))
-    rows = _add_up(parameters.tables(), len(parameters.names))
-
-    by_name = dict(zip(parameters.names, rows, strict=True))
-    has = dict(zip(parameters.names, parameters.has_gradient or [], strict=True))
-    moved = dict(zip(parameters.names, parameters.moved, strict=True))
-    # A fused optimizer's step is always called, and does nothing if the scaler found an overflow.
-    stepped = stepped and not any(bool(value.item()) for value in overflowed)
-
-    flows = {}
-    for layer, sums, calls in zip(layers, activation_rows, activations.calls, strict=True):
-        names = layer.parameters
-        flows[layer.name] = LayerFlow(
-            activation=_spread([sums]) if calls else None,
-            calls=calls,
-            gradient=_spread([by_name[name] for name in names if has[name]]),
-            update=_update([by_name[name] for name in names if moved[name]]) if stepped else None,
-            without_gradient=tuple(name for name in names if not has[name]),
-            tied=layer.tied,
-            frozen=layer.frozen,
-            is_block=layer.is_block,
-        )
-
-    counted_rows = [
-        row
-        for name, row, met in zip(parameters.names, rows, parameters.met, strict=True)
-        if has[name] and met
-    ]
-    return StepFlow(
-        step=step,
-        stepped=stepped,
-        layers=flows,
-        order=tuple(layers[index].name for index in activations.order),
-        forwards=activations.num_forwards,
-        gradient=_spread([row for name, row in by_name.items() if has[name]]),
-        gradients_read=read_at,
-        scaled=_gradient_scaling(counted_rows),
-        ranks=1 if ranks is None else dist.get_world_size(ranks),
-        notes=notes,
-    )
-
-
-def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
-    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
-    read = sum(row[NUM_SUMS - 1] for row in rows)
-    at_step = sum(row[NUM_SUMS + 2] for row in rows)
-    return (at_step / read) ** 0.5 if read else None
-
-
-def _add_up(tables: Sequence[Tensor], num_rows: int) -> list[list[float]]:
-    """Sum the tables of all devices, and return their rows."""
-    if not tables:
-        return [[0.0] * (NUM_SUMS + 3)] * num_rows
-    first, *others = [table.cpu() for table in tables]
-    rows: list[list[float]] = sum(others, first).tolist()
-    return rows
-
-
-def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
-    if not rows:
-        return None
-    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
-    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
-
-
-def _update(rows: Sequence[Sequence[float]]) -> Update | None:
-    if not rows:
-        return None
-    weights = sum(row[NUM_SUMS] for row in rows)
-    distances = sum(row[NUM_SUMS + 1] for row in rows)
-    return Update(weights**0.5, distances**0.5)
 
 
 # Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
@@ -251,25 +159,8 @@ def called_before_zero_grad(
                 optimizer.__dict__["zero_grad"] = previous
 
 
-def check_arguments(model: Any, every: Any, first_step: Any, scaler: Any) -> None:
-    """Raise an error for arguments that are invalid, and models that can't be probed."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
-    for name, value, least in (("every", every, 1), ("first_step", first_step, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be a whole number from {least} up, got {value!r}")
-    if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
-        raise ValueError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
-    for module in model.modules():
-        advice = REFUSED_WRAPPERS.get(type(module).__name__)
-        if advice is not None:
-            raise ValueError(f"{type(module).__name__} {advice}")
-
-
 def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers as a list; each must hold parameters of the model."""
-    if given is None:
-        return []
     optimizers = list(given) if isinstance(given, list | tuple) else [given]
     parameters = set(model.parameters())
     for optimizer in optimizers:
@@ -278,7 +169,7 @@ def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
                 f"an optimizer is needed, got {type(optimizer).__name__}; pass the one it wraps"
             )
         members = [member for group in optimizer.param_groups for member in group["params"]]
-        if not any(member in parameters for member in members):
+        if parameters.isdisjoint(members):
             raise ValueError(
                 f"{type(optimizer).__name__} holds no parameter of this model: create it after the "
                 "model is moved, sharded or adapted, and pass that optimizer"
@@ -316,15 +207,24 @@ class GradFlow:
         updates: bool = True,
         scaler: torch.amp.GradScaler | None = None,
         group: Any = None,
-        first_step: int = 0,
     ) -> None:
-        check_arguments(model, every, first_step, scaler)
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number from 1 up, got {every!r}")
+        if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
+            raise ValueError(f"scaler must be a GradScaler, got {type(scaler).__name__}")
+        for module in model.modules():
+            advice = REFUSED_WRAPPERS.get(type(module).__name__)
+            if advice is not None:
+                raise ValueError(f"{type(module).__name__} {advice}")
+
         self.model = model
         self.every = every
         self.updates = updates
-        self.optimizers = optimizers_of(model, optimizer)
+        self.optimizers = [] if optimizer is None else optimizers_of(model, optimizer)
         self.records: list[StepFlow] = []
-        self.next_step = first_step
+        self.next_step = 0
         self._inner = inner_of(model)
         self._layers = choose_layers(self._inner, layers, blocks=blocks)
         self._scaler = scaler
@@ -349,22 +249,16 @@ class GradFlow:
             after_backward=self._backward_ended,
         )
         self._ranks = self._group or group_of_batch(self.model)
-
-        is_sharded = any(map(is_divided, named.values()))
-        notes = []
+        self._notes: tuple[str, ...] = ()
         if compiled_modules(self.model):
-            notes.append(COMPILED_NOTE)
-        if is_sharded and self._ranks is None:
-            notes.append(ONE_RANK)
-        self._notes = tuple(notes)
+            self._notes += (COMPILED_NOTE,)
+        if self._ranks is None and any(map(is_divided, named.values())):
+            self._notes += (ONE_RANK,)
 
         self._is_open = True
-        for optimizer in self.optimizers:
-            for handle in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ):
-                self._whole.callback(handle.remove)
+        for one in self.optimizers:
+            self._whole.callback(one.register_step_pre_hook(self._before_step).remove)
+            self._whole.callback(one.register_step_post_hook(self._after_step).remove)
         self._begin()
         return self
 
@@ -474,18 +368,68 @@ class GradFlow:
             self._next()
 
     def _close(self, *, stepped: bool) -> None:
-        record = make_record(
-            self._layers,
-            self._activations,
-            self._parameters,
-            step=self.next_step,
-            stepped=stepped,
-            read_at=self._read_at,
-            overflowed=self._overflowed,
-            ranks=self._ranks,
-            notes=self._notes,
+        """Make the record of the step; this waits for the device."""
+        activations = self._activations
+        if self._ranks is not None:
+            for device in activations.sums.tables:
+                activations.sums.add_over_ranks(activations.sums.place, device, self._ranks)
+        of_layers = activations.sums.rows()
+        of_parameters = self._parameters.rows()
+        read = self._parameters.with_gradient or set()
+        # A fused optimizer's step is always called, and does nothing if the scaler found overflow.
+        stepped = stepped and not any(found.item() for found in self._overflowed)
+        moved = self._parameters.moved if stepped else set()
+
+        def flow_of(layer: Layer) -> LayerFlow:
+            calls = activations.calls[layer.name]
+            names = layer.parameters
+            return LayerFlow(
+                activation=_spread([of_layers[layer.name]] if calls else []),
+                calls=calls,
+                gradient=_spread([of_parameters[name] for name in names if name in read]),
+                update=_update([of_parameters[name] for name in names if name in moved]),
+                without_gradient=tuple(name for name in names if name not in read),
+                tied=tuple(layer.tied),
+                frozen=tuple(layer.frozen),
+                is_block=layer.is_block,
+            )
+
+        rows = [row for name, row in of_parameters.items() if name in read]
+        self.records.append(
+            StepFlow(
+                step=self.next_step,
+                stepped=stepped,
+                order=tuple(activations.calls),
+                layers={layer.name: flow_of(layer) for layer in self._layers},
+                forwards=activations.num_forwards,
+                gradient=_spread(rows),
+                gradients_read=self._read_at,
+                scaled=_gradient_scaling(rows),
+                ranks=1 if self._ranks is None else dist.get_world_size(self._ranks),
+                notes=self._notes,
+            )
         )
-        self.records.append(record)
+
+
+def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
+    if not rows:
+        return None
+    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
+    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
+
+
+def _update(rows: Sequence[Sequence[float]]) -> Update | None:
+    if not rows:
+        return None
+    weight_squares = sum(row[WEIGHT_COLUMN] for row in rows)
+    return Update(weight_squares**0.5, sum(row[CHANGE_COLUMN] for row in rows) ** 0.5)
+
+
+def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
+    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
+    stepped = [row for row in rows if row[AT_STEP_COLUMN]]
+    squares = sum(row[SQUARES_COLUMN] for row in stepped)
+    return (sum(row[AT_STEP_COLUMN] for row in stepped) / squares) ** 0.5 if squares else None
 
 
 COMPILED_NOTE = "compiled code runs no hooks: activations inside of it were not measured"

@@ -3,12 +3,11 @@
 Proof: `python -m pytest tests/gates tests/primitives`.
 """
 
-import contextlib
-import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
-from torch.utils import _python_dispatch as dispatch
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.blocks import NoBlocks, find_blocks, match_names, tensors_in
 
@@ -31,14 +29,15 @@ ACTIVATION_MODULES = ("activation", "activations")
 
 @dataclass(frozen=True)
 class Layer:
-    """A probed module and the names of its parameters."""
+    """A probed module and the names of its parameters, as keys in order."""
 
     name: str  # qualified name in the model
     module: nn.Module
     is_block: bool  # one of the model's repeated blocks
-    parameters: tuple[str, ...]  # trainable ones; a shared one counts for one layer only
-    tied: tuple[str, ...]  # trainable parameters that count for an earlier layer
-    frozen: tuple[str, ...]  # parameters that require no gradient
+    # Trainable ones; a shared one counts for one layer only.
+    parameters: dict[str, None] = field(default_factory=dict)
+    tied: dict[str, None] = field(default_factory=dict)  # those that count for an earlier layer
+    frozen: dict[str, None] = field(default_factory=dict)  # those that require no gradient
 
 
 def choose_layers(
@@ -54,74 +53,63 @@ def choose_layers(
     """
     named = {name: module for name, module in model.named_modules() if name}
     try:
-        block_names = list(find_blocks(model, blocks))
+        block_names = tuple(find_blocks(model, blocks))
     except NoBlocks:
-        block_names = []
+        block_names = ()
 
     if layers is None:
-        chosen = {
-            name
-            for name, module in named.items()
-            if name in block_names or _owns(module) or _is_activation(module)
-        }
+        chosen = {name for name in named if name in block_names or _is_layer(named[name])}
         if len(chosen) > MOST_LAYERS:
-            chosen = {
-                name for name in chosen if name in block_names or not _inside(name, block_names)
-            }
+            inside = tuple(f"{name}." for name in block_names)
+            chosen = {name for name in chosen if not name.startswith(inside)}
     else:
         globs = [layers] if isinstance(layers, str) else layers
         chosen = {
             name for glob in globs for name in match_names(list(named), glob, option="layers")
         }
-
-    names = [name for name in named if name in chosen]
-    if not names:
+    if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no module with parameters to probe: "
             "name modules with layers="
         )
-    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(f"{lazy[0]} has no shape yet: run one batch through the model first")
-    return _with_parameters(model, names, block_names, named)
+    found = {
+        name: Layer(name, module, name in block_names)
+        for name, module in named.items()
+        if name in chosen
+    }
+    _assign_parameters(model, found)
+    return list(found.values())
 
 
-def _with_parameters(
-    model: nn.Module, names: list[str], blocks: list[str], named: dict[str, nn.Module]
-) -> list[Layer]:
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a module owns parameters, or is an activation."""
+    if next(module.parameters(recurse=False), None) is not None:
+        return True
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATION_MODULES
+
+
+def _assign_parameters(model: nn.Module, layers: Mapping[str, Layer]) -> None:
     """Assign each parameter to the layers around the first of its names that is in a layer."""
-    aliases: dict[nn.Parameter, list[str]] = {}
-    for alias, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(parameter, []).append(alias)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_lazy(parameter):
+            raise ValueError(f"{name} has no shape yet: run one batch through the model first")
+        names.setdefault(parameter, []).append(name)
 
-    counted: dict[str, list[str]] = {name: [] for name in names}
-    tied = copy.deepcopy(counted)
-    frozen = copy.deepcopy(counted)
-    for parameter, parameter_names in aliases.items():
-        around: dict[str, list[str]] = {}
-        for alias in parameter_names:
-            around[alias] = [name for name in _parents(alias) if name in counted]
-        home = next((alias for alias in parameter_names if around[alias]), None)
-        for alias in parameter_names:
+    for parameter, aliases in names.items():
+        around = {
+            alias: [layer for layer in _parents(alias) if layer in layers] for alias in aliases
+        }
+        home = next((alias for alias in aliases if around[alias]), aliases[0])
+        for alias in aliases:
             for name in around[alias]:
                 if not parameter.requires_grad:
-                    frozen[name].append(alias)
-                elif home is not None and name in around[home]:
-                    counted[name].append(parameter_names[0])
+                    layers[name].frozen[alias] = None
+                elif name in around[home]:
+                    layers[name].parameters[aliases[0]] = None
                 else:
-                    tied[name].append(home or alias)
-
-    return [
-        Layer(
-            name,
-            named[name],
-            is_block=name in blocks,
-            parameters=tuple(dict.fromkeys(counted[name])),
-            tied=tuple(dict.fromkeys(tied[name])),
-            frozen=tuple(dict.fromkeys(frozen[name])),
-        )
-        for name in names
-    ]
+                    layers[name].tied[home] = None
 
 
 def _parents(name: str) -> list[str]:
@@ -130,21 +118,7 @@ def _parents(name: str) -> list[str]:
     return [".".join(segments[:end]) for end in range(1, len(segments))]
 
 
-def _inside(name: str, modules: Sequence[str]) -> bool:
-    """Return whether a name lies below one of the modules."""
-    return any(name.startswith(f"{module}.") for module in modules)
-
-
-def _owns(module: nn.Module) -> bool:
-    return next(module.parameters(recurse=False), None) is not None
-
-
-def _is_activation(module: nn.Module) -> bool:
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATION_MODULES
-
-
-# Sums over the ranks among which a tensor or a batch is divided.
+# The ranks among which a tensor or a batch is divided.
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -160,32 +134,13 @@ def is_divided(tensor: Tensor) -> bool:
 
 def groups_of(tensor: Tensor) -> list[Any]:
     """Return the process groups among which a tensor is sharded; none if plain or replicated."""
-    if not is_divided(tensor):
-        return []
     placed: Any = tensor
-    for placement in placed.placements:
-        if placement.is_partial():
-            raise ValueError(
-                f"a gradient with placements {placed.placements} is a partial sum: reduce it first"
-            )
+    placements = placed.placements if is_divided(tensor) else ()
     return [
         placed.device_mesh.get_group(index)
-        for index, kind in enumerate(placed.placements)
-        if kind.is_shard()
+        for index, placement in enumerate(placements)
+        if placement.is_shard()
     ]
-
-
-def add_over_ranks(sums: Tensor, groups: Sequence[Sequence[Any]]) -> None:
-    """Sum each row over the groups of its tensor, with one all-reduce per group.
-
-    Every rank has to call this.
-    """
-    distinct = {id(group): group for row_groups in groups for group in row_groups}
-    for group_id, group in distinct.items():
-        rows = [index for index, row_groups in enumerate(groups) if group_id in map(id, row_groups)]
-        reduced = sums[rows]
-        dist.all_reduce(reduced, group=group)
-        sums[rows] = reduced
 
 
 def group_of_batch(model: nn.Module) -> Any:
@@ -222,39 +177,72 @@ def inner_of(model: nn.Module) -> nn.Module:
 # Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
 
 SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")
+SQUARES_COLUMN = SUM_NAMES.index("squares")
 # Elements per piece on the CPU: small enough for its caches.
 CPU_PIECE_ELEMENTS = 2**16
 # Elements per piece elsewhere: enough to keep a device busy, with 32 MiB of temporaries.
 DEVICE_PIECE_ELEMENTS = 2**22
 
 
-def wide(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums: float64, or float32 on Apple's devices, which lack float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
+class Sums:
+    """Rows of sums by name: a table on each device, so that adding to them waits for none."""
 
+    def __init__(self, names: Iterable[str], devices: Iterable[torch.device], columns: int) -> None:
+        self.place = {name: index for index, name in enumerate(names)}
+        self.columns = columns
+        self.tables: dict[torch.device, Tensor] = {}
+        # Made now, so that the bytes that a step holds do not grow.
+        for device in set(devices):
+            self._make(device)
 
-def empty_sums(num_rows: int, device: torch.device) -> Tensor:
-    return torch.zeros(num_rows, len(SUM_NAMES), dtype=wide(device), device=device)
+    def _make(self, device: torch.device) -> None:
+        # Apple's devices lack float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        self.tables[device] = torch.zeros(len(self.place), self.columns, dtype=dtype, device=device)
 
+    def row(self, name: str, device: torch.device) -> Tensor:
+        if device not in self.tables:
+            self._make(device)
+        return self.tables[device][self.place[name]]
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return the stored real numbers of this rank's part of a tensor."""
-    tensor = dense(tensor.detach())
-    if tensor.is_sparse:
-        tensor = tensor.coalesce().values()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    def clear(self) -> None:
+        for table in self.tables.values():
+            table.zero_()
+
+    def add_over_ranks(self, names: Iterable[str], device: torch.device, group: Any) -> None:
+        """Sum rows over a group of ranks, each of which has to call this."""
+        places = [self.place[name] for name in names]
+        reduced = self.tables[device][places]
+        dist.all_reduce(reduced, group=group)
+        self.tables[device][places] = reduced
+
+    def rows(self) -> dict[str, list[float]]:
+        """Return the sums over all devices; this waits for each device once."""
+        total = torch.zeros(len(self.place), self.columns, dtype=torch.float64)
+        for table in self.tables.values():
+            total += table.cpu()
+        return dict(zip(self.place, total.tolist(), strict=True))
 
 
 def sums_of(tensor: Tensor) -> Tensor:
     """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two."""
-    tensor = _numbers(tensor)
+    tensor = dense(tensor.detach())
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        tensor = tensor.flatten()
     on_cpu = tensor.device.type == "cpu"
-    sums = empty_sums(1, tensor.device)[0]
+    most = CPU_PIECE_ELEMENTS if on_cpu else DEVICE_PIECE_ELEMENTS
+    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    sums = torch.zeros(len(SUM_NAMES), dtype=dtype, device=tensor.device)
     elements, zeros, bad, squares = sums
     elements += tensor.numel()
     zeros += tensor.numel()
-    for piece in _pieces(tensor, CPU_PIECE_ELEMENTS if on_cpu else DEVICE_PIECE_ELEMENTS):
-        values = piece.to(sums.dtype).flatten()
+    # In pieces, because their copies in float64 would take more memory than the tensor.
+    for piece in tensor.split(max(1, most * len(tensor) // max(1, tensor.numel()))):
+        values = piece.to(dtype).flatten()
         piece_squares = torch.dot(values, values)
         zeros -= torch.count_nonzero(values)
         squares += piece_squares
@@ -265,21 +253,7 @@ def sums_of(tensor: Tensor) -> Tensor:
     return sums
 
 
-def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield views of at most `most` elements, so that no strided tensor is copied as a whole."""
-    if tensor.numel() <= most:
-        if tensor.numel():
-            yield tensor
-        return
-    longest = max(range(tensor.dim()), key=tensor.size)
-    size = max(1, tensor.size(longest) * most // tensor.numel())
-    for piece in tensor.split(size, longest):
-        yield from _pieces(piece, most)
-
-
-# Detection of backward, recomputed forwards and selective checkpointing.
-
-SELECTIVE_CHECKPOINT_MODES = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+# Detection of backward and of recomputed forwards.
 
 
 def in_backward() -> bool:
@@ -300,33 +274,6 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     engine: Any = Variable._execution_engine
     # A callback queued by a callback runs after all that were queued during backward.
     engine.queue_callback(lambda: engine.queue_callback(call))
-
-
-@contextlib.contextmanager
-def outside_selective_checkpoints() -> Iterator[None]:
-    """Suspend selective checkpointing, so that it neither caches nor replays operations.
-
-    Other dispatch modes, such as those that measure or fake, stay active.
-    """
-    modes = dispatch._get_current_dispatch_mode_stack()
-    if not any(isinstance(mode, SELECTIVE_CHECKPOINT_MODES) for mode in modes):
-        yield
-        return
-
-    others = [mode for mode in modes if not isinstance(mode, SELECTIVE_CHECKPOINT_MODES)]
-    _replace(modes, others)
-    try:
-        yield
-    finally:
-        _replace(others, modes)
-
-
-def _replace(modes: list[Any], others: list[Any]) -> None:
-    """Replace all active dispatch modes by others."""
-    for _ in modes:
-        dispatch._pop_mode()
-    for mode in others:
-        dispatch._push_mode(mode)
 
 
 # Statistics of each layer's outputs, from hooks attached during probed steps only.
@@ -355,10 +302,7 @@ def _do_nothing(*_: Any) -> None:
 
 
 class Activations:
-    """Hooks on a model and its layers, which add up statistics of activations.
-
-    Memory for the sums is allocated at the start, so that held bytes do not grow in a step.
-    """
+    """Hooks on a model and its layers, which add up statistics of activations."""
 
     def __init__(
         self,
@@ -373,42 +317,37 @@ class Activations:
         self._before_forward = before_forward
         self._after_backward = after_backward
         self._handles: list[Any] = []
-        self._sums: dict[torch.device, Tensor] = {}
-        for device in {parameter.device for parameter in model.parameters()}:
-            self._sums[device] = empty_sums(len(layers), device)
+        devices = {parameter.device for parameter in model.parameters()}
+        self.sums = Sums((layer.name for layer in layers), devices, len(SUM_NAMES))
         self.start()
 
     def start(self) -> None:
         """Reset all counts and sums."""
-        self.calls = [0] * len(self._layers)
-        self.order: dict[int, None] = {}
+        # By layer, in the order in which their forwards end.
+        self.calls: Counter[str] = Counter()
         self.num_forwards = 0
         # For each running forward of the model, innermost last: whether it is a training forward.
         self._training: list[bool] = []
         self._waiting = False
-        for sums in self._sums.values():
-            sums.zero_()
+        self.sums.clear()
 
     def attach(self) -> None:
-        add = self._handles.append
-        add(self._model.register_forward_pre_hook(ProbeHook(self._model, self._enter)))
-        # Also if forward raises, so that later calls are not attributed to it.
-        add(
-            self._model.register_forward_hook(ProbeHook(self._model, self._leave), always_call=True)
-        )
-        compiled = compiled_modules(self._model)
-        for index, layer in enumerate(self._layers):
+        model = self._model
+        compiled = compiled_modules(model)
+        self._handles = [
+            model.register_forward_pre_hook(ProbeHook(model, self._enter)),
+            # Also if forward raises, so that later calls are not attributed to it.
+            model.register_forward_hook(ProbeHook(model, self._leave), always_call=True),
+        ]
+        for layer in self._layers:
             if layer.module not in compiled:
-                hook = ProbeHook(layer.module, functools.partial(self._add, index))
-                add(layer.module.register_forward_hook(hook))
+                add = functools.partial(self._add, layer.name)
+                hook = ProbeHook(layer.module, add)
+                self._handles.append(layer.module.register_forward_hook(hook))
 
     def detach(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
-    def tables(self) -> list[Tensor]:
-        """Return one table of sums per device, with one row per layer."""
-        return list(self._sums.values())
+        for handle in self._handles:
+            handle.remove()
 
     def _enter(self, arguments: Any) -> None:
         training = torch.is_grad_enabled() and not (in_backward() or in_transform())
@@ -449,7 +388,7 @@ class Activations:
             return False
         return self._training[-1] if self._training else torch.is_grad_enabled()
 
-    def _add(self, index: int, arguments: Any, output: Any) -> None:
+    def _add(self, name: str, arguments: Any, output: Any) -> None:
         if not self._counts():
             return
         if not self._training:
@@ -459,13 +398,11 @@ class Activations:
         if not outputs:
             return
 
-        self.calls[index] += 1
-        self.order.setdefault(index)
-        with torch.no_grad(), outside_selective_checkpoints():
+        self.calls[name] += 1
+        # Without modes, selective checkpointing neither caches nor replays these operations.
+        with torch.no_grad(), _disable_current_modes():
             for tensor in outputs.values():
-                if tensor.device not in self._sums:
-                    self._sums[tensor.device] = empty_sums(len(self._layers), tensor.device)
-                self._sums[tensor.device][index].add_(sums_of(tensor))
+                self.sums.row(name, tensor.device).add_(sums_of(tensor))
 
 
 def countable(tensor: Tensor) -> bool:
@@ -483,7 +420,9 @@ def compiled_modules(model: nn.Module) -> set[nn.Module]:
 
 # Statistics of gradients and of the optimizer's updates, for each parameter once.
 
-SQUARES_COLUMN = SUM_NAMES.index("squares")
+# Columns after those of the gradient: squares of the weights before the step, of their change,
+# and of the gradient that the optimizer gets.
+WEIGHT_COLUMN, CHANGE_COLUMN, AT_STEP_COLUMN = range(len(SUM_NAMES), len(SUM_NAMES) + 3)
 
 
 class ParameterSums:
@@ -493,114 +432,86 @@ class ParameterSums:
     """
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
-        self.names = list(named)
-        self._parameters = list(named.values())
-        self._index = {parameter: index for index, parameter in enumerate(self._parameters)}
-        self._gradients = self._rows(len(SUM_NAMES))
-        # Sums of squares of the weights, and of their change in a step.
-        self._moves = self._rows(2)
-        # Sum of squares of the gradients that the optimizer gets.
-        self._at_step = self._rows(1)
-        self._groups = [groups_of(parameter) for parameter in self._parameters]
-        self._kept: dict[int, Tensor] = {}
+        self._named = named
+        self._names = {parameter: name for name, parameter in named.items()}
+        devices = {parameter.device for parameter in named.values()}
+        self._sums = Sums(named, devices, AT_STEP_COLUMN + 1)
+        # The names of the parameters that are sharded among each group of ranks.
+        self._shards: dict[int, tuple[Any, list[str]]] = {}
+        for name, parameter in named.items():
+            for group in groups_of(parameter):
+                self._shards.setdefault(id(group), (group, []))[1].append(name)
+        self._copies: dict[str, Tensor] = {}
         self.start()
-
-    def _rows(self, columns: int) -> dict[torch.device, Tensor]:
-        devices = {parameter.device for parameter in self._parameters}
-        return {
-            device: empty_sums(len(self._parameters), device)[:, :columns].clone()
-            for device in devices
-        }
 
     def start(self) -> None:
         """Reset all sums."""
-        self.has_gradient: list[bool] | None = None
-        self.moved = [False] * len(self._parameters)
-        # Whether an optimizer has stepped with a gradient of the parameter.
-        self.met = [False] * len(self._parameters)
-        self._kept.clear()
-        for table in (self._gradients, self._moves, self._at_step):
-            for rows in table.values():
-                rows.zero_()
+        # The parameters that had a gradient at the last `read`, and those that were stepped.
+        self.with_gradient: set[str] | None = None
+        self.moved: set[str] = set()
+        self._copies.clear()
+        self._sums.clear()
 
-    def that_have(self) -> list[bool]:
-        """Return for each parameter whether it has a gradient now."""
-        return [parameter.grad is not None for parameter in self._parameters]
+    def that_have(self) -> set[str]:
+        """Return the parameters that have a gradient now."""
+        return {name for name, parameter in self._named.items() if parameter.grad is not None}
 
     def were_read(self) -> bool:
         """Return whether the same parameters have gradients as at the last `read`."""
-        return self.has_gradient == self.that_have()
+        return self.with_gradient == self.that_have()
 
     def are_gone(self) -> bool:
         """Return whether the last `read` found gradients and there are none now."""
-        return any(self.has_gradient or ()) and not any(self.that_have())
+        return bool(self.with_gradient) and not self.that_have()
 
     @torch.no_grad()
     def read(self, scale: Tensor | None = None) -> None:
         """Sum up the current gradients; `scale` is the loss scale, which is divided out."""
-        self.has_gradient = self.that_have()
-        for index, parameter in enumerate(self._parameters):
-            row = self._gradients[parameter.device][index]
+        self.with_gradient = self.that_have()
+        for name, parameter in self._named.items():
+            row = self._sums.row(name, parameter.device)[: len(SUM_NAMES)]
             row.zero_()
             if parameter.grad is not None:
-                sums = sums_of(parameter.grad)
-                row.add_(sums.to(row.device))
-                row[SQUARES_COLUMN].div_(_squared(scale, row))
+                row.copy_(_unscaled_sums(parameter.grad, scale))
 
     @torch.no_grad()
     def before_step(
         self, optimizer: torch.optim.Optimizer, *, updates: bool, scale: Tensor | None = None
     ) -> None:
         """Sum up the gradients that an optimizer gets; with `updates`, copy its weights."""
-        for index in self._of(optimizer):
-            parameter = self._parameters[index]
+        for name, parameter in self._held_by(optimizer):
             if parameter.grad is not None:
-                row = self._at_step[parameter.device][index]
-                self.met[index] = True
-                squares = sums_of(parameter.grad)[SQUARES_COLUMN]
-                row.copy_(squares.to(row.device) / _squared(scale, row))
+                squares = _unscaled_sums(parameter.grad, scale)[SQUARES_COLUMN]
+                self._sums.row(name, parameter.device)[AT_STEP_COLUMN].copy_(squares)
             if updates:
-                self._kept[index] = dense(parameter.detach()).clone()
+                self._copies[name] = dense(parameter.detach()).clone()
 
     @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Sum up the change of the weights, and free their copies."""
-        for index in self._of(optimizer):
-            before = self._kept.pop(index, None)
+        for name, parameter in self._held_by(optimizer):
+            before = self._copies.pop(name, None)
             if before is not None:
-                parameter = self._parameters[index]
-                after = dense(parameter.detach())
-                row = self._moves[parameter.device][index]
+                row = self._sums.row(name, parameter.device)
+                row[WEIGHT_COLUMN].copy_(sums_of(before)[SQUARES_COLUMN])
                 # The difference of two near numbers is exact in their own precision.
-                row[0].copy_(sums_of(before)[SQUARES_COLUMN])
-                row[1].copy_(sums_of(after - before)[SQUARES_COLUMN])
-                self.moved[index] = True
+                change = dense(parameter.detach()) - before
+                row[CHANGE_COLUMN].copy_(sums_of(change)[SQUARES_COLUMN])
+                self.moved.add(name)
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Return the indices of the parameters that an optimizer holds."""
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [self._index[member] for member in dict.fromkeys(members) if member in self._index]
+        return [(self._names[member], member) for member in members if member in self._names]
 
-    def tables(self) -> list[Tensor]:
-        """Return one table per device, with one row per parameter.
-
-        Columns are the sums, the moves, and the squares at the optimizer's step. Rows of sharded
-        parameters are summed over ranks, so every rank has to call this.
-        """
-        tables = []
-        for device, gradients in self._gradients.items():
-            table = torch.cat([gradients, self._moves[device], self._at_step[device]], 1)
-            groups = [
-                parameter_groups if parameter.device == device else []
-                for parameter, parameter_groups in zip(self._parameters, self._groups, strict=True)
-            ]
-            add_over_ranks(table, groups)
-            tables.append(table)
-        return tables
+    def rows(self) -> dict[str, list[float]]:
+        """Return the sums of each parameter; every rank has to call this."""
+        for group, names in self._shards.values():
+            self._sums.add_over_ranks(names, self._named[names[0]].device, group)
+        return self._sums.rows()
 
 
-def _squared(scale: Tensor | None, row: Tensor) -> Tensor:
-    """Return the square of the loss scale as a scalar like the elements of `row`, 1 for None."""
-    if scale is None:
-        return torch.ones_like(row[0])
-    return scale.detach().to(row).square().reshape(())
+def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    sums = sums_of(gradient)
+    if scale is not None:
+        sums[SQUARES_COLUMN] /= scale.detach().to(sums).square().reshape(())
+    return sums

@@ -425,10 +425,7 @@ def offload_blocks(
 
 def remove_offload(model: nn.Module) -> list[str]:
     """Undo `offload_blocks` and return the offloaded blocks' names."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Offloaded)]
-    for name in names:
-        restore(model.get_submodule(name), OFFLOADER_ATTRIBUTE)
-    return names
+    return restore(model, Offloaded, OFFLOADER_ATTRIBUTE)
 
 
 def offload_report(model: nn.Module) -> OffloadReport:

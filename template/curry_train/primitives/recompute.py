@@ -88,10 +88,9 @@ class CheckpointWrapper(Recompute):
     def __new__(
         cls, module: nn.Module, use_reentrant: bool = False, preserve_rng_state: bool = True
     ) -> Any:
-        options = RecomputeOptions(
-            use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state
+        return super().__new__(
+            cls, module, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state
         )
-        return derive(cls, module, **{RECOMPUTE_ATTRIBUTE: options})
 
 
 def recompute_blocks(
@@ -111,7 +110,4 @@ def recompute_blocks(
 
 def remove_recompute(model: nn.Module) -> list[str]:
     """Undo `recompute_blocks` and return the names of the modules that were recomputing."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Recompute)]
-    for name in names:
-        restore(model.get_submodule(name), RECOMPUTE_ATTRIBUTE)
-    return names
+    return restore(model, Recompute, RECOMPUTE_ATTRIBUTE)

@@ -201,30 +201,20 @@ class RecomputedTensor:
         return made if self.view is None else made.as_strided(*self.view)
 
 
-class RegionHooks:
-    """Saved-tensor hooks of a block that save a recipe if there is one, else the tensor."""
+def pack(tensor: Tensor) -> CheckedTensor | RecomputedTensor:
+    """Return a recipe for a tensor that autograd saves if there is one, else the tensor."""
+    base = tensor if tensor._base is None else tensor._base
 
-    def __init__(self, note: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        self.note = note
-
-    def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self.pack, _unpack)
-
-    def pack(self, tensor: Tensor) -> CheckedTensor | RecomputedTensor:
-        base = tensor if tensor._base is None else tensor._base
-
-        # If the version is above 0, the tensor was changed in place after its node made it, and the
-        # node would compute another value.
-        if base.grad_fn is not None and base._version == 0 and base.dtype == tensor.dtype:
-            made = _recipe(tensor, base)
-            if made is not None:
-                return made
-        if self.note is not None:
-            self.note(tensor, base)
-        return CheckedTensor(tensor)
+    # If the version is above 0, the tensor was changed in place after its node made it, and the
+    # node would compute another value.
+    if base.grad_fn is not None and base._version == 0 and base.dtype == tensor.dtype:
+        made = _recipe(tensor, base)
+        if made is not None:
+            return made
+    return CheckedTensor(tensor)
 
 
-def _unpack(saved: CheckedTensor | RecomputedTensor) -> Tensor:
+def unpack(saved: CheckedTensor | RecomputedTensor) -> Tensor:
     return saved.value()
 
 
@@ -274,7 +264,6 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
-REGIONS_ATTRIBUTE = "_regions"
 REGION_NAME_ATTRIBUTE = "_regions_name"
 NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -288,7 +277,7 @@ class Regions(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
             return super().forward(*args, **kwargs)
-        with self.__dict__[REGIONS_ATTRIBUTE].hooks():
+        with saved_tensors_hooks(pack, unpack):
             return super().forward(*args, **kwargs)
 
 
@@ -347,7 +336,7 @@ def apply_regions(
     named = match_inside(found, also, option="also")
 
     for block in found.values():
-        become(Regions, block, **{REGIONS_ATTRIBUTE: RegionHooks()})
+        become(Regions, block)
     for name, module in inside.items():
         # A shared module has several names and is changed at the first.
         is_changed = isinstance(module, Replayed)
@@ -358,11 +347,8 @@ def apply_regions(
 
 def remove_regions(model: nn.Module) -> list[str]:
     """Undo `apply_regions` and return the names of the blocks that were changed."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Regions)]
-    for module in list(model.modules()):
-        if isinstance(module, Regions | Replayed):
-            restore(module, REGIONS_ATTRIBUTE, REGION_NAME_ATTRIBUTE)
-    return names
+    restore(model, Replayed, REGION_NAME_ATTRIBUTE)
+    return restore(model, Regions)
 
 
 def _is_norm(module: nn.Module) -> bool:

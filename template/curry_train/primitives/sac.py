@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/gates tests/primitives`.
 
 import difflib
 import functools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,24 +109,12 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
 
 
 def _by_name(text: str) -> Any:
-    namespace, *names = text.removeprefix("torch.ops.").split(".")
-    if len(names) not in (1, 2):
-        raise ValueError(f"an operation is named as 'aten.mm' or 'aten.mm.default', got {text!r}")
-    space = getattr(torch.ops, namespace)
-    if not hasattr(space, names[0]):
-        near = difflib.get_close_matches(names[0], dir(space), n=3)
-        suggestion = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ValueError(f"torch has no operation {text!r}{suggestion}")
-
-    packet = getattr(space, names[0])
-    if len(names) == 1:
-        return packet
-    if names[1] not in packet.overloads():
+    try:
+        return operator.attrgetter(text.removeprefix("torch.ops."))(torch.ops)
+    except AttributeError as error:
         raise ValueError(
-            f"{namespace}.{names[0]} has no overload {names[1]!r}; it has "
-            f"{', '.join(packet.overloads())}"
-        )
-    return getattr(packet, names[1])
+            f"torch has no operation {text!r}: name one as 'aten.mm' or 'aten.mm.default'"
+        ) from error
 
 
 def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -242,20 +231,12 @@ POLICY_COST_FIGURES = (
     "no product"
 )
 
-# Names of policies that people have written which save the cheap operations.
-BACKWARDS_POLICIES = ("recompute_matmuls", "save_norms", "save_activations", "save_pointwise")
-
 
 def make_policy(policy: Any) -> Policy:
     """Make a policy from a name, a list of operations, or a function in torch's form."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):
-        if policy in BACKWARDS_POLICIES:
-            raise PolicyError(
-                f"{policy!r} saves the outputs that are cheap to recompute, which is the wrong way "
-                f"round. {POLICY_COST_FIGURES}"
-            )
         if policy not in POLICIES:
             near = difflib.get_close_matches(policy, POLICIES, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POLICIES)}"
@@ -486,7 +467,4 @@ def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
 
 def remove_sac(model: nn.Module) -> list[str]:
     """Undo `apply_sac` and return the names of the blocks that had a policy."""
-    names = [name for name, module in model.named_modules() if isinstance(module, Sac)]
-    for name in names:
-        restore(model.get_submodule(name), SAC_ATTRIBUTE, CONTEXTS_ATTRIBUTE)
-    return names
+    return restore(model, Sac, SAC_ATTRIBUTE, CONTEXTS_ATTRIBUTE)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..core.blocks import Derived, become, find_blocks, restore
 from ..core.rerun import is_active
+from ..core.wording import require_whole
 from .checkpointed import RecomputeOptions, run_checkpointed
 
 SEGMENT_ATTRIBUTE = "_segment"
@@ -156,10 +157,7 @@ def recompute_segments(
     settings = RecomputeOptions(**options)
     if settings.use_reentrant:
         raise ValueError("segments are not recomputed reentrantly: leave use_reentrant at False")
-    if isinstance(num_segments, bool) or not isinstance(num_segments, int) or num_segments < 1:
-        raise ValueError(
-            f"the number of segments must be a whole number of at least 1, got {num_segments!r}"
-        )
+    require_whole("the number of segments", num_segments, least=1)
     found = find_blocks(model, blocks)
     recomputed = []
     longest = max(len(chain) for chain in chains_of(list(found)))
@@ -179,9 +177,7 @@ def recompute_segments(
 
 def remove_segments(model: nn.Module) -> None:
     """Undo `recompute_segments`."""
-    for module in list(model.modules()):
-        if isinstance(module, SegmentMember):
-            restore(module, SEGMENT_ATTRIBUTE)
+    restore(model, SegmentMember, SEGMENT_ATTRIBUTE)
 
 
 def chains_of(names: Sequence[str]) -> list[list[str]]:

@@ -15,9 +15,8 @@ Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 
 import inspect
 import operator
-import weakref
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -190,54 +188,6 @@ class ChunkSchedule:
     chunks: tuple["ChunkSchedule", ...] = ()
 
 
-class _AliveBytes(TorchDispatchMode):
-    """Count the bytes of the storages that operations have made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-        self._known: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._meet((args, kwargs), is_new=False)
-        output = func(*args, **(kwargs or {}))
-        self._meet(output, is_new=True)
-        return output
-
-    def _meet(self, values: Any, *, is_new: bool) -> None:
-        for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    nbytes = storage.nbytes() if is_new else 0
-                    freed = partial(self._freed, storage._cdata, nbytes)
-                    self._known[storage._cdata] = weakref.ref(storage, freed)
-                    self.total += nbytes
-
-    def _freed(self, address: int, nbytes: int, _: Any) -> None:
-        self.total -= nbytes
-        self._known.pop(address, None)
-
-
-def measure_costs(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> Costs:
-    """Measure the bytes of the state and the held bytes that the third timestep adds.
-
-    The first timestep may hold other bytes, because it starts from the initial state.
-    """
-    held = []
-    generators = Generators(tree_leaves(state))
-    with _trial(modules_of(step, depth=DEEPEST_SEARCH)), _AliveBytes() as alive:
-        for x in _first_timesteps(timesteps):
-            _, state = take_step(step, x, state)
-            held.append(alive.total)
-        # A chunk that draws random numbers saves the generator's state too.
-        drawn_bytes = torch.get_rng_state().nbytes if generators.moved() else 0
-
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    state_bytes = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return Costs(state_bytes + drawn_bytes, held[2] - held[1])
-
-
 def even_schedule(num_steps: int, chunk_size: int, levels: int) -> ChunkSchedule:
     """Divide timesteps into chunks of one size.
 
@@ -314,8 +264,8 @@ class HiddenState(ValueError):
     """A step keeps state of its own, so running it again gives another result."""
 
 
-def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> None:
-    """Raise `HiddenState` if a step depends on more than its input, its state and its modules.
+def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> Costs:
+    """Measure the costs of a step, and raise `HiddenState` if it can't be run again.
 
     The first timesteps run twice from the same modules and random numbers. The second run must give
     the same to the bit: outputs, states and what autograd saves.
@@ -325,7 +275,7 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
         if any(map(is_lazy, module.parameters())):
             name = type(module).__name__
             raise ValueError(f"{name} has no parameters yet: run one batch through it first")
-    first, second = (_checked_run(step, timesteps, state, modules) for _ in range(2))
+    (first, costs), (second, _) = (_checked_run(step, timesteps, state, modules) for _ in range(2))
     # On other devices a kernel may add in another order each time.
     is_exact = all(value.device.type == "cpu" for value in first if isinstance(value, Tensor))
     same = len(first) == len(second) and all(map(_same_value, first, second))
@@ -337,22 +287,33 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
             "gradients would be wrong without any error. Pass it in and return it with the state, "
             "or store it in a module"
         )
+    return costs
 
 
 def _checked_run(
     step: TimestepFunction, timesteps: Sequence[Any], state: Any, modules: Sequence[nn.Module]
-) -> list[Any]:
-    """Run the first timesteps on copies; return all values that a second run has to repeat."""
+) -> tuple[list[Any], Costs]:
+    """Run the first timesteps on copies; return what a second run has to repeat, and the costs."""
     results: list[Any] = []
+    state = _copies(state)
+    inputs = [
+        _copies(timesteps[min(index, len(timesteps) - 1)]) for index in range(NUM_CHECKED_STEPS)
+    ]
+    tensors = [tensor for module in modules for tensor in _tensors_of(module)]
+    # The storages that are there anyway, and those that autograd saves: held here, so that no
+    # address comes again.
+    storages = _storages([tensors, inputs])
+    held = []
+    generators = Generators(tree_leaves(state))
 
     def note(tensor: Tensor) -> Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
             results.append(tensor.detach().clone())
+        storages.update(_storages(tensor))
         return tensor
 
-    state = _copies(state)
     with _trial(modules), saved_tensors_hooks(note, lambda tensor: tensor):
-        for x in map(_copies, _first_timesteps(timesteps)):
+        for x in inputs:
             given = [
                 (role, leaf, leaf._version)
                 for role, tree in (("input", x), ("state", state))
@@ -372,8 +333,31 @@ def _checked_run(
                         "backward: make a new tensor (v = v * decay, not v *= decay)"
                     )
             results += tree_leaves(_copies((output, state)))
+            held.append(_bytes_of(storages))
+        # A chunk that draws random numbers saves the generator's state too.
+        drawn_bytes = torch.get_rng_state().nbytes if generators.moved() else 0
         results += Generators(tree_leaves((timesteps[0], state))).leaves()
-    return results
+    # The first timestep may hold other bytes, because it starts from the initial state.
+    return results, Costs(_bytes_of(_storages(state)) + drawn_bytes, held[2] - held[1])
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _storages(tree: Any) -> dict[int, Any]:
+    """Return the storages of the dense tensors in a tree, by address."""
+    dense = [
+        leaf
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    ]
+    return {storage._cdata: storage for storage in (leaf.untyped_storage() for leaf in dense)}
+
+
+def _bytes_of(storages: Mapping[int, Any]) -> int:
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @contextmanager
@@ -383,10 +367,6 @@ def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
     before.begin()
     with generators_kept(), torch.enable_grad(), before, statistics_kept(modules):
         yield
-
-
-def _first_timesteps(timesteps: Sequence[Any]) -> list[Any]:
-    return [timesteps[min(index, len(timesteps) - 1)] for index in range(NUM_CHECKED_STEPS)]
 
 
 def _copies(tree: Any) -> Any:
@@ -423,8 +403,8 @@ def checkpoint_timesteps(
     output for each timestep. `levels=1` recomputes each timestep at most once; `levels=2` nests
     chunks in larger chunks and recomputes each timestep at most twice.
 
-    Without `chunk_size` the first call measures costs, and chunks get shorter towards the end; with
-    it all chunks have the same size. The first call also runs a few steps to detect hidden state.
+    Without `chunk_size` chunks get shorter towards the end; with it all have the same size. The
+    first call runs a few steps to measure their bytes and to detect hidden state.
     In eval mode, without grad mode, and with one chunk for all timesteps, this is the plain loop.
     """
     check_chunks(chunk_size, levels)
@@ -435,11 +415,11 @@ def checkpoint_timesteps(
         return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
 
     collected = Collected(outputs, time_dim)
-    known = _learn(step, modules, timesteps, state, measured=chunk_size is None)
-    if isinstance(known, Costs) and chunk_size is None:
-        schedule = best_schedule(len(timesteps), known, levels)
+    costs = _costs(step, modules, timesteps, state)
+    if chunk_size is None:
+        schedule = best_schedule(len(timesteps), costs, levels)
     else:
-        schedule = even_schedule(len(timesteps), chunk_size or len(timesteps), levels)
+        schedule = even_schedule(len(timesteps), chunk_size, levels)
 
     loop = _ChunkedLoop(step, collected, modules)
     state = loop.run(state, list(timesteps), schedule, again=False)
@@ -519,29 +499,21 @@ def check_chunks(chunk_size: int | None, levels: int) -> None:
         )
 
 
-# The costs of checked steps, or None if only a size was given; by module and code of the step.
-_known: WeakKeyDictionary[Any, dict[Any, Costs | None]] = WeakKeyDictionary()
+# The costs of checked steps, by module and code of the step.
+_known: WeakKeyDictionary[Any, dict[Any, Costs]] = WeakKeyDictionary()
 
 
-def _learn(
-    step: TimestepFunction,
-    modules: Sequence[nn.Module],
-    timesteps: Sequence[Any],
-    state: Any,
-    *,
-    measured: bool,
-) -> Costs | None:
-    """Check a step for hidden state and measure its costs, once per function and its modules.
+def _costs(
+    step: TimestepFunction, modules: Sequence[nn.Module], timesteps: Sequence[Any], state: Any
+) -> Costs:
+    """Check a step and measure its costs, once per function and its modules.
 
     For a function that is created anew and reaches no module, this happens at each call.
     """
     of_owner = _known.setdefault(modules[0] if modules else step, {})
     key = code_of(step), tuple(map(id, modules))
     if key not in of_owner:
-        check_step(step, timesteps, state)
-        of_owner[key] = None
-    if measured and of_owner[key] is None:
-        of_owner[key] = measure_costs(step, timesteps, state)
+        of_owner[key] = check_step(step, timesteps, state)
     return of_owner[key]
 
 

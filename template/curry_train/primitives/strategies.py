@@ -31,11 +31,11 @@ from ..core.measure import (
     measure_memory,
 )
 from ..core.measure_compiled import CompileFailed
-from ..core.wording import did_you_mean, nearest
+from ..core.wording import did_you_mean
 from .recompute import recompute_blocks
 from .regions import apply_regions, remove_regions
 from .running_blocks import ChosenBlocks, choose_blocks
-from .sac import POLICIES, Policy, apply_sac
+from .sac import Policy, apply_sac
 from .segments import ChainBroken, chains_of, recompute_segments, remove_segments
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
@@ -74,9 +74,6 @@ class Strategy:
 
     # Returns extra figures, such as bytes moved, of a changed model that has run a step.
     facts: Callable[[nn.Module], dict[str, float]] | None = None
-
-    # Other forms, by the word that follows the name in a lever: `sac:save_matmuls`.
-    variants: Mapping[str, Apply] = field(default_factory=lambda: MappingProxyType({}))
 
     # Changes the named blocks as one option of a plan; None if no plan chooses this strategy.
     on_blocks: Callable[[nn.Module, list[str], Any], Any] | None = None
@@ -316,7 +313,6 @@ _REGISTERED_STRATEGIES = (
         "sac",
         "keep products, attention and convolutions, by operation",
         _sac,
-        variants={policy: partial(_sac, policy=policy) for policy in POLICIES},
         on_blocks=_sac_on_blocks,
     ),
     Strategy(
@@ -382,6 +378,32 @@ STRATEGIES_BY_SETTING = {
 }
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _are_globs(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(isinstance(glob, str) and glob for glob in value)
+
+
+# What a setting may be, by its type.
+VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+    int: (_is_count, "a whole number from 1 up"),
+    int | None: (
+        lambda value: value is None or _is_count(value),
+        "a whole number from 1 up, or None to choose it by measured bytes",
+    ),
+    float: (_is_size, "a number of MB from 0 up"),
+    tuple[str, ...]: (_are_globs, "a list of globs over module names, such as ['layers.*']"),
+}
+
+
 @dataclass
 class CheckpointConfig:
     """Settings that select what to recompute and how."""
@@ -406,57 +428,23 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            if setting.type is bool:
-                value = getattr(self, setting.name)
-                _require(isinstance(value, bool), setting.name, value, "True or False")
-
-        closest = nearest(str(self.strategy), CONFIGURED_STRATEGIES)
-        known = f"one of {', '.join(CONFIGURED_STRATEGIES)}"
-        if closest:
-            known += f"; did you mean {closest!r}?"
-        _require(self.strategy in CONFIGURED_STRATEGIES, "strategy", self.strategy, known)
-
-        threshold = self.memory_threshold_mb
-        _require(
-            _is_number(threshold) and threshold >= 0,
-            "memory_threshold_mb",
-            threshold,
-            "a number of MB from 0 up",
-        )
-        chunk_size = self.snn_chunk_size
-        _require(
-            chunk_size is None or _is_count(chunk_size),
-            "snn_chunk_size",
-            chunk_size,
-            "a whole number from 1 up, or None to take the size from measured bytes",
-        )
-
-        num_runs = self.profile_num_runs
-        _require(_is_count(num_runs), "profile_num_runs", num_runs, "a whole number from 1 up")
-
-        segments = self.sequential_segments
-        _require(
-            segments is None or _is_count(segments),
-            "sequential_segments",
-            segments,
-            "a whole number from 1 up, or None to choose the one with the lowest measured peak",
-        )
-        for name in ("exclude_patterns", "include_patterns"):
-            patterns = getattr(self, name)
-            is_list_of_globs = isinstance(patterns, list | tuple) and all(
-                isinstance(pattern, str) and pattern for pattern in patterns
+            value = getattr(self, setting.name)
+            is_valid, wanted = VALID_VALUES.get(setting.type, (lambda value: True, ""))
+            if not is_valid(value):
+                raise ValueError(f"{setting.name} must be {wanted}; got {value!r}")
+        self.exclude_patterns = tuple(self.exclude_patterns)
+        self.include_patterns = tuple(self.include_patterns)
+        if self.strategy not in CONFIGURED_STRATEGIES:
+            known = ", ".join(CONFIGURED_STRATEGIES)
+            closest = did_you_mean(
+                str(self.strategy), CONFIGURED_STRATEGIES, otherwise="none is near"
             )
-            _require(
-                is_list_of_globs,
-                name,
-                patterns,
-                "a list of globs over module names, such as ['layers.*']",
+            raise ValueError(f"strategy must be one of {known}; got {self.strategy!r}: {closest}")
+        if (self.plan is not None) != (self.strategy == "plan"):
+            raise ValueError(
+                "plan must be the path of a plan with strategy 'plan', None with others; got "
+                f"{self.plan!r}"
             )
-            setattr(self, name, tuple(patterns))
-
-        wanted = "the path of a plan with strategy 'plan', None with others"
-        _require((self.plan is not None) == (self.strategy == "plan"), "plan", self.plan, wanted)
-
         self._refuse_without_effect()
 
     def _refuse_without_effect(self) -> None:
@@ -476,29 +464,11 @@ class CheckpointConfig:
         """Build from a mapping (unknown keys are errors) or from an object's attributes."""
         names = [setting.name for setting in fields(cls)]
         if not isinstance(config, Mapping):
-            return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+            config = {name: getattr(config, name) for name in names if hasattr(config, name)}
         for key in config:
             if key not in names:
                 raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
-
-        values = {str(key): config[key] for key in config}
-        for name in ("exclude_patterns", "include_patterns"):
-            if name in values and not isinstance(values[name], str):
-                values[name] = tuple(values[name])
-        return cls(**values)
-
-
-def _require(is_valid: bool, name: str, value: Any, wanted: str) -> None:
-    if not is_valid:
-        raise ValueError(f"{name} must be {wanted}; got {value!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        return cls(**config)
 
 
 def apply_config(
@@ -588,13 +558,12 @@ def _large_layers(
 
 def _filtered(config: CheckpointConfig, names: list[str]) -> list[str]:
     """Keep the included names that are not excluded; a pattern without a match is an error."""
-    included = _names_matching(names, config.include_patterns, option="include_patterns")
-    excluded = _names_matching(names, config.exclude_patterns, option="exclude_patterns")
-    if not config.include_patterns:
-        included = set(names)
-    return [name for name in names if name in included - excluded]
-
-
-def _names_matching(names: list[str], patterns: Sequence[str], *, option: str) -> set[str]:
-    """Return the names that any of the patterns matches."""
-    return {name for pattern in patterns for name in match_names(names, pattern, option=option)}
+    matches = {
+        option: {name for glob in globs for name in match_names(names, glob, option=option)}
+        for option, globs in (
+            ("include_patterns", config.include_patterns or ("*",)),
+            ("exclude_patterns", config.exclude_patterns),
+        )
+    }
+    kept = matches["include_patterns"] - matches["exclude_patterns"]
+    return [name for name in names if name in kept]
