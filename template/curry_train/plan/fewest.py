@@ -27,7 +27,7 @@ from ..workloads.workload import Workload
 from .cuda_step import context_of, cuda_memory, workspace_of
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate, time_of_window
-from .parallel import Sharding, offload_note
+from .parallel import Sharding
 from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
 from .rank_time import (
@@ -81,9 +81,6 @@ class GpuCount:
     # The peak where all tokens choose the experts of this GPU; None where shapes do not depend on
     # the routing. Tokens are spread evenly in `peak_bytes`.
     worst_routing_bytes: int | None = None
-
-    # What the host holds for this GPU, where FSDP2 offloads to it.
-    host_bytes: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -154,8 +151,6 @@ class FewestGpus:
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
         one = self._shown_several
         lines += ["", *textwrap.wrap(self._time_note(one), TABLE_WIDTH)]
-        if one.host_bytes:
-            lines += textwrap.wrap(offload_note(one.host_bytes), TABLE_WIDTH)
         lines += textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)
         return "\n".join(lines)
 
@@ -212,7 +207,6 @@ class FewestGpus:
                 "peak_bytes": one.peak_bytes,
                 "limit_bytes": one.limit_bytes,
                 "worst_routing_bytes": one.worst_routing_bytes,
-                "host_bytes": one.host_bytes,
                 **one.seconds.to_json(),
             }
             for one in self.attempts
@@ -385,7 +379,6 @@ class _Search:
             self.limit_bytes,
             time_of_window(step, self.device, self.links, dtype=dtype, steps=steps),
             state + (0 if step.trace is None else context_of(step.trace)),
-            host_bytes=step.host_bytes,
         )
         if sketch.routing is not None and count.fits:
             with sketch.routing.worst():

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +68,6 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
 # Of reserved memory, over the recorded traces of CUDA programs: evidence/cuda_traces.json.
 WORST_RESERVED_ERROR = 0.014
-RANK_COUNTS = (2, 4, 8, 16, 32, 64)
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
@@ -124,61 +122,6 @@ def _dropout(layer: nn.Module) -> float:
     """Return the dropout probability of a layer, 0 if it has none."""
     probability = getattr(layer, "p" if isinstance(layer, DROPOUT_TYPES) else "dropout", 0)
     return float(probability) if isinstance(probability, int | float) else 0.0
-
-
-def why_nothing_fits(
-    least: Candidate,
-    chain: Chain,
-    budget_bytes: int,
-    not_tried: Sequence[tuple[str, int]] = (),
-) -> str:
-    """Name the least peak and the levers that are left, each with its peak, in 80 columns."""
-    over = format_bytes(least.peak_bytes - budget_bytes)
-    first = (
-        f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
-        f"{format_bytes(least.peak_bytes)}, {over} too much, with microbatch {least.microbatch} "
-        f"and {least.summary()}"
-    )
-    lines = textwrap.wrap(first, 80)
-    for lever in _levers(least, chain, budget_bytes, not_tried):
-        lines += textwrap.wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def _levers(
-    least: Candidate,
-    chain: Chain,
-    budget_bytes: int,
-    not_tried: Sequence[tuple[str, int]],
-) -> Iterator[str]:
-    def describe(peak: int) -> str:
-        return f"a peak of {format_bytes(peak)}" + (", which fits" if peak <= budget_bytes else "")
-
-    step = chain.steps[-1]
-    accumulated = least.steps > 1
-
-    before_activations = step.fixed + (step.gradients if accumulated else 0)
-    line = f"before any activation {format_bytes(before_activations)} is in use: "
-    line += "parameters and optimizer state"
-    if accumulated:
-        line += ", and gradients of earlier microbatches"
-    if before_activations > budget_bytes:
-        line += "; that alone is over the budget, so no choice for activations helps"
-    yield line
-
-    for lever, peak in not_tried:
-        yield f"{lever}: {describe(peak)}"
-
-    trained = (one for one in chain.sketch.build().parameters() if one.requires_grad)
-    saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
-    if saved > 0:
-        yield f"optimizer state of 2 bytes per parameter: {describe(least.peak_bytes - saved)}"
-
-    if least.steps > 1 and step.gradients:
-        yield (
-            "one microbatch per window, which accumulates no gradients: up to "
-            f"{format_bytes(step.gradients)} less, with {least.steps} times fewer samples"
-        )
 
 
 # Planner: the fastest microbatch size and option per block within a memory budget.
@@ -523,56 +466,51 @@ class Planner:
         )
 
     def _infeasible(self, found: list[Candidate], budget_bytes: int) -> Infeasible:
+        """Name the least peak and what would help, in 80 columns."""
         self.tell("looking for the least peak")
         least = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
-        levers = list(self._levers(least, found, budget_bytes))
-        chain = self._chain(chunked=least.chunked_loss)
-        return Infeasible(why_nothing_fits(least, chain, budget_bytes, levers), least.peak_bytes)
+        first = (
+            f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
+            f"{format_bytes(least.peak_bytes)}, {format_bytes(least.peak_bytes - budget_bytes)} "
+            f"too much, with microbatch {least.microbatch} and {least.summary()}"
+        )
+        lines = textwrap.wrap(first, 80)
+        for lever in self._levers(least, {one.microbatch for one in found}, budget_bytes):
+            lines += textwrap.wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
+        return Infeasible("\n".join(lines), least.peak_bytes)
 
-    def _levers(
-        self, least: Candidate, found: list[Candidate], budget_bytes: int
-    ) -> Iterator[tuple[str, int]]:
-        """Yield settings that were not tried, each with the least peak: what is free comes first.
+    def _levers(self, least: Candidate, sizes: set[int], budget_bytes: int) -> Iterator[str]:
+        """Yield what is in use before any activation, and what would help: what is free first."""
+        step = self._chain(chunked=least.chunked_loss).steps[-1]
+        accumulated = step.gradients if least.steps > 1 else 0
+        line = f"before any activation {format_bytes(step.fixed + accumulated)} is in use: "
+        line += "parameters and optimizer state"
+        if accumulated:
+            line += ", and gradients of earlier microbatches"
+        if step.fixed + accumulated > budget_bytes:
+            line += "; that alone is over the budget, so no choice for activations helps"
+        yield line
 
-        They are settings of CUDA's allocator and optimizer, and those that the caller ruled out.
-        """
-        yield from self._cuda_levers(least)
-        only = {candidate.microbatch for candidate in found} == {least.microbatch}
-        if only and least.microbatch > 1 and self._runs_on_one_sample:
-            whole = least.microbatch * least.steps
-            smaller = Candidate(1, whole, least.chunked_loss, 0, None)
-            yield "microbatch 1", self.whole_steps.least(smaller).peak_bytes
-        if self.asked is False and not least.chunked_loss:
-            self.chunked_loss = None
-            if True in self._heads():
-                chunked = replace(least, chunked_loss=True)
-                yield "chunked loss", self.whole_steps.least(chunked).peak_bytes
-            self.chunked_loss = False
-        if not self.sharding.is_shared and self.sketch.why_real is None:
-            # FSDP2 refuses some models; then it is not among the ways that are named.
-            with contextlib.suppress(RuntimeError, ValueError):
-                yield self._on_ranks(least, budget_bytes)
+        peaks = [*self._cuda_levers(least)]
+        trained = (one for one in self.sketch.build().parameters() if one.requires_grad)
+        saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
+        if saved > 0:
+            peaks.append(("optimizer state of 2 bytes per parameter", least.peak_bytes - saved))
+        for lever, peak in peaks:
+            fits = ", which fits" if peak <= budget_bytes else ""
+            yield f"{lever}: a peak of {format_bytes(peak)}{fits}"
 
-    def _on_ranks(self, least: Candidate, budget_bytes: int) -> tuple[str, int]:
-        """Return the fewest ranks on which FSDP2 fits, or the most that are tried, with the peak.
-
-        The peak falls with the ranks, so they are found by bisection.
-        """
-        counts = [*RANK_COUNTS]
-        peaks: dict[int, int] = {}
-        low, high = 0, len(counts) - 1
-        while low < high or counts[high] not in peaks:
-            middle = (low + high) // 2
-            self.tell(f"estimating FSDP2 on {counts[middle]} ranks")
-            sharding = Sharding("fsdp2", counts[middle])
-            peaks[counts[middle]] = self.whole_steps.peak_on(least, sharding)
-            if peaks[counts[middle]] <= budget_bytes:
-                high = middle
-            elif middle == high:
-                break
-            else:
-                low = middle + 1
-        return f"FSDP2 on {counts[high]} ranks", peaks[counts[high]]
+        if accumulated:
+            yield (
+                "one microbatch per window, which accumulates no gradients: up to "
+                f"{format_bytes(accumulated)} less, with {least.steps} times fewer samples"
+            )
+        if sizes == {least.microbatch} != {1}:
+            yield f"a microbatch below {least.microbatch}, which was not tried"
+        if self.asked is False:
+            yield "the loss in chunks, which was not tried"
+        if not self.sharding.is_shared:
+            yield "several GPUs: curry-train plan --fits h100 finds how many are enough"
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""

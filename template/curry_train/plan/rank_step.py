@@ -41,7 +41,7 @@ from .profiler import (
     COLLECTIVES_GROUP,
     GRADIENTS_GROUP,
 )
-from .record import OptimizerSteps, RankStorages, StepLives, on_host
+from .record import OptimizerSteps, RankStorages, StepLives
 from .shapes import (
     NEEDS_VALUES_ERRORS,
     KernelsAsTheyRun,
@@ -59,6 +59,10 @@ NOTHING_SHARED_WARNING = (
     "trains a model of its own"
 )
 FROM_SHAPES_ALONE = "one rank of several is predicted from shapes alone: {}"
+PARAMETERS_ON_HOST = (
+    "FSDP2's CPUOffloadPolicy is not planned: plan without it, on more ranks, or with a smaller "
+    "microbatch, and measure the training that has it"
+)
 UNSYNCED_WARNING = (
     "the last microbatch of a window does not sync its gradients, and the optimizer steps without "
     "them: call set_requires_gradient_sync(True) before it"
@@ -75,9 +79,6 @@ class RankProgram:
 
     batch: Any
     optimizer: torch.optim.Optimizer
-
-    # Whether FSDP2 has parameters, gradients and optimizer state on the host.
-    is_offloaded: bool = False
 
 
 def record_rank_step(
@@ -151,8 +152,6 @@ def _begin_record(
     gc.collect()
     device = torch.device("cpu")
     lives = StepLives(program.module, device, layers, 0, program.optimizer, steps)
-    if program.is_offloaded:
-        lives.follow_offloaded(program.module, program.optimizer)
     lives.follow_all(program.batch)
     for earlier in records:
         lives.follow_rest(earlier)
@@ -188,12 +187,17 @@ def _has_ddp(module: nn.Module) -> bool:
 
 
 def _is_synced(module: nn.Module) -> bool:
-    """Check whether all units of FSDP2 sync the gradients of the last microbatch."""
+    """Check whether all units of FSDP2 sync the gradients of the last microbatch.
+
+    Raises a ValueError where they keep their parameters on the host.
+    """
     # Imported here because a plan of one rank needs no sharding.
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     units = [one for one in module.modules() if isinstance(one, FSDPModule)]
     groups = [group for one in units for group in one._get_fsdp_state()._fsdp_param_groups]
+    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
+        raise ValueError(PARAMETERS_ON_HOST)
     return all(group.reduce_grads for group in groups)
 
 
@@ -397,54 +401,6 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         dist.destroy_process_group()
         # DTensor would use the groups of this rank for an equal mesh of another rank.
         _clear_sharding_prop_cache()
-
-
-class _CopyToHost(TorchFunctionMode):
-    """Copy tensors where they are moved to a device, which is the host."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.to and isinstance(args[1], torch.device):
-            with on_host():
-                return args[0].clone()
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def host_apart(*, is_apart: bool = True) -> Iterator[None]:
-    """Let FSDP2's `CPUOffloadPolicy` copy to the device and back, as it does on a GPU.
-
-    On the CPU host and device are one memory, and both moves return the tensor itself.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-
-    if not is_apart:
-        yield
-        return
-    name = "all_gather_inputs"
-    find = vars(_fsdp_param.FSDPParam)[name].fget
-    reduce: Any = vars(_fsdp_param_group)["foreach_reduce"]
-
-    def on_device(parameter: Any) -> Any:
-        is_moved = parameter.sharded_state is _fsdp_param.ShardedState.SHARDED
-        if not (parameter.offload_to_cpu and is_moved):
-            return find(parameter)
-        host = parameter._sharded_param_data
-        parameter._sharded_param_data = host.clone()
-        try:
-            return find(parameter)
-        finally:
-            parameter._sharded_param_data = host
-
-    def copy_out(parameters: Sequence[Any], *args: Any, **options: Any) -> Any:
-        is_moved = any(one.offload_to_cpu for one in parameters)
-        with _CopyToHost() if is_moved else contextlib.nullcontext():
-            return reduce(parameters, *args, **options)
-
-    with (
-        mock.patch.object(_fsdp_param.FSDPParam, name, property(on_device)),
-        mock.patch.object(_fsdp_param_group, "foreach_reduce", copy_out),
-    ):
-        yield
 
 
 class ShardChunks(Sequence[Tensor]):

@@ -10,19 +10,16 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy
-import torch
 from torch import nn
 
 from .. import primitives
 from .chain import Chain, Integers, PricedChain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
-from .parallel import Sharding, offload_note
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
 from .saved import (
@@ -255,18 +252,16 @@ class WholeSteps:
         self,
         candidate: Candidate,
         *,
-        sketch: Sketch | None = None,
         anew: bool = False,
         alone: bool = False,
     ) -> StepEstimate:
-        """Estimate the whole step of a candidate, in this sketch if no other one is given.
+        """Estimate the whole step of a candidate.
 
         `anew`: also where the sketch has kept it, which it does with plain steps.
         """
-        own = sketch or self.sketch
         settings: dict[str, Any] = {"accumulated": candidate.steps > 1, "alone": alone}
         if candidate.is_plain and not anew:
-            return own.step(candidate.microbatch, **settings)
+            return self.sketch.step(candidate.microbatch, **settings)
         with drop_saved() as offload:
 
             def change(module: nn.Module) -> None:
@@ -280,7 +275,7 @@ class WholeSteps:
                         module, chunk_tokens=self.chain(candidate).chunk_tokens
                     )
 
-            return own.step(candidate.microbatch, change=change, **settings)
+            return self.sketch.step(candidate.microbatch, change=change, **settings)
 
     def _plain(self, candidate: Candidate) -> Candidate:
         """Return the plain step of the larger size that the chain was measured at."""
@@ -298,20 +293,6 @@ class WholeSteps:
         if key not in self._alone:
             self._alone[key] = self.recorded(plain, alone=True)
         return self._alone[key]
-
-    def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
-        """Return the peak of a candidate on one of several ranks, where the plan is for one.
-
-        It runs in a thread of its own, because torch's modes, which this thread is inside of, hold
-        for one thread.
-        """
-
-        def estimate() -> int:
-            with torch.enable_grad(), self.sketch.on_ranks(sharding) as sketch:
-                return self.bytes_needed(self.recorded(candidate, sketch=sketch))
-
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(estimate).result()
 
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
         """List all choices for the same microbatch whose whole step was estimated."""
@@ -393,14 +374,10 @@ class WholeSteps:
         if step.course is None:
             return None
         seconds = self.priced(candidate).seconds(candidate.options)
-        text = f"Links: {self.links}."
-        if step.host_bytes:
-            text += f" {offload_note(step.host_bytes)}"
         return self.rank_seconds(candidate, seconds).to_json() | {
             "collectives": count_window(step, candidate.steps),
-            "host_bytes": step.host_bytes,
             "links": self.links.to_json(),
-            "text": text,
+            "text": f"Links: {self.links}.",
         }
 
     @staticmethod
