@@ -25,17 +25,11 @@ from ..core.blocks import match_inside
 from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
+from .card import Card
 from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
-from .cuda_step import (
-    CudaMemory,
-    StepTrace,
-    context_of,
-    cuda_memory,
-    workspace_of,
-)
 from .device import DeviceProfile, find_profile
-from .estimate import Sketch, StepEstimate
+from .estimate import Sketch
 from .optimizers import OptimizerFactory, make_optimizer
 from .parallel import Sharding
 from .profiler import OPTIMIZER_STATE_GROUP, Timeline
@@ -66,8 +60,6 @@ DROPOUT_TYPES = (
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
-# Of reserved memory, over the recorded traces of CUDA programs: evidence/cuda_traces.json.
-WORST_RESERVED_ERROR = 0.014
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
@@ -182,10 +174,9 @@ class Planner:
     regions may recompute, as in `apply_regions`. `tell` receives progress messages.
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
-    process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU. `margin` is the fraction by which that memory may be larger than
-    predicted; `WORST_RESERVED_ERROR` is that of the recorded traces. `links` are those between
-    GPUs, for the time of several ranks; by default the usual ones of the device.
+    process are within the budget and the device. `context_bytes`, `by_reserved` and `margin` are
+    those of `Card`. `links` are those between GPUs, for the time of several ranks; by default the
+    usual ones of the device.
     """
 
     def __init__(
@@ -208,11 +199,11 @@ class Planner:
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
-        self.kernels = "cpu" if self.profile.host_bytes_per_second is None else "cuda"
+        self.card = Card(self.profile, context_bytes, margin, by_reserved)
         self.sketch = Sketch(
             workload,
             dtype=dtype,
-            kernels=self.kernels,
+            kernels=self.card.kernels,
             blocks=blocks,
             optimizer=optimizer,
             seed=seed,
@@ -239,13 +230,9 @@ class Planner:
         self.whole_steps = WholeSteps(
             self.sketch,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
-            overhead=self._overhead,
+            card=self.card,
             links=links or links_of(self.profile.name),
         )
-        self.context_bytes = context_bytes
-        self.by_reserved = by_reserved
-        self.margin = margin
-        self._overheads: dict[StepEstimate, int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
@@ -267,59 +254,22 @@ class Planner:
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
 
-    def _reserved(self, trace: StepTrace, settings: AllocatorSettings | None = None) -> CudaMemory:
-        """Replay the steps of a trace in the allocator of the card."""
-        return cuda_memory(
-            trace, workspace_bytes=workspace_of(self.profile.name), settings=settings
-        )
-
-    def _overhead(self, step: StepEstimate) -> int:
-        """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
-
-        On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
-        """
-        if step.trace is None or not self.by_reserved:
-            return 0
-        if step not in self._overheads:
-            memory = self._reserved(step.trace)
-            context = context_of(step.trace, self.context_bytes)
-            self._overheads[step] = memory.reserved_bytes + context - step.peak_bytes
-        return self._overheads[step]
-
-    def _limit(self, budget_bytes: int) -> int:
-        """Return the memory that a plan must fit: the budget, or the device if it has less.
-
-        On CUDA the margin is left free. What is taken off is noted in the plan.
-        """
-        usable = self.profile.usable_bytes
-        within = budget_bytes if usable is None else min(budget_bytes, usable)
-        limit = within
-        if self.kernels == "cuda" and self.by_reserved:
-            limit = int(within / (1 + self.margin))
-        notes = []
-        if within < budget_bytes:
-            notes.append(f"{format_bytes(within)} of the card that CUDA gives")
-        if limit < within:
-            notes.append(f"a margin of {self.margin:.1%}")
-        self.settings["limit_notes"] = notes
-        return limit
-
     def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
         None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
-        trace = self.whole_steps.step(best).trace
-        if trace is None or not self.by_reserved:
+        trace = self.card.trace_of(self.whole_steps.step(best))
+        if trace is None:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        memory = self._reserved(trace)
+        memory = self.card.memory(trace)
         return {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
-            "expandable_reserved_bytes": self._reserved(trace, EXPANDABLE).reserved_bytes,
-            "context_bytes": context_of(trace, self.context_bytes),
+            "expandable_reserved_bytes": self.card.memory(trace, EXPANDABLE).reserved_bytes,
+            "context_bytes": self.card.context(trace),
             "convolution_workspace_bytes": max(
                 (one.num_bytes for one in trace.convolutions), default=0
             ),
@@ -345,7 +295,7 @@ class Planner:
         require_whole("budget_bytes", budget_bytes, least=1)
         require_whole("global_batch", global_batch, least=1)
 
-        budget_bytes = self._limit(budget_bytes)
+        budget_bytes, self.settings["limit_notes"] = self.card.limit(budget_bytes)
         tried = [
             self.whole_steps.predict(Candidate(size, steps, chunked, 0, None), budget_bytes)
             for size, steps, chunked in self._tried(global_batch, microbatch)
@@ -514,12 +464,11 @@ class Planner:
 
     def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
         """Yield what helps on CUDA and costs no time, each with the memory it would need."""
-        trace = self.whole_steps.step(least).trace
-        if trace is None or not self.by_reserved:
+        trace = self.card.trace_of(self.whole_steps.step(least))
+        if trace is None:
             return
-        context = context_of(trace, self.context_bytes)
         expandable, fused = (
-            self._reserved(one, EXPANDABLE).reserved_bytes + context
+            self.card.memory(one, EXPANDABLE).reserved_bytes + self.card.context(one)
             for one in (trace, trace.without_copies())
         )
         if expandable < least.peak_bytes:

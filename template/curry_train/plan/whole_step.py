@@ -17,6 +17,7 @@ import numpy
 from torch import nn
 
 from .. import primitives
+from .card import Card
 from .chain import Chain, Integers, PricedChain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
@@ -53,8 +54,7 @@ PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
 class WholeSteps:
     """Estimate whole steps from shapes, each of them once, and search among them.
 
-    `chain` returns the chain for a candidate, with what its blocks cost. `overhead` returns the
-    bytes that a device needs beside the tensors of a step.
+    `chain` returns the chain for a candidate, with what its blocks cost.
     """
 
     def __init__(
@@ -62,16 +62,19 @@ class WholeSteps:
         sketch: Sketch,
         *,
         chain: Callable[[Candidate], Chain],
-        overhead: Callable[[StepEstimate], int] = lambda step: 0,
+        card: Card,
         links: Links = OTHER_LINKS,
     ) -> None:
         self.links = links
         self.sketch = sketch
-        self.overhead = overhead
+        self.card = card
         self.chain = chain
 
         # Each whole step that was estimated.
         self.known: dict[PlanKey, StepEstimate] = {}
+
+        # Memory that a device must have for each of them.
+        self._needed: dict[StepEstimate, int] = {}
 
         # Plain steps of the model alone, where ranks share it.
         self._alone: dict[PlanKey, StepEstimate] = {}
@@ -246,7 +249,9 @@ class WholeSteps:
 
     def bytes_needed(self, step: StepEstimate) -> int:
         """Return the memory that a device must have for a step."""
-        return step.peak_bytes + self.overhead(step)
+        if step not in self._needed:
+            self._needed[step] = self.card.bytes_needed(step)
+        return self._needed[step]
 
     def recorded(
         self,
