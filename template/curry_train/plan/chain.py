@@ -110,28 +110,20 @@ class PricedChain:
 
         Time plays no part, so the choice is the same for every device.
         """
+        # By bytes in place of seconds a single state is left after each block.
+        by_bytes = [replace(block, seconds=block.held.astype(float)) for block in self.blocks]
+        chain = replace(self, blocks=tuple(by_bytes))
         too_small = -1
         enough = self.peak({block.name: block.options[0] for block in self.blocks})
         while enough - too_small > 1:
             middle = (too_small + enough) // 2
-            if self._fits(middle):
-                enough = middle
-            else:
+            if chain.fastest(middle) is None:
                 too_small = middle
-        by_bytes = [replace(block, seconds=block.held.astype(float)) for block in self.blocks]
-        found = replace(self, blocks=tuple(by_bytes)).fastest(enough)
+            else:
+                enough = middle
+        found = chain.fastest(enough)
         assert found is not None, "the least peak fits itself"
         return found
-
-    def _fits(self, room: int) -> bool:
-        """Check whether any options fit: to hold less so far never rules out a later choice."""
-        held = 0
-        for block in self.blocks:
-            fits = held + block.held + block.transient + block.standing <= room
-            if not fits.any():
-                return False
-            held += int(block.held[fits].min())
-        return max(held + self.head, self.floor) <= room
 
     def moments(self, options: Mapping[str, Option]) -> Integers:
         """Predict the bytes in the backward of each block, and at last those before all."""
