@@ -171,3 +171,12 @@ class Touch:
 
     def __reduce__(self):
         return print, ("run",)
+
+
+def test_a_measured_step_with_convolutions_names_their_workspace():
+    ended = run("--model", "resnet", "--batch-size", "2")
+    assert ended.exit_code == 0, ended.output
+    assert "convolution workspace on a GPU, estimated: " in ended.output
+    found = results("--model", "resnet", "--batch-size", "2", "--on-shapes")
+    assert found["convolution_workspace_bytes"] > 0
+    assert results("--model", "mlp")["convolution_workspace_bytes"] == 0

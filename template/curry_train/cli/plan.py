@@ -401,9 +401,8 @@ def _find_plan(
         if budget_bytes is None:
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
         global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-        planner.check_settings(global_batch, microbatch)
         if files.plot_path:
-            require_matplotlib()  # after the options are checked, before the work begins
+            require_matplotlib()  # before the work begins
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
@@ -464,7 +463,7 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         lines += textwrap.wrap(
             f"measured for real, without offload: {plan.settings['why_real']}", 80
         )
-    return "\n".join([*lines, "", plan.explain(most=None if explain else 0, assumptions=False)])
+    return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
 
 def _measure(

@@ -256,9 +256,6 @@ class Chain:
         times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
         return float(times[moved > 0].sum())
 
-    def plain_flops(self, microbatch: int) -> float:
-        return float(at_size(microbatch, [step.flops for step in self.steps]).sum())
-
     @property
     def optimizer_seconds(self) -> float:
         step = self.steps[0]
@@ -308,12 +305,13 @@ def measure_chain(
     like: Chain | None = None,
     without: Sequence[str] = (),
     also: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda message: None,
+    tell: Callable[[str, float], None] = lambda message, done: None,
 ) -> Chain:
     """Measure whole steps and the costs of each block.
 
     With `like` the blocks' costs are taken from that chain. Options of the kinds in `without` are
-    left out; regions may recompute the modules in `also`. Raises a ValueError if `chunk_tokens` is
+    left out; regions may recompute the modules in `also`. `tell` gets a message and the part of the
+    work that is done. Raises a ValueError if `chunk_tokens` is
     given and the loss does not run in chunks.
     """
     changed: list[nn.Module] = []
@@ -324,7 +322,8 @@ def measure_chain(
 
     steps = []
     for size in MEASURED_MICROBATCH_SIZES:
-        tell(f"estimating a step of {size} samples{' with chunked loss' if chunk_tokens else ''}")
+        loss = " with chunked loss" if chunk_tokens else ""
+        tell(f"estimating a step of {size} samples{loss}", 0.0 if like is None else 1.0)
         steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk, alone=True))
         for name, use in primitives.chunked_loss_report(changed[-1]).items() if changed else ():
             if not use.num_chunked:

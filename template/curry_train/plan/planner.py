@@ -14,14 +14,15 @@ Proof: `python -m pytest tests/plan/test_plan.py`.
 import contextlib
 import functools
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import primitives
-from ..core.blocks import match_inside
 from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
@@ -29,8 +30,8 @@ from .card import Card
 from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
 from .device import DeviceProfile, find_profile
-from .estimate import Sketch
-from .optimizers import OptimizerFactory, make_optimizer
+from .estimate import Sketch, StepEstimate
+from .optimizers import OptimizerFactory
 from .parallel import Sharding
 from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
@@ -60,6 +61,10 @@ DROPOUT_TYPES = (
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
+# A message after this time names the time left.
+PATIENCE_SECONDS = 2.0
+# The part of the time after which blocks are measured, and whole steps are checked.
+CHECKING_STARTS = 0.4
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
@@ -237,6 +242,7 @@ class Planner:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
+        self._began = time.monotonic()
         self.tell("building the model from shapes")
         # An error in here must not leave the modes of the sketch behind.
         with contextlib.ExitStack() as stack:
@@ -253,6 +259,13 @@ class Planner:
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
+
+    def _tell(self, message: str, done: float) -> None:
+        """Pass a message on; after a while with the time left, if the rest goes as fast."""
+        elapsed = time.monotonic() - self._began
+        if elapsed > PATIENCE_SECONDS and done:
+            message += f", about {elapsed * (1 - done) / done:,.0f} s left"
+        self.tell(message)
 
     def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
@@ -281,13 +294,6 @@ class Planner:
         assert self._best is not None, "a plan is made first"
         return self.whole_steps.step(self._best).timeline
 
-    def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
-        """Raise an error for wrong settings before anything is measured."""
-        self.sharding.microbatches(global_batch, microbatch)
-        module = self.sketch.build()
-        match_inside(self.sketch.blocks(module), self.also, option="also")
-        make_optimizer(self.sketch.optimizer, module)
-
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
     ) -> Plan:
@@ -303,7 +309,8 @@ class Planner:
         found: list[Candidate] = []
         best: Candidate | None = None
         for predicted in sorted(tried, key=order):
-            self.tell(f"checking whole steps of microbatch {predicted.microbatch}")
+            done = CHECKING_STARTS + (1 - CHECKING_STARTS) * len(found) / len(tried)
+            self._tell(f"checking whole steps of microbatch {predicted.microbatch}", done)
             candidate = self.whole_steps.fastest(predicted, budget_bytes, best) or predicted
             found.append(candidate)
             if candidate.checked and candidate.peak_bytes <= budget_bytes:
@@ -313,7 +320,25 @@ class Planner:
 
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
-        return self._plan(best, shown, budget_bytes)
+        own = self._own(shown, microbatch, budget_bytes)
+        return replace(self._plan(best, shown, budget_bytes), own=own)
+
+    def _own(
+        self, found: list[Candidate], microbatch: int | None, budget_bytes: int
+    ) -> Candidate | None:
+        """Return the model as it is with the caller's microbatch, or that of the workload.
+
+        None where the caller has asked for the loss in chunks. A workload without a microbatch of
+        its own trains all samples at once.
+        """
+        if self.asked:
+            return None
+        samples = found[0].microbatch * found[0].steps
+        size = microbatch or self.sketch.case.workload.own_batch or samples
+        size = size if samples % size == 0 else samples
+        own = self.whole_steps.plain(Candidate(size, samples // size, False, 0, None))
+        seen = (one for one in found if one.is_plain and one.microbatch == size)
+        return next(seen, own.within(budget_bytes))
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
@@ -377,7 +402,7 @@ class Planner:
                 like=like,
                 without=self.without,
                 also=self.also,
-                tell=self.tell,
+                tell=lambda message, done: self._tell(message, CHECKING_STARTS * done),
             )
             self.chains[chunked] = chain
         return self.chains[chunked]
@@ -400,8 +425,6 @@ class Planner:
             peak_bytes=best.peak_bytes,
             step_seconds=best.step_seconds,
             plain_seconds=plain,
-            flops=best.flops or 0.0,
-            plain_flops=best.steps * chain.plain_flops(best.microbatch),
             fingerprint=blocks,
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
@@ -441,14 +464,10 @@ class Planner:
             line += "; that alone is over the budget, so no choice for activations helps"
         yield line
 
-        peaks = [*self._cuda_levers(least)]
-        trained = (one for one in self.sketch.build().parameters() if one.requires_grad)
-        saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
-        if saved > 0:
-            peaks.append(("optimizer state of 2 bytes per parameter", least.peak_bytes - saved))
-        for lever, peak in peaks:
-            fits = ", which fits" if peak <= budget_bytes else ""
-            yield f"{lever}: a peak of {format_bytes(peak)}{fits}"
+        for lever, peak in self._lever_peaks(least, step):
+            if peak < least.peak_bytes:
+                fits = ", which fits" if peak <= budget_bytes else ""
+                yield f"{lever}: a peak of {format_bytes(peak)}{fits}"
 
         if accumulated:
             yield (
@@ -462,16 +481,13 @@ class Planner:
         if not self.sharding.is_shared:
             yield "several GPUs: curry-train plan --fits h100 finds how many are enough"
 
-    def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
-        """Yield what helps on CUDA and costs no time, each with the memory it would need."""
+    def _lever_peaks(self, least: Candidate, step: StepEstimate) -> Iterator[tuple[str, int]]:
+        """Yield changes beside the model, each with the peak that the least one would become."""
         trace = self.card.trace_of(self.whole_steps.step(least))
-        if trace is None:
-            return
-        expandable, fused = (
-            self.card.memory(one, EXPANDABLE).reserved_bytes + self.card.context(one)
-            for one in (trace, trace.without_copies())
-        )
-        if expandable < least.peak_bytes:
-            yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
-        if fused < min(expandable, least.peak_bytes):
-            yield "fused=True in the optimizer, which makes no copies, with that setting", fused
+        if trace is not None:
+            expandable = self.card.memory(trace, EXPANDABLE).reserved_bytes
+            setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost"
+            yield setting, expandable + self.card.context(trace)
+        trained = (one for one in self.sketch.build().parameters() if one.requires_grad)
+        saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
+        yield "optimizer state of 2 bytes per parameter", least.peak_bytes - saved

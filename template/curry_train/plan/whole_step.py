@@ -111,7 +111,15 @@ class WholeSteps:
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
         chain = self.priced(candidate)
-        options = chain.fastest(budget_bytes) or chain.least()
+        return self._predicted(candidate, chain.fastest(budget_bytes) or chain.least())
+
+    def plain(self, candidate: Candidate) -> Candidate:
+        """Predict the model as it is, with the microbatch and the loss of a candidate."""
+        options = {block.name: Option(NONE_KIND) for block in self.priced(candidate).blocks}
+        return self._predicted(candidate, options)
+
+    def _predicted(self, candidate: Candidate, options: dict[str, Option]) -> Candidate:
+        chain = self.priced(candidate)
         return replace(
             candidate,
             options=options,
