@@ -70,22 +70,6 @@ class StepTrace:
     convolutions: tuple[Convolution, ...] = ()  # of forward and backward, in their order
     searches: bool = False  # whether the first step tries cuDNN's algorithms
 
-    def without_copies(self) -> "StepTrace":
-        """Return the trace with an optimizer that makes no temporary copies, as fused ones."""
-        stays = {*self.events[self.step_start :]}
-        kept = [event for event in self.events[self.step_start :] if _remains(event, stays)]
-        first = {*self.first_events}
-        return replace(
-            self,
-            events=(*self.events[: self.step_start], *kept),
-            first_events=tuple(event for event in self.first_events if _remains(event, first)),
-        )
-
-
-def _remains(event: int, events: set[int]) -> bool:
-    """Check that a storage is not both made and freed by these events."""
-    return ~event not in events
-
 
 def trace_of(record: StepLives) -> StepTrace:
     """Build the trace of a recorded step.

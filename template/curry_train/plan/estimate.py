@@ -396,7 +396,7 @@ class Sketch:
             steps=steps,
             keeps_output=self.kernels == "cuda",
         )
-        return self._estimate(lives, blocks)
+        return _estimate(lives, blocks, kernels=self.kernels)
 
     def _rank_step(
         self, batch_size: int, *, accumulated: bool, change: ModelChange | None
@@ -434,19 +434,14 @@ class Sketch:
             syncs_each=self.sharding.sync_each_microbatch,
             keeps_output=self.kernels == "cuda",
         )
-        found = self._estimate(lives, blocks)
+        found = _estimate(lives, blocks, kernels=self.kernels)
         if middle is None:
             return found
         return replace(found, middle_bytes=middle.bytes_peak, middle_course=middle.course)
 
-    def _estimate(self, lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate:
-        """Return the figures of a step, with its trace if it is one on CUDA."""
-        trace = trace_of(lives) if self.kernels == "cuda" else None
-        return replace(_estimate(lives, blocks), trace=trace, course=lives.course)
 
-
-def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate:
-    """Derive the figures of a step from the recorded storages."""
+def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str) -> StepEstimate:
+    """Derive the figures of a step from the recorded storages, with its trace if it is on CUDA."""
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
     held = dict.fromkeys(blocks, 0)
@@ -493,6 +488,8 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate
         step=int(totals[numpy.array(lives.phases) == "step"].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
+        trace=trace_of(lives) if kernels == "cuda" else None,
+        course=lives.course,
     )
 
 

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.
 import contextlib
 import functools
 import gc
+import inspect
 import math
 import sys
 import warnings
@@ -260,31 +261,8 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 # Experts: a routing that is the same on every rank, and known where tensors have no values.
 
 EXPERTS_DIMENSION = "ep"
-
-
-def _arguments_of_call(
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> tuple[Any, ...]:
-    return output, input, input_split_sizes, group
-
-
-def _arguments_of_functional(
-    input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any
-) -> tuple[Any, ...]:
-    return None, input, input_split_sizes, group_name
-
-
-# Ways to exchange parts of a tensor: what is received, or None for what is returned, what is sent,
-# the sizes of its parts, and the group.
-EXCHANGES: Mapping[Any, Callable[..., tuple[Any, ...]]] = {
-    dist.all_to_all_single: _arguments_of_call,
-    torch.ops._c10d_functional.all_to_all_single: _arguments_of_functional,
-}
+# An all-to-all of functional collectives; that of torch.distributed is a function.
+FUNCTIONAL_EXCHANGE = torch.ops._c10d_functional.all_to_all_single
 
 
 class ForcedRouting(TorchFunctionMode):
@@ -327,11 +305,13 @@ class ForcedRouting(TorchFunctionMode):
             return torch.return_types.topk((scores.gather(-1, indices), indices))
         if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
             return self._indices(scores, found.unsqueeze(-1)).squeeze(-1)
-        if func in EXCHANGES and fake_mode() is not None:
-            output, *sent = EXCHANGES[func](*args, **(kwargs or {}))
-            received = found if output is None else output
-            if has_values(received):
-                _exchange(received, *sent)
+        if func is FUNCTIONAL_EXCHANGE:
+            sent, _, sizes, group = args
+            _exchange(found, sent, sizes, group)
+        elif func is dist.all_to_all_single:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            sizes = given.get("input_split_sizes")
+            _exchange(given["output"], given["input"], sizes, given.get("group"))
         return found
 
     def _indices(self, scores: Tensor, found: Tensor) -> Tensor:
@@ -361,8 +341,11 @@ def _are_scores(scores: Any, found: Any) -> bool:
 def _exchange(received: Tensor, sent: Tensor, sizes: Sequence[int] | None, group: Any) -> None:
     """Write what an all-to-all receives from ranks that all send the numbers of this one.
 
-    The all-to-all of the fake process group returns its input.
+    The all-to-all of the fake process group returns its input. Nothing is written to a tensor
+    without values, nor among real processes.
     """
+    if fake_mode() is None or not has_values(received):
+        return
     if isinstance(group, str):
         group = vars(dist.distributed_c10d)["_resolve_process_group"](group)
     size = dist.get_world_size(group)
