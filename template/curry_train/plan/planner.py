@@ -315,12 +315,19 @@ class Planner:
             found.append(candidate)
             if candidate.checked and candidate.peak_bytes <= budget_bytes:
                 best = candidate if best is None else min(best, candidate, key=order)
+        own = self._own(tried, microbatch, budget_bytes)
+        is_fitting = own is not None and own.checked and own.step_seconds is not None
+        if own is not None and is_fitting and (best is None or order(own) < order(best)):
+            # The search has missed it, as the chain may predict too much.
+            same = (own.microbatch, own.chunked_loss)
+            found = [one for one in found if (one.microbatch, one.chunked_loss) != same]
+            found.append(own)
+            best = own
         if best is None:
             raise self._infeasible(found, budget_bytes)
 
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
-        own = self._own(shown, microbatch, budget_bytes)
         return replace(self._plan(best, shown, budget_bytes), own=own)
 
     def _own(
@@ -329,16 +336,19 @@ class Planner:
         """Return the model as it is with the caller's microbatch, or that of the workload.
 
         None where the caller has asked for the loss in chunks. A workload without a microbatch of
-        its own trains all samples at once.
+        its own trains all samples at once. A step that would run for real, or among ranks, is
+        predicted by the chain.
         """
         if self.asked:
             return None
         samples = found[0].microbatch * found[0].steps
         size = microbatch or self.sketch.case.workload.own_batch or samples
-        size = size if samples % size == 0 else samples
+        if samples % size or (size == 1 and not self._runs_on_one_sample):
+            size = samples
         own = self.whole_steps.plain(Candidate(size, samples // size, False, 0, None))
-        seen = (one for one in found if one.is_plain and one.microbatch == size)
-        return next(seen, own.within(budget_bytes))
+        if self.sketch.why_real is None and not self.sharding.is_shared:
+            own = self.whole_steps.whole(own)
+        return own.within(budget_bytes)
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""

@@ -371,8 +371,11 @@ class Plan:
         if assumptions:
             lines = textwrap.wrap(self.assumptions(), 80) + lines
 
-        own = [] if self.own is None else [self.own]
-        shown = own + [one for one in self.candidates[:most] if one is not self.own]
+        shown = [*self.candidates[:most]]
+        if self.own is not None:
+            size = self.own.microbatch
+            others = [one for one in shown if not (one.is_plain and one.microbatch == size)]
+            shown = [self.own, *others]
         if shown:
             lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
         for candidate in shown:
