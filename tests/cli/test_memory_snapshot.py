@@ -162,7 +162,8 @@ def test_wrong_usage_ends_in_one_line(tmp_path, recorded, arguments, message):
     files = {"FILE": recorded, "BAD": tmp_path / "bad.pickle", "JSON": tmp_path / "a.json"}
     ended = run(*(files.get(word, word) for word in arguments))
     assert ended.exit_code == 2
-    assert message in ended.output
+    # Where a line is broken depends on the length of the path.
+    assert message in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
 
 
