@@ -80,6 +80,45 @@ class Replay:
         )
 
 
+def add_segment(
+    allocator: CudaAllocator,
+    address: int,
+    num_bytes: int,
+    *,
+    stream: int,
+    small: bool,
+    used: list[tuple[int, int]],
+) -> list[MemoryBlock]:
+    """Add a segment that exists already, with its used blocks as (address, bytes).
+
+    Returns those blocks. The ranges between them are free.
+    """
+    pool = allocator._pool(stream, small=small)
+    allocator._add_reserved(address, num_bytes)
+    blocks: list[MemoryBlock] = []
+    previous: MemoryBlock | None = None
+    position = address
+
+    def append(end: int, *, free: bool) -> MemoryBlock:
+        nonlocal previous, position
+        block = MemoryBlock(position, end - position, pool, free=free, before=previous)
+        if previous is not None:
+            previous.after = block
+        previous = block
+        position = end
+        return block
+
+    for start, size in sorted(used):
+        if start > position:
+            pool.add(append(start, free=True))
+        blocks.append(append(start + size, free=False))
+        allocator.allocated += size
+    if position < address + num_bytes:
+        pool.add(append(address + num_bytes, free=True))
+    allocator.peak_allocated = max(allocator.peak_allocated, allocator.allocated)
+    return blocks
+
+
 class _Player:
     """Replays one trace event by event."""
 
@@ -117,7 +156,8 @@ class _Player:
                 continue
             address, num_bytes, stream, used = item
             base = address * ADDRESS_UNIT
-            self.blocks += self.allocator.add_segment(
+            self.blocks += add_segment(
+                self.allocator,
                 base,
                 num_bytes,
                 stream=stream,

@@ -256,15 +256,14 @@ def peak_of_running_rank(
     make: Callable[[], Callable[[], object]],
     *,
     repeats: int = 1,
-    storages: RankStorages | None = None,
 ) -> int:
     """Measure the peak of a step of this process, which is a rank among others.
 
     `make` builds the program and returns its step; all that it makes counts. Two steps come first.
     Gloo may hold the buffers of a collective a little longer on a busy machine, so the least of
-    `repeats` steps is taken. `storages` follows the program in place of a new record.
+    `repeats` steps is taken.
     """
-    with storages or RankStorages() as storages:
+    with RankStorages() as storages:
         step = make()
         for _ in range(2):
             step()

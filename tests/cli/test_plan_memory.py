@@ -203,7 +203,7 @@ def test_a_budget_that_nothing_fits_ends_with_status_1_on_80_columns():
     found = run(budget="20KiB")
     assert found.exit_code == 1
     assert found.output.startswith("nothing fits 20.0 KiB: the least peak is")
-    assert "FSDP2 on" in found.output
+    assert "several GPUs: curry-train plan --fits" in found.output
     assert narrow(found.output), found.output
 
 

@@ -4,6 +4,7 @@ import bisect
 import pickle
 from dataclasses import dataclass, field
 
+from cuda_traces import add_segment
 from curry_train.plan.cuda_allocator import SMALL_SEGMENT, AllocatorSettings, CudaAllocator
 
 ADDRESS_UNIT = 512
@@ -151,7 +152,8 @@ def from_trace(trace):
         base = address * ADDRESS_UNIT
         small = num_bytes == SMALL_SEGMENT
         recorder.segments[base] = (stream, small)
-        found = recorder.allocator.add_segment(
+        found = add_segment(
+            recorder.allocator,
             base,
             num_bytes,
             stream=stream,

@@ -180,14 +180,6 @@ def test_foreach_copies_all_parameters_for_a_moment_and_fused_does_not():
     assert found["fused"] < found["plain"] < found["foreach"]
 
 
-def test_without_copies_is_the_fused_optimizer():
-    foreach = trace_of_step(squares(adamw(foreach=True), depth=4)).without_copies()
-    fused = trace_of_step(squares(adamw(fused=True), depth=4))
-    difference = cuda_memory(foreach).allocated_bytes - cuda_memory(fused).allocated_bytes
-    # The fused optimizer has its step counts on the device, 512 bytes for each parameter.
-    assert difference == -4 * 512
-
-
 def test_state_that_is_made_anew_does_not_pile_up():
     workload = squares(lambda module: MomentsMadeAnew(module.parameters()), depth=4)
     trace = trace_of_step(workload)
@@ -236,15 +228,6 @@ def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
     levers = str(raised.value).replace("\n    ", " ").split("\n  ")
     assert levers[2].startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost")
     assert levers[2].endswith("which fits")
-
-
-def test_an_optimizer_without_copies_is_a_lever_where_the_peak_is_in_its_step():
-    settings = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 0}
-    with Planner(squares(depth=12), **settings) as planner:
-        figures = planner.plan(2**40, global_batch=1).cuda
-        budget = figures["expandable_reserved_bytes"] - 4 * LAYER_BYTES
-        with pytest.raises(Infeasible, match="fused=True in the optimizer, which makes no copies"):
-            planner.plan(budget, global_batch=1)
 
 
 def test_the_budget_of_a_card_is_what_cuda_gives_of_it():

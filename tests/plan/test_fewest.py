@@ -69,6 +69,16 @@ def test_the_fewest_gpus_are_those_of_a_search_through_all_numbers_and_changes(l
     assert found.to_json()["fewest_gpus"] == 2
 
 
+def test_a_margin_and_a_measured_context_take_their_part_of_each_gpu(least_peaks):
+    device = card(least_peaks[2])
+    for options in ({"margin": 0.01}, {"context_bytes": CONTEXT_BYTES + MIB}):
+        found = fewest_gpus(MODEL, device, global_batch=BATCH, most=2, **options)
+        assert found.best is None
+    limit = int(least_peaks[2] / 1.01)
+    with_margin = fewest_gpus(MODEL, device, global_batch=BATCH, most=2, margin=0.01)
+    assert {one.limit_bytes for one in with_margin.attempts} == {limit}
+
+
 def test_no_change_is_needed_where_all_fits():
     roomy = fewest_gpus(mlp(depth=2), card(80 * 1024 * MIB), global_batch=1)
     assert [(one.num_gpus, one.change) for one in roomy.attempts] == [(1, CHANGES[0])]
@@ -79,7 +89,7 @@ def test_what_blocks_hold_with_the_whole_loss_is_a_floor_for_the_loss_in_chunks(
     with Sketch(model, kernels="cuda") as sketch:
         plain = sketch.step(8)
         chunked = sketch.step(8, change=apply_chunked_loss)
-    floor = floor_of(plain)
+    floor = CONTEXT_BYTES + floor_of(plain)
     assert floor > CONTEXT_BYTES + plain.fixed
     memory = cuda_memory(chunked.trace, workspace_bytes=workspace_of("h100"))
     assert floor <= memory.allocated_bytes + CONTEXT_BYTES
@@ -94,7 +104,7 @@ class PlantedPeaks:
         self.table = {}
 
     def __call__(self, search, sketch, change):
-        count = self.of(sketch.sharding, change, search.limit_bytes)
+        count = self.of(sketch.sharding, change, search.card.limit()[0])
         _, peaks, _ = self.table[sketch.sharding.mesh_text]
         # What the change needs with chunks and without them.
         floor = min(

@@ -5,7 +5,6 @@ python -m pytest tests/plan/test_menu.py
 
 import contextlib
 import functools
-import pickle
 from collections import Counter
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.core.generators import seeded
-from curry_train.core.measure import LiveStorages, count_flops
+from curry_train.core.measure import LiveStorages
 from curry_train.core.parity import compare, record_step
 from curry_train.plan import costs
 from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
@@ -29,9 +28,8 @@ from curry_train.plan.saved import (
     SAC_KIND,
     Option,
     apply_options,
-    remove_options,
 )
-from curry_train.primitives.sac import Policy, PolicyError, apply_sac
+from curry_train.primitives.sac import Policy, apply_sac
 from curry_train.workloads.models import Bottleneck, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -366,44 +364,6 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
 # Policies that keep calls by their position.
 
 
-def sac_figures(calls, context=None):
-    model = CASE.build()
-    apply_sac(model, Policy("by place", calls=frozenset(calls)))
-    record = record_step(model, CASE.batch(), LOSS)
-    return model, record, count_flops(model, CASE.batch(), LOSS)
-
-
-def test_a_policy_by_position_recomputes_every_product_but_those_kept():
-    plain = count_flops(CASE.build(), CASE.batch(), LOSS)
-    reference = record_step(CASE.build(), CASE.batch(), LOSS)
-    with kinds_of(CASE.workload) as (kind,):
-        _, calls = kind.run(Option(NONE_KIND))
-    products = [flops for family, _, flops in calls if family == "matmul"]
-    everything = [("matmul", place) for place in range(len(products) - 1)] + [("attention", 0)]
-    _, record, flops = sac_figures(everything)
-    assert flops.backward == plain.backward  # early stop: the last product is never recomputed
-    for place, saved in enumerate(products[:-1]):
-        _, record, flops = sac_figures(set(everything) - {("matmul", place)})
-        assert flops.backward - plain.backward == 2 * saved, place  # two blocks
-        assert compare(reference, record).bit_equal
-
-
-def test_a_position_without_a_call_is_an_error():
-    model = CASE.build()
-    apply_sac(model, Policy("by place", calls=frozenset({("matmul", 99)})))
-    with pytest.raises(PolicyError, match=r"saves no output of layers\.0"):
-        LOSS(model, CASE.batch())
-
-
-def test_a_policy_by_position_is_pickled_and_removed():
-    policy = Policy("by place", calls=frozenset({("matmul", 1), ("attention", 0)}))
-    assert pickle.loads(pickle.dumps(policy)) == policy
-    model, _, flops = sac_figures(policy.calls)
-    again = pickle.loads(pickle.dumps(model))
-    assert count_flops(again, CASE.batch(), LOSS) == flops
-    assert remove_options(model) == ["layers.0", "layers.1"]
-
-
 def test_a_policy_by_position_works_under_autocast():
     records = []
     for calls in (None, {("matmul", 0), ("matmul", 3), ("attention", 0)}):
@@ -428,11 +388,6 @@ def test_a_policy_by_position_works_under_autocast():
         ),
         (lambda: Option(SAC_KIND), "'sac' needs keep"),
         (lambda: Option(FULL_KIND, frozenset({("matmul", 0)})), "other kinds take none"),
-        (lambda: Option.from_json(["full"]), "a mapping with a kind"),
-        (
-            lambda: Option.from_json({"kind": "sac", "keep": ["matmul"]}),
-            "a list of pairs of family and index",
-        ),
     ],
 )
 def test_wrong_options_are_refused(make, message):

@@ -10,6 +10,7 @@ import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,33 @@ def test_accumulated_gradients_count_from_the_start():
     workload, _, _, found = plans("two kinds", steps=2)
     for one in found:
         assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+
+
+def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
+    workload = replace(net(64, 256, 64, 256), own_batch=2)
+    with Planner(workload, chunked_loss=False) as planner:
+        plain = planner.plan(2**40, global_batch=8)
+        found = planner.plan(round(0.8 * plain.own.peak_bytes), global_batch=8)
+    assert (found.own.microbatch, found.own.steps) == (2, 4)
+    assert (plain.own.step_seconds, found.own.step_seconds) == (plain.own.step_seconds, None)
+    as_it_is = replace(plain, options={}, chunk_tokens=None, microbatch=2, steps=4)
+    assert measured(workload, as_it_is) == found.own.peak_bytes
+    rows = found.explain().split("microbatch  steps")[1].splitlines()
+    assert rows[1].split()[0] == "2"
+    assert rows[1].endswith("too large  your own setting")
+    assert Plan.from_json(found.to_json()).options == found.options
+
+
+def test_messages_of_a_long_search_name_the_time_left(monkeypatch):
+    times = itertools.count(step=3.0)
+    clock = SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr("curry_train.plan.planner.time", clock)
+    messages = []
+    with Planner(net(64, 64), chunked_loss=False, tell=messages.append) as planner:
+        planner.plan(2**40, global_batch=2)
+    left = [int(found[1]) for one in messages if (found := re.search(r", about (\d+) s left", one))]
+    assert len(left) > 3
+    assert left[-1] < max(left)
 
 
 def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():

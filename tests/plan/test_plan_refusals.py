@@ -50,10 +50,9 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(found.to_json()))
     again = Plan.load(path)
-    assert {**again.to_json(), "candidates": []} == {
-        **json.loads(path.read_text()),
-        "candidates": [],
-    }
+    # Other settings are for the reader alone.
+    others = {"candidates": [], "own": None}
+    assert again.to_json() | others == json.loads(path.read_text()) | others
     assert (again.options, again.peak_bytes, again.fingerprint) == (
         found.options,
         found.peak_bytes,
@@ -119,8 +118,6 @@ def test_the_first_line_of_a_plan_names_its_chunked_loss():
         ("peak_bytes", "1", "peak_bytes of the plan must be a whole number"),
         ("step_seconds", -1.0, "step_seconds of the plan must be a number of at least 0, got -1.0"),
         ("plain_seconds", float("nan"), "plain_seconds of the plan must be a number"),
-        ("flops", float("inf"), "flops of the plan must be a number"),
-        ("plain_flops", "many", "plain_flops of the plan must be a number"),
         ("workload", None, "workload of the plan must be a text, got None"),
         ("why", ["it"], "why of the plan must be a text"),
         ("fingerprint", {"blocks.0": 1}, "fingerprint of the plan must be a mapping of texts"),
@@ -196,14 +193,14 @@ def infeasible(budget, workload=None, **settings):
     return " ".join(str(error.value).split()), error.value
 
 
-def test_the_message_has_the_missing_bytes_and_a_figure_for_every_lever():
+def test_the_message_has_the_missing_bytes_and_what_would_help():
     message, error = infeasible(200_000, microbatch=8)
     assert "nothing fits 195 KiB: the least peak is" in message
     assert "too much, with microbatch 8" in message
     assert "before any activation" in message
     for lever in (
-        "microbatch 1: a peak of",
-        "FSDP2 on",
+        "a microbatch below 8, which was not tried",
+        "several GPUs: curry-train plan --fits h100 finds how many are enough",
         "optimizer state of 2 bytes per parameter: a peak of",
     ):
         assert lever in message
@@ -226,7 +223,7 @@ def test_the_message_mentions_parameters_that_exceed_the_budget_alone():
 def test_the_message_offers_a_chunked_loss_that_was_ruled_out():
     large = transformer(depth=2, dim=16, vocabulary=4096, length=8)
     message, _ = infeasible(3 * 2**20, large, chunked_loss=False, microbatch=8)
-    assert "chunked loss: a peak of" in message
+    assert "the loss in chunks, which was not tried" in message
 
 
 # Several ranks.

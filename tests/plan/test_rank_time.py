@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import numpy
 import pytest
-from offloaded_ranks import offloaded
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from curry_train.plan.device import PROFILES
 from curry_train.plan.estimate import Sketch, count_window, time_of_window
-from curry_train.plan.fewest import fewest_gpus
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.planner import plan
 from curry_train.plan.rank_time import (
@@ -200,30 +198,13 @@ def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
     assert Plan.from_json(slow.to_json()).communication == found
 
 
-def test_an_optimizer_on_the_host_has_no_time_and_the_table_has_its_bytes():
-    step = step_of(offloaded, ranks=2, kernels="cuda")
-    assert step.host_bytes > 3 * BYTES / 2
-    options = {"profile": PROFILES["h100"], "links": links_of("h100"), "dtype": "float32"}
-    assert time_of_window(step, **options, steps=1).optimizer == 0
-    found = fewest_gpus(
-        mlp(depth=2, width=8),
-        PROFILES["h100"],
-        global_batch=2,
-        sharding=Sharding(offloaded),
-        most=2,
-    )
-    assert "FSDP2 offloads to the host, which holds" in " ".join(found.table().split())
-    assert [one.host_bytes > 0 for one in found.attempts] == [False, True]
-
-
-def test_parameters_that_fsdp2_offloads_in_part_are_refused_on_a_gpu():
-    def in_part(model, mesh):
-        policy = CPUOffloadPolicy(pin_memory=False)
-        fully_shard(model[0], mesh=mesh, offload_policy=policy)
+def test_parameters_that_fsdp2_keeps_on_the_host_are_refused():
+    def on_host(model, mesh):
+        fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         fully_shard(model, mesh=mesh)
 
-    sharding = Sharding(in_part, 2)
-    refused = pytest.raises(ValueError, match="give every fully_shard the same offload_policy")
+    sharding = Sharding(on_host, 2)
+    refused = pytest.raises(ValueError, match="CPUOffloadPolicy is not planned: plan without it")
     with refused, Sketch(mlp(depth=2, width=4), kernels="cuda", sharding=sharding) as sketch:
         sketch.step(1)
 

@@ -142,18 +142,6 @@ def test_segments_alone_are_a_snapshot_without_events(tmp_path):
     assert history.peak_reserved == 20 * MIB
 
 
-def test_blocks_of_older_versions_have_a_history_in_place_of_frames(tmp_path):
-    frame = {"name": "forward", "filename": "model.py", "line": 3}
-    block = {"size": 1024, "state": "active_allocated"}
-    block["history"] = [{"addr": 4096, "real_size": 600, "frames": [frame]}]
-    segment = {"address": 4096, "total_size": 2 * MIB, "stream": 0, "device": 0}
-    rest = {"size": 2 * MIB - 1024, "state": "inactive"}
-    path = write(tmp_path / "a.pickle", [segment | {"blocks": [block, rest]}])
-    (life,) = BlockHistory(read_snapshot(path).devices[0]).lives
-    assert (life.requested_bytes, life.num_bytes) == (600, 1024)
-    assert life.stack[0].function == "forward"
-
-
 def test_a_record_that_dropped_its_first_events_shows_it(tmp_path):
     training = Training()
     training.build()

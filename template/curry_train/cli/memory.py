@@ -443,10 +443,14 @@ def measure_model(
     tables = [header, blocks_text(choice), profile.table(), timeline.table()]
     if why is not None:
         tables.insert(1, fill_screen(f"run on shapes alone, {why}"))
+    workspace = max((one.num_bytes for one in lives.convolutions), default=0)
+    if workspace:
+        tables.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
     if optimizer is not None and (note := host_note(optimizer)) is not None:
         tables.append(fill_screen(note))
     facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size, "seed": seed}
     facts |= {"blocks": choice.to_json(), "on_shapes": why}
+    facts["convolution_workspace_bytes"] = workspace
     facts |= {"profile": profile.to_json(), "timeline": timeline.to_json()}
     course = functools.partial(course_of_timeline, timeline, lives.lives)
     return Report("\n\n".join(tables), facts, course)

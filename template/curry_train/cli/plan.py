@@ -18,11 +18,12 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
+from ..plan.card import WORST_RESERVED_ERROR
 from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
-from ..plan.planner import WORST_RESERVED_ERROR, Infeasible, Planner
+from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import Links, parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
@@ -295,6 +296,7 @@ def _own_settings(
 OPTIONS_OF_FITS = (
     *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
     *("rank", "reshard_after_forward", "precision", "links", "json_path", "plot_path"),
+    *("context_bytes", "margin_percent"),
 )
 
 
@@ -310,13 +312,15 @@ def _find_fewest(
     _refuse_others(OPTIONS_OF_FITS, "--fits tries settings by itself")
     kind = shared.pop("parallel") or "fsdp2"
     links = shared.pop("links")
-    del shared["context_bytes"], shared["margin_percent"]
+    card = {"context_bytes": shared.pop("context_bytes")}
+    card["margin"] = shared.pop("margin_percent") / 100
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
             find_profile(gpu),
             global_batch=global_batch or 1,
             links=links,
+            **card,
             sharding=[Sharding(kind, mesh=mesh, **shared) for mesh in meshes or [{}]],
             tell=show_message,
             **settings,
@@ -397,9 +401,8 @@ def _find_plan(
         if budget_bytes is None:
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
         global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-        planner.check_settings(global_batch, microbatch)
         if files.plot_path:
-            require_matplotlib()  # after the options are checked, before the work begins
+            require_matplotlib()  # before the work begins
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
@@ -460,7 +463,7 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         lines += textwrap.wrap(
             f"measured for real, without offload: {plan.settings['why_real']}", 80
         )
-    return "\n".join([*lines, "", plan.explain(most=None if explain else 0, assumptions=False)])
+    return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
 
 def _measure(

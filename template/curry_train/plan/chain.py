@@ -110,28 +110,20 @@ class PricedChain:
 
         Time plays no part, so the choice is the same for every device.
         """
+        # By bytes in place of seconds a single state is left after each block.
+        by_bytes = [replace(block, seconds=block.held.astype(float)) for block in self.blocks]
+        chain = replace(self, blocks=tuple(by_bytes))
         too_small = -1
         enough = self.peak({block.name: block.options[0] for block in self.blocks})
         while enough - too_small > 1:
             middle = (too_small + enough) // 2
-            if self._fits(middle):
-                enough = middle
-            else:
+            if chain.fastest(middle) is None:
                 too_small = middle
-        by_bytes = [replace(block, seconds=block.held.astype(float)) for block in self.blocks]
-        found = replace(self, blocks=tuple(by_bytes)).fastest(enough)
+            else:
+                enough = middle
+        found = chain.fastest(enough)
         assert found is not None, "the least peak fits itself"
         return found
-
-    def _fits(self, room: int) -> bool:
-        """Check whether any options fit: to hold less so far never rules out a later choice."""
-        held = 0
-        for block in self.blocks:
-            fits = held + block.held + block.transient + block.standing <= room
-            if not fits.any():
-                return False
-            held += int(block.held[fits].min())
-        return max(held + self.head, self.floor) <= room
 
     def moments(self, options: Mapping[str, Option]) -> Integers:
         """Predict the bytes in the backward of each block, and at last those before all."""
@@ -264,9 +256,6 @@ class Chain:
         times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
         return float(times[moved > 0].sum())
 
-    def plain_flops(self, microbatch: int) -> float:
-        return float(at_size(microbatch, [step.flops for step in self.steps]).sum())
-
     @property
     def optimizer_seconds(self) -> float:
         step = self.steps[0]
@@ -316,12 +305,13 @@ def measure_chain(
     like: Chain | None = None,
     without: Sequence[str] = (),
     also: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda message: None,
+    tell: Callable[[str, float], None] = lambda message, done: None,
 ) -> Chain:
     """Measure whole steps and the costs of each block.
 
     With `like` the blocks' costs are taken from that chain. Options of the kinds in `without` are
-    left out; regions may recompute the modules in `also`. Raises a ValueError if `chunk_tokens` is
+    left out; regions may recompute the modules in `also`. `tell` gets a message and the part of the
+    work that is done. Raises a ValueError if `chunk_tokens` is
     given and the loss does not run in chunks.
     """
     changed: list[nn.Module] = []
@@ -332,7 +322,8 @@ def measure_chain(
 
     steps = []
     for size in MEASURED_MICROBATCH_SIZES:
-        tell(f"estimating a step of {size} samples{' with chunked loss' if chunk_tokens else ''}")
+        loss = " with chunked loss" if chunk_tokens else ""
+        tell(f"estimating a step of {size} samples{loss}", 0.0 if like is None else 1.0)
         steps.append(sketch.step(size, change=None if chunk_tokens is None else chunk, alone=True))
         for name, use in primitives.chunked_loss_report(changed[-1]).items() if changed else ():
             if not use.num_chunked:

@@ -524,7 +524,7 @@ def measure_menus(
     offload: bool,
     without: Sequence[str] = (),
     also: Sequence[str] = (),
-    tell: Callable[[str], None] = lambda message: None,
+    tell: Callable[[str, float], None] = lambda message, done: None,
 ) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
     """Measure the menu of each kind of block.
 
@@ -538,7 +538,7 @@ def measure_menus(
     kinds = []
     left_out = []
     unwanted = {*without} - {NONE_KIND}
-    for kind in large:
+    for number, kind in enumerate(large):
         same = next((other for other in small if {*kind.names} & {*other.names}), None)
         if same is None:
             left_out.append(
@@ -553,12 +553,14 @@ def measure_menus(
         kind = runnable
         same = replace(same, attributes=kind.attributes and same.attributes)
         menu: dict[Option, tuple[Measured, ...]] = {}
-        for option in candidates(kind, offload=offload, also=replayed):
+        options = candidates(kind, offload=offload, also=replayed)
+        for place, option in enumerate(options):
             if option.kind in without and option.kind not in (NONE_KIND, FULL_KIND):
                 continue
             if option.kind == SAC_KIND and Option(FULL_KIND) not in menu:
                 continue  # full recompute failed, and the reason is in left_out
-            tell(f"measuring {kind.names[0]} with {option}")
+            done = (number + place / len(options)) / len(large)
+            tell(f"measuring {kind.names[0]} with {option}", done)
             try:
                 found, _ = kind.plain if option.kind == NONE_KIND else kind.run(option)
                 if option.kind == SAC_KIND:

@@ -182,38 +182,6 @@ class CudaAllocator:
                     given_back.append(block.address)
         return given_back
 
-    def add_segment(
-        self, address: int, num_bytes: int, *, stream: int, small: bool, used: list[tuple[int, int]]
-    ) -> list[MemoryBlock]:
-        """Add a segment that exists already, with its used blocks as (address, bytes).
-
-        Returns those blocks. The ranges between them are free.
-        """
-        pool = self._pool(stream, small=small)
-        self._add_reserved(address, num_bytes)
-        blocks: list[MemoryBlock] = []
-        previous: MemoryBlock | None = None
-        position = address
-
-        def append(end: int, *, free: bool) -> MemoryBlock:
-            nonlocal previous, position
-            block = MemoryBlock(position, end - position, pool, free=free, before=previous)
-            if previous is not None:
-                previous.after = block
-            previous = block
-            position = end
-            return block
-
-        for start, size in sorted(used):
-            if start > position:
-                pool.add(append(start, free=True))
-            blocks.append(append(start + size, free=False))
-            self.allocated += size
-        if position < address + num_bytes:
-            pool.add(append(address + num_bytes, free=True))
-        self.peak_allocated = max(self.peak_allocated, self.allocated)
-        return blocks
-
     def _pool(self, stream: int, *, small: bool) -> _Pool:
         return self._pools.setdefault((stream, small), _Pool(small))
 

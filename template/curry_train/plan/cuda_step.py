@@ -10,7 +10,7 @@ the gradients, and the caller's logits and loss live until the next ones are the
 Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ def context_of(trace: "StepTrace", measured: int | None = None) -> int:
 class StepTrace:
     """Allocations and releases of one step, in order; a storage is named by its number."""
 
-    sizes: tuple[int, ...]  # bytes of each storage
+    sizes: tuple[int, ...]  # bytes of each storage; 0 where it is in host memory
     given: tuple[int, ...]  # storages that exist before the first step, in the order they are made
     state: tuple[int, ...]  # optimizer state at the start of a later step
     events: tuple[int, ...]  # a number where a storage is made, ~number where it is freed
@@ -70,83 +70,46 @@ class StepTrace:
     convolutions: tuple[Convolution, ...] = ()  # of forward and backward, in their order
     searches: bool = False  # whether the first step tries cuDNN's algorithms
 
-    def without_copies(self) -> "StepTrace":
-        """Return the trace with an optimizer that makes no temporary copies, as fused ones."""
-        stays = {*self.events[self.step_start :]}
-        kept = [event for event in self.events[self.step_start :] if _remains(event, stays)]
-        first = {*self.first_events}
-        return replace(
-            self,
-            events=(*self.events[: self.step_start], *kept),
-            first_events=tuple(event for event in self.first_events if _remains(event, first)),
-        )
-
-
-def _remains(event: int, events: set[int]) -> bool:
-    """Check that a storage is not both made and freed by these events."""
-    return ~event not in events
-
 
 def trace_of(record: StepLives) -> StepTrace:
     """Build the trace of a recorded step.
 
-    Unless the optimizer is fused, its numbers are left out, because they are in host memory.
+    Unless the optimizer is fused, its numbers have 0 bytes, because they are in host memory.
     """
     fused = is_fused(record.optimizer)
-    streams = record.streams
-    numbers: dict[int, int] = {}
-    numbered: list[Life] = []
+    numbers = {id(life): number for number, life in enumerate(record.lives)}
+    start = len(record.given)
 
-    def number(life: Life) -> int:
-        if id(life) not in numbers:
-            numbers[id(life)] = len(numbered)
-            numbered.append(life)
-        return numbers[id(life)]
-
-    def counts(life: Life) -> bool:
-        is_number = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
-        return fused or not is_number or life.nbytes > LARGEST_NUMBER_BYTES
+    def size(life: Life) -> int:
+        is_of_step = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
+        is_on_host = is_of_step and not fused and life.nbytes <= LARGEST_NUMBER_BYTES
+        return 0 if is_on_host else life.nbytes
 
     in_order = [
         life for tensor in in_order_of_moving(record.module) for life in record.lives_of(tensor)
     ]
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
-    given = [number(life) for life in dict.fromkeys([*in_order, *others])]
-    state_numbers = [*map(number, filter(counts, state))]
-    events: list[int] = []
-    ends: dict[str, int] = {}
-    products = []
-    places: dict[int, int] = {}
-    for index in range(len(record.given), len(record.events)):
-        places[index] = len(events)
-        for phase in (phase for phase, end in record.event_ends.items() if end == index):
-            ends[phase] = len(events)
-        products += [len(events) for place in record.products.values() if place == index]
-        life, made = record.events[index]
-        if counts(life):
-            events.append(number(life) if made else ~number(life))
     first = [one for one in record.first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
     first_numbers = {id(life): place for place, (life, _) in enumerate(first)}
-    gradients = [number(life) for life in record.gradients if life not in record.given]
     return StepTrace(
-        sizes=tuple(life.nbytes for life in numbered),
-        given=tuple(given),
-        state=tuple(state_numbers),
-        events=tuple(events),
-        step_start=ends.get("backward", len(events)),
-        gradients=tuple(gradients),
-        products=tuple(products),
+        sizes=tuple(map(size, record.lives)),
+        given=tuple(numbers[id(life)] for life in dict.fromkeys([*in_order, *others])),
+        state=tuple(numbers[id(life)] for life in state if size(life)),
+        events=_numbered(record.events[start:], numbers),
+        step_start=record.event_ends["backward"] - start,
+        gradients=tuple(numbers[id(life)] for life in record.gradients if life not in record.given),
+        products=tuple(place - start for place in record.products.values()),
         first_sizes=tuple(life.nbytes for life, _ in first),
-        first_events=tuple(
-            first_numbers[id(life)] if made else ~first_numbers[id(life)] for life, made in first
-        ),
-        streams=tuple(streams.get(id(life), 0) for life in numbered) if streams else (),
-        convolutions=tuple(
-            replace(one, place=places.get(one.place, len(events))) for one in record.convolutions
-        ),
+        first_events=_numbered(first, first_numbers),
+        streams=tuple(record.streams.get(id(life), 0) for life in record.lives),
+        convolutions=tuple(replace(one, place=one.place - start) for one in record.convolutions),
         searches=torch.backends.cudnn.benchmark,
     )
+
+
+def _numbered(events: Iterable[tuple[Life, bool]], numbers: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(numbers[id(life)] if made else ~numbers[id(life)] for life, made in events)
 
 
 def in_order_of_moving(module: nn.Module) -> Iterator[Tensor]:
@@ -254,7 +217,9 @@ class TrainingReplay:
 
     def _make(self, number: int, num_bytes: int) -> None:
         streams = self.trace.streams
-        self._blocks[number] = self._allocate(num_bytes, stream=streams[number] if streams else 0)
+        if num_bytes:
+            stream = streams[number] if streams else 0
+            self._blocks[number] = self._allocate(num_bytes, stream=stream)
 
     def _allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
         block = self.allocator.allocate(num_bytes, stream=stream)

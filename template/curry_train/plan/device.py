@@ -369,26 +369,18 @@ def peak_rate(
         if not given > 0:
             raise ValueError(f"the peak must be above 0 FLOP/s, got {given}")
         return PeakRate(float(given), "as given")
-    name = str(dtype).removeprefix("torch.")
-    on_data_sheet = device.type == "cuda" and torch.cuda.get_device_name(device) in PROFILE_OF_CARD
-    if given == MEASURED_PEAK and not on_data_sheet:
-        rate = profile_of(device).flops_per_second.get(name)
-        if rate:
-            return PeakRate(rate, f"large products in {name}, measured here")
-        return PeakRate(rate, f"no rate was measured in {name}")
     if given not in (None, MEASURED_PEAK):
         raise ValueError(f"the peak {given!r} is neither a number of FLOP/s nor {MEASURED_PEAK!r}")
-    if device.type != "cuda":
+    name = str(dtype).removeprefix("torch.")
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "processor"
+    if card not in PROFILE_OF_CARD:
+        if given == MEASURED_PEAK:
+            rate = profile_of(device).flops_per_second.get(name)
+            return PeakRate(rate, f"large products in {name}, measured here")
         return PeakRate(
             None,
-            f"no peak of this processor is known: --peak {MEASURED_PEAK} uses the rate that large "
+            f"no peak of this {card} is known: --peak {MEASURED_PEAK} uses the rate that large "
             "products reach",
-        )
-
-    card = torch.cuda.get_device_name(device)
-    if card not in PROFILE_OF_CARD:
-        return PeakRate(
-            None, f"no peak of the {card} is known: give --peak, in TFLOP/s, from its data sheet"
         )
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return PeakRate(

@@ -43,7 +43,7 @@ from .optimizers import (
     make_optimizer,
     take_eagerly,
 )
-from .parallel import Sharding, is_offloaded
+from .parallel import Sharding
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -57,7 +57,6 @@ from .rank_step import (
     ForcedRouting,
     RankKernels,
     RankProgram,
-    host_apart,
     local_bytes,
     one_rank,
     record_rank_step,
@@ -194,7 +193,6 @@ class StepEstimate:
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
     # Of a rank: a microbatch before the last of a window, and when both wait for collectives.
     middle_bytes: int = 0
-    host_bytes: int = 0  # that FSDP2 and the optimizer hold on the host
     course: StepCourse | None = None
     middle_course: StepCourse | None = None
 
@@ -252,7 +250,6 @@ class Sketch:
                     mesh = one_rank(self.sharding.mesh, rank=self.sharding.rank)
                     self._mesh = stack.enter_context(mesh)
                     mode = RankKernels(kernels=self.kernels)
-                    stack.enter_context(host_apart(is_apart=self.kernels == "cuda"))
                 stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=self._values))
                 self.case = PretendedCase(self._load(), **self._options)
                 module = self.build()
@@ -318,16 +315,6 @@ class Sketch:
         with contextlib.suppress(NoBlocks):
             chosen, self.choice = sized.with_running_blocks()
             self.case = replace(self.case, blocks=chosen.blocks)
-
-    def on_ranks(self, sharding: Sharding) -> "Sketch":
-        """Return a sketch of the same workload, shared in another way."""
-        return Sketch(
-            self._workload,
-            kernels=self.kernels,
-            optimizer=self._optimizer,
-            sharding=sharding,
-            **self._options,
-        )
 
     def _load(self) -> Workload:
         return load_workload(self._workload) if isinstance(self._workload, str) else self._workload
@@ -409,7 +396,7 @@ class Sketch:
             steps=steps,
             keeps_output=self.kernels == "cuda",
         )
-        return self._estimate(lives, blocks)
+        return _estimate(lives, blocks, kernels=self.kernels)
 
     def _rank_step(
         self, batch_size: int, *, accumulated: bool, change: ModelChange | None
@@ -435,10 +422,8 @@ class Sketch:
             # A way of the user's own may leave experts to other ranks.
             for name in blocks.keys() - dict(module.named_modules()).keys():
                 del blocks[name]
-            moved = self.kernels == "cuda" and is_offloaded(called)
-            foreach = self.kernels == "cuda" and not moved
-            optimizer = make_optimizer(self.optimizer, module, foreach=foreach)
-            return RankProgram(module, called, batch, optimizer, moved)
+            optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
+            return RankProgram(module, called, batch, optimizer)
 
         lives, middle = record_rank_step(
             make_program,
@@ -449,21 +434,14 @@ class Sketch:
             syncs_each=self.sharding.sync_each_microbatch,
             keeps_output=self.kernels == "cuda",
         )
-        found = self._estimate(lives, blocks)
+        found = _estimate(lives, blocks, kernels=self.kernels)
         if middle is None:
             return found
         return replace(found, middle_bytes=middle.bytes_peak, middle_course=middle.course)
 
-    def _estimate(self, lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate:
-        """Return the figures of a step, with its trace if it is one on CUDA."""
-        trace = trace_of(lives) if self.kernels == "cuda" else None
-        return replace(
-            _estimate(lives, blocks), trace=trace, host_bytes=lives.host_peak, course=lives.course
-        )
 
-
-def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate:
-    """Derive the figures of a step from the recorded storages."""
+def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str) -> StepEstimate:
+    """Derive the figures of a step from the recorded storages, with its trace if it is on CUDA."""
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
     held = dict.fromkeys(blocks, 0)
@@ -510,6 +488,8 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module]) -> StepEstimate
         step=int(totals[numpy.array(lives.phases) == "step"].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
+        trace=trace_of(lives) if kernels == "cuda" else None,
+        course=lives.course,
     )
 
 
@@ -539,10 +519,7 @@ def time_of_window(
         time_of_course(course, profile, links, dtype=dtype, scale=scale)
         for course in (step.course, step.middle_course or step.course)
     )
-    if not step.host_bytes:
-        # An optimizer on the host takes a time that no rate of a GPU gives.
-        last = last._replace(optimizer=optimizer)
-    return last.and_times(steps - 1, middle)
+    return last._replace(optimizer=optimizer).and_times(steps - 1, middle)
 
 
 def count_window(step: StepEstimate, steps: int) -> dict[str, dict[str, int]]:

@@ -24,10 +24,10 @@ from .. import primitives
 from ..core.wording import format_bytes, format_seconds, require_whole
 from ..primitives.chunked_loss import UnsuitableHead
 from ..workloads.workload import Workload
-from .cuda_step import context_of, cuda_memory, workspace_of
+from .card import Card
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate, time_of_window
-from .parallel import Sharding, offload_note
+from .parallel import Sharding
 from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
 from .rank_time import (
@@ -81,9 +81,6 @@ class GpuCount:
     # The peak where all tokens choose the experts of this GPU; None where shapes do not depend on
     # the routing. Tokens are spread evenly in `peak_bytes`.
     worst_routing_bytes: int | None = None
-
-    # What the host holds for this GPU, where FSDP2 offloads to it.
-    host_bytes: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -154,8 +151,6 @@ class FewestGpus:
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
         one = self._shown_several
         lines += ["", *textwrap.wrap(self._time_note(one), TABLE_WIDTH)]
-        if one.host_bytes:
-            lines += textwrap.wrap(offload_note(one.host_bytes), TABLE_WIDTH)
         lines += textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)
         return "\n".join(lines)
 
@@ -212,7 +207,6 @@ class FewestGpus:
                 "peak_bytes": one.peak_bytes,
                 "limit_bytes": one.limit_bytes,
                 "worst_routing_bytes": one.worst_routing_bytes,
-                "host_bytes": one.host_bytes,
                 **one.seconds.to_json(),
             }
             for one in self.attempts
@@ -241,6 +235,8 @@ def fewest_gpus(
     sharding: Sharding | Sequence[Sharding] = (),
     most: int = MOST_RANKS,
     links: Links | None = None,
+    context_bytes: int | None = None,
+    margin: float = 0.0,
     tell: Callable[[str], None] = lambda message: None,
     **options: Any,
 ) -> FewestGpus:
@@ -248,11 +244,11 @@ def fewest_gpus(
 
     The first dimension of the mesh grows by powers of two, as far as the global batch can be
     shared. `sharding` is one or several, of which the quickest that fits counts; FSDP2 unless it is
-    given. `options` are those of `Sketch`.
+    given. `context_bytes` and `margin` are those of `Card`, and `options` those of `Sketch`.
     """
     require_whole("global_batch", global_batch, least=1)
-    limit = device.usable_bytes
-    if limit is None:
+    card = Card(device, context_bytes, margin)
+    if device.usable_bytes is None:
         raise ValueError(f"the memory of {device.name} is not known: name a GPU, as h100")
     templates = [sharding] if isinstance(sharding, Sharding) else [*sharding]
     candidates = [
@@ -266,7 +262,7 @@ def fewest_gpus(
             "multiple of them"
         )
     links = links or links_of(device.name)
-    search = _Search(workload, device, limit, global_batch, tell, options, links)
+    search = _Search(workload, card, global_batch, tell, options, links)
     attempts = search.run(candidates)
     return FewestGpus(search.name, device.name, global_batch, attempts, options, links)
 
@@ -289,8 +285,7 @@ def floor_of(step: StepEstimate) -> int:
 
     Activations of blocks stay until the loss has run, whatever it does.
     """
-    context = 0 if step.trace is None else context_of(step.trace)
-    return context + step.fixed + sum(block.held for block in step.blocks.values())
+    return step.fixed + sum(block.held for block in step.blocks.values())
 
 
 @dataclass
@@ -298,8 +293,7 @@ class _Search:
     """Attempts on the least numbers of GPUs, up to the first that fits and some more."""
 
     workload: Workload | str
-    device: DeviceProfile
-    limit_bytes: int
+    card: Card
     global_batch: int
     tell: Callable[[str], None]
     options: Mapping[str, Any]
@@ -328,6 +322,7 @@ class _Search:
     def attempt(self, sharding: Sharding) -> GpuCount:
         """Return the cheapest change that fits on so many GPUs, or the least peak."""
         found: list[GpuCount] = []
+        limit, _ = self.card.limit()
         # What a change with chunks needs at least. Many chunks take long to estimate.
         floors: dict[Change, int] = {}
         shared = replace(sharding, ranks=1)
@@ -335,14 +330,14 @@ class _Search:
             self.name = sketch.case.workload.name
             for change in CHANGES:
                 whole = tuple(part for part in change if part != CHUNKED)
-                if floors.get(whole, 0) > self.limit_bytes:
+                if floors.get(whole, 0) > limit:
                     continue
                 sketch.sharding = replace(shared, sync_each_microbatch=SYNC_EACH in change)
                 one, step = self._with(sketch, change)
                 if one is None or step is None:
                     continue
                 if whole == change:
-                    floors[whole] = floor_of(step)
+                    floors[whole] = self.card.context(step.trace) + floor_of(step)
                 found.append(one)
                 if one.fits or one.is_hopeless:
                     return one
@@ -381,23 +376,17 @@ class _Search:
             change,
             microbatch,
             steps,
-            self._peak(step),
-            self.limit_bytes,
-            time_of_window(step, self.device, self.links, dtype=dtype, steps=steps),
-            state + (0 if step.trace is None else context_of(step.trace)),
-            host_bytes=step.host_bytes,
+            self.card.bytes_needed(step),
+            self.card.limit()[0],
+            time_of_window(step, self.card.profile, self.links, dtype=dtype, steps=steps),
+            state + self.card.context(step.trace),
         )
         if sketch.routing is not None and count.fits:
             with sketch.routing.worst():
                 # It differs from the even one, which the sketch may keep.
-                worst = self._peak(sketch.step(microbatch, **options | {"change": apply}))
+                worst = self.card.bytes_needed(
+                    sketch.step(microbatch, **options | {"change": apply})
+                )
             if worst > count.peak_bytes:
                 count = replace(count, worst_routing_bytes=worst)
         return count, step
-
-    def _peak(self, step: StepEstimate) -> int:
-        """Return the memory of a GPU for a step: what is reserved, and the context."""
-        if step.trace is None:
-            return step.peak_bytes
-        memory = cuda_memory(step.trace, workspace_bytes=workspace_of(self.device.name))
-        return max(step.peak_bytes, memory.reserved_bytes) + context_of(step.trace)

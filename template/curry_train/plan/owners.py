@@ -73,9 +73,6 @@ ALL_OWNERS = (
 
 # A run of so many allocations in forward begins the next microbatch or step.
 FORWARD_RUN = 8
-# Fewer allocations that repeat are not taken for a step.
-SHORTEST_STEP = 8
-MOST_COMPARED = 5000
 # Threads that multiply matrices: forward and autograd.
 MOST_WORKSPACES = 2
 # Frames in which a library's function shows what it allocates for.
@@ -207,8 +204,6 @@ class OwnedBlocks:
         """Return the first and the last event of each optimizer step, as far as it is recorded."""
         starts = [0]
         clock = self._clock
-        if not self.has_stacks:
-            starts = [*self._repeated_starts()]
         for start in clock.forward:
             since = starts[-1]
             between = bisect.bisect_left(clock.step, start) - bisect.bisect_left(clock.step, since)
@@ -219,29 +214,6 @@ class OwnedBlocks:
                 starts.append(start)
         ends = [start - 1 for start in starts[1:]]
         return list(zip(starts, [*ends, clock.end - 1], strict=True))
-
-    def _repeated_starts(self) -> list[int]:
-        """Cut a record without stacks where its allocations repeat, at the least memory."""
-        made = [life for life in self.history.lives if life.born != AT_START]
-        sizes = [life.requested_bytes for life in made]
-        # The first step differs from the others, and the last third is more than layers in a row.
-        start = len(sizes) * 2 // 3
-        later = sizes[start : start + MOST_COMPARED]
-        head = later[:SHORTEST_STEP]
-        period = 0
-        for number in range(1, start + 1):
-            before = start - number
-            if sizes[before : before + SHORTEST_STEP] != head:
-                continue
-            if sizes[before : before + len(later)] == later:
-                period = number
-                break
-        if period < SHORTEST_STEP:
-            return [0]
-        allocated = self.history.allocated
-        last = min(range(len(made) - period, len(made)), key=lambda at: allocated[made[at].born])
-        places = range(last, 0, -period)
-        return [0, *sorted(made[place].born for place in places if place >= period // 2)]
 
     @functools.cached_property
     def _gradients_freed(self) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.wording import format_bytes, require_whole
+from ..core.wording import require_whole
 from ..workloads.models import describe_raised, import_callable
 from ..workloads.workload import WorkloadError
 
@@ -237,36 +237,6 @@ def _call_way(way: Callable[..., Any], module: nn.Module, mesh: Any, *, name: st
             f"{name} raised {describe_raised(error, called=way)}; its arguments are the model and "
             f"the mesh, whose dimensions are {', '.join(mesh.mesh_dim_names)}"
         ) from error
-
-
-def is_offloaded(module: nn.Module) -> bool:
-    """Check whether FSDP2 has the parameters on the host; only some of them are an error."""
-    # Imported here because a plan of one rank needs no sharding.
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
-
-    units = [one for one in module.modules() if isinstance(one, FSDPModule)]
-    groups = [group for one in units for group in one._get_fsdp_state()._fsdp_param_groups]
-    moved = {
-        id(parameter.sharded_param)
-        for group in groups
-        if isinstance(group.offload_policy, CPUOffloadPolicy)
-        for parameter in group.fsdp_params
-    }
-    others = [name for name, one in module.named_parameters() if id(one) not in moved]
-    if moved and others:
-        raise ValueError(
-            f"FSDP2's CPUOffloadPolicy moves {len(moved)} parameters and not {others[0]}: a plan "
-            "is for all or none, so give every fully_shard the same offload_policy"
-        )
-    return bool(moved)
-
-
-def offload_note(host_bytes: int) -> str:
-    """Describe what the host has of a rank whose parameters FSDP2 offloads."""
-    return (
-        f"FSDP2 offloads to the host, which holds {format_bytes(host_bytes)} for the rank; the "
-        "copies, and the optimizer's step there, are not in the times."
-    )
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -14,6 +14,7 @@ Proof: `python -m pytest tests/plan/test_plan.py`.
 import contextlib
 import functools
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,22 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import primitives
-from ..core.blocks import match_inside
 from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
+from .card import Card
 from .chain import Chain, measure_chain
 from .cuda_allocator import AllocatorSettings
-from .cuda_step import (
-    CudaMemory,
-    StepTrace,
-    context_of,
-    cuda_memory,
-    workspace_of,
-)
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
-from .optimizers import OptimizerFactory, make_optimizer
+from .optimizers import OptimizerFactory
 from .parallel import Sharding
 from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
@@ -67,9 +61,10 @@ DROPOUT_TYPES = (
 )
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
-# Of reserved memory, over the recorded traces of CUDA programs: evidence/cuda_traces.json.
-WORST_RESERVED_ERROR = 0.014
-RANK_COUNTS = (2, 4, 8, 16, 32, 64)
+# A message after this time names the time left.
+PATIENCE_SECONDS = 2.0
+# The part of the time after which blocks are measured, and whole steps are checked.
+CHECKING_STARTS = 0.4
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
@@ -124,61 +119,6 @@ def _dropout(layer: nn.Module) -> float:
     """Return the dropout probability of a layer, 0 if it has none."""
     probability = getattr(layer, "p" if isinstance(layer, DROPOUT_TYPES) else "dropout", 0)
     return float(probability) if isinstance(probability, int | float) else 0.0
-
-
-def why_nothing_fits(
-    least: Candidate,
-    chain: Chain,
-    budget_bytes: int,
-    not_tried: Sequence[tuple[str, int]] = (),
-) -> str:
-    """Name the least peak and the levers that are left, each with its peak, in 80 columns."""
-    over = format_bytes(least.peak_bytes - budget_bytes)
-    first = (
-        f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
-        f"{format_bytes(least.peak_bytes)}, {over} too much, with microbatch {least.microbatch} "
-        f"and {least.summary()}"
-    )
-    lines = textwrap.wrap(first, 80)
-    for lever in _levers(least, chain, budget_bytes, not_tried):
-        lines += textwrap.wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join(lines)
-
-
-def _levers(
-    least: Candidate,
-    chain: Chain,
-    budget_bytes: int,
-    not_tried: Sequence[tuple[str, int]],
-) -> Iterator[str]:
-    def describe(peak: int) -> str:
-        return f"a peak of {format_bytes(peak)}" + (", which fits" if peak <= budget_bytes else "")
-
-    step = chain.steps[-1]
-    accumulated = least.steps > 1
-
-    before_activations = step.fixed + (step.gradients if accumulated else 0)
-    line = f"before any activation {format_bytes(before_activations)} is in use: "
-    line += "parameters and optimizer state"
-    if accumulated:
-        line += ", and gradients of earlier microbatches"
-    if before_activations > budget_bytes:
-        line += "; that alone is over the budget, so no choice for activations helps"
-    yield line
-
-    for lever, peak in not_tried:
-        yield f"{lever}: {describe(peak)}"
-
-    trained = (one for one in chain.sketch.build().parameters() if one.requires_grad)
-    saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
-    if saved > 0:
-        yield f"optimizer state of 2 bytes per parameter: {describe(least.peak_bytes - saved)}"
-
-    if least.steps > 1 and step.gradients:
-        yield (
-            "one microbatch per window, which accumulates no gradients: up to "
-            f"{format_bytes(step.gradients)} less, with {least.steps} times fewer samples"
-        )
 
 
 # Planner: the fastest microbatch size and option per block within a memory budget.
@@ -239,10 +179,9 @@ class Planner:
     regions may recompute, as in `apply_regions`. `tell` receives progress messages.
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
-    process, `context_bytes`, are within the budget and the device; or, without `by_reserved`, if
-    its tensors are, as on the CPU. `margin` is the fraction by which that memory may be larger than
-    predicted; `WORST_RESERVED_ERROR` is that of the recorded traces. `links` are those between
-    GPUs, for the time of several ranks; by default the usual ones of the device.
+    process are within the budget and the device. `context_bytes`, `by_reserved` and `margin` are
+    those of `Card`. `links` are those between GPUs, for the time of several ranks; by default the
+    usual ones of the device.
     """
 
     def __init__(
@@ -265,11 +204,11 @@ class Planner:
         tell: Tell = lambda message: None,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
-        self.kernels = "cpu" if self.profile.host_bytes_per_second is None else "cuda"
+        self.card = Card(self.profile, context_bytes, margin, by_reserved)
         self.sketch = Sketch(
             workload,
             dtype=dtype,
-            kernels=self.kernels,
+            kernels=self.card.kernels,
             blocks=blocks,
             optimizer=optimizer,
             seed=seed,
@@ -296,17 +235,14 @@ class Planner:
         self.whole_steps = WholeSteps(
             self.sketch,
             chain=lambda c: self._chain(chunked=c.chunked_loss),
-            overhead=self._overhead,
+            card=self.card,
             links=links or links_of(self.profile.name),
         )
-        self.context_bytes = context_bytes
-        self.by_reserved = by_reserved
-        self.margin = margin
-        self._overheads: dict[StepEstimate, int] = {}
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
+        self._began = time.monotonic()
         self.tell("building the model from shapes")
         # An error in here must not leave the modes of the sketch behind.
         with contextlib.ExitStack() as stack:
@@ -324,59 +260,29 @@ class Planner:
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
 
-    def _reserved(self, trace: StepTrace, settings: AllocatorSettings | None = None) -> CudaMemory:
-        """Replay the steps of a trace in the allocator of the card."""
-        return cuda_memory(
-            trace, workspace_bytes=workspace_of(self.profile.name), settings=settings
-        )
-
-    def _overhead(self, step: StepEstimate) -> int:
-        """Return the bytes that a device needs beside the tensors at the peak: 0 on the CPU.
-
-        On CUDA these are rounding, workspaces, memory that is reserved and free, and the context.
-        """
-        if step.trace is None or not self.by_reserved:
-            return 0
-        if step not in self._overheads:
-            memory = self._reserved(step.trace)
-            context = context_of(step.trace, self.context_bytes)
-            self._overheads[step] = memory.reserved_bytes + context - step.peak_bytes
-        return self._overheads[step]
-
-    def _limit(self, budget_bytes: int) -> int:
-        """Return the memory that a plan must fit: the budget, or the device if it has less.
-
-        On CUDA the margin is left free. What is taken off is noted in the plan.
-        """
-        usable = self.profile.usable_bytes
-        within = budget_bytes if usable is None else min(budget_bytes, usable)
-        limit = within
-        if self.kernels == "cuda" and self.by_reserved:
-            limit = int(within / (1 + self.margin))
-        notes = []
-        if within < budget_bytes:
-            notes.append(f"{format_bytes(within)} of the card that CUDA gives")
-        if limit < within:
-            notes.append(f"a margin of {self.margin:.1%}")
-        self.settings["limit_notes"] = notes
-        return limit
+    def _tell(self, message: str, done: float) -> None:
+        """Pass a message on; after a while with the time left, if the rest goes as fast."""
+        elapsed = time.monotonic() - self._began
+        if elapsed > PATIENCE_SECONDS and done:
+            message += f", about {elapsed * (1 - done) / done:,.0f} s left"
+        self.tell(message)
 
     def _cuda_figures(self, best: Candidate, limit_bytes: int) -> dict[str, int] | None:
         """Return the memory of a plan on CUDA, by the names of `plan --json`.
 
         None on the CPU. Of several ranks, they are those of the one that is planned for.
         """
-        trace = self.whole_steps.step(best).trace
-        if trace is None or not self.by_reserved:
+        trace = self.card.trace_of(self.whole_steps.step(best))
+        if trace is None:
             return None
         self.tell("replaying the steps in CUDA's allocator")
-        memory = self._reserved(trace)
+        memory = self.card.memory(trace)
         return {
             "allocated_bytes": memory.allocated_bytes,
             "reserved_bytes": memory.reserved_bytes,
             "first_step_reserved_bytes": memory.first_step_reserved_bytes,
-            "expandable_reserved_bytes": self._reserved(trace, EXPANDABLE).reserved_bytes,
-            "context_bytes": context_of(trace, self.context_bytes),
+            "expandable_reserved_bytes": self.card.memory(trace, EXPANDABLE).reserved_bytes,
+            "context_bytes": self.card.context(trace),
             "convolution_workspace_bytes": max(
                 (one.num_bytes for one in trace.convolutions), default=0
             ),
@@ -388,13 +294,6 @@ class Planner:
         assert self._best is not None, "a plan is made first"
         return self.whole_steps.step(self._best).timeline
 
-    def check_settings(self, global_batch: int = 1, microbatch: int | None = None) -> None:
-        """Raise an error for wrong settings before anything is measured."""
-        self.sharding.microbatches(global_batch, microbatch)
-        module = self.sketch.build()
-        match_inside(self.sketch.blocks(module), self.also, option="also")
-        make_optimizer(self.sketch.optimizer, module)
-
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
     ) -> Plan:
@@ -402,7 +301,7 @@ class Planner:
         require_whole("budget_bytes", budget_bytes, least=1)
         require_whole("global_batch", global_batch, least=1)
 
-        budget_bytes = self._limit(budget_bytes)
+        budget_bytes, self.settings["limit_notes"] = self.card.limit(budget_bytes)
         tried = [
             self.whole_steps.predict(Candidate(size, steps, chunked, 0, None), budget_bytes)
             for size, steps, chunked in self._tried(global_batch, microbatch)
@@ -410,17 +309,46 @@ class Planner:
         found: list[Candidate] = []
         best: Candidate | None = None
         for predicted in sorted(tried, key=order):
-            self.tell(f"checking whole steps of microbatch {predicted.microbatch}")
+            done = CHECKING_STARTS + (1 - CHECKING_STARTS) * len(found) / len(tried)
+            self._tell(f"checking whole steps of microbatch {predicted.microbatch}", done)
             candidate = self.whole_steps.fastest(predicted, budget_bytes, best) or predicted
             found.append(candidate)
             if candidate.checked and candidate.peak_bytes <= budget_bytes:
                 best = candidate if best is None else min(best, candidate, key=order)
+        own = self._own(tried, microbatch, budget_bytes)
+        is_fitting = own is not None and own.checked and own.step_seconds is not None
+        if own is not None and is_fitting and (best is None or order(own) < order(best)):
+            # The search has missed it, as the chain may predict too much.
+            same = (own.microbatch, own.chunked_loss)
+            found = [one for one in found if (one.microbatch, one.chunked_loss) != same]
+            found.append(own)
+            best = own
         if best is None:
             raise self._infeasible(found, budget_bytes)
 
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
-        return self._plan(best, shown, budget_bytes)
+        return replace(self._plan(best, shown, budget_bytes), own=own)
+
+    def _own(
+        self, found: list[Candidate], microbatch: int | None, budget_bytes: int
+    ) -> Candidate | None:
+        """Return the model as it is with the caller's microbatch, or that of the workload.
+
+        None where the caller has asked for the loss in chunks. A workload without a microbatch of
+        its own trains all samples at once. A step that would run for real, or among ranks, is
+        predicted by the chain.
+        """
+        if self.asked:
+            return None
+        samples = found[0].microbatch * found[0].steps
+        size = microbatch or self.sketch.case.workload.own_batch or samples
+        if samples % size or (size == 1 and not self._runs_on_one_sample):
+            size = samples
+        own = self.whole_steps.plain(Candidate(size, samples // size, False, 0, None))
+        if self.sketch.why_real is None and not self.sharding.is_shared:
+            own = self.whole_steps.whole(own)
+        return own.within(budget_bytes)
 
     def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
@@ -484,7 +412,7 @@ class Planner:
                 like=like,
                 without=self.without,
                 also=self.also,
-                tell=self.tell,
+                tell=lambda message, done: self._tell(message, CHECKING_STARTS * done),
             )
             self.chains[chunked] = chain
         return self.chains[chunked]
@@ -507,8 +435,6 @@ class Planner:
             peak_bytes=best.peak_bytes,
             step_seconds=best.step_seconds,
             plain_seconds=plain,
-            flops=best.flops or 0.0,
-            plain_flops=best.steps * chain.plain_flops(best.microbatch),
             fingerprint=blocks,
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
@@ -523,68 +449,55 @@ class Planner:
         )
 
     def _infeasible(self, found: list[Candidate], budget_bytes: int) -> Infeasible:
+        """Name the least peak and what would help, in 80 columns."""
         self.tell("looking for the least peak")
         least = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
-        levers = list(self._levers(least, found, budget_bytes))
-        chain = self._chain(chunked=least.chunked_loss)
-        return Infeasible(why_nothing_fits(least, chain, budget_bytes, levers), least.peak_bytes)
-
-    def _levers(
-        self, least: Candidate, found: list[Candidate], budget_bytes: int
-    ) -> Iterator[tuple[str, int]]:
-        """Yield settings that were not tried, each with the least peak: what is free comes first.
-
-        They are settings of CUDA's allocator and optimizer, and those that the caller ruled out.
-        """
-        yield from self._cuda_levers(least)
-        only = {candidate.microbatch for candidate in found} == {least.microbatch}
-        if only and least.microbatch > 1 and self._runs_on_one_sample:
-            whole = least.microbatch * least.steps
-            smaller = Candidate(1, whole, least.chunked_loss, 0, None)
-            yield "microbatch 1", self.whole_steps.least(smaller).peak_bytes
-        if self.asked is False and not least.chunked_loss:
-            self.chunked_loss = None
-            if True in self._heads():
-                chunked = replace(least, chunked_loss=True)
-                yield "chunked loss", self.whole_steps.least(chunked).peak_bytes
-            self.chunked_loss = False
-        if not self.sharding.is_shared and self.sketch.why_real is None:
-            # FSDP2 refuses some models; then it is not among the ways that are named.
-            with contextlib.suppress(RuntimeError, ValueError):
-                yield self._on_ranks(least, budget_bytes)
-
-    def _on_ranks(self, least: Candidate, budget_bytes: int) -> tuple[str, int]:
-        """Return the fewest ranks on which FSDP2 fits, or the most that are tried, with the peak.
-
-        The peak falls with the ranks, so they are found by bisection.
-        """
-        counts = [*RANK_COUNTS]
-        peaks: dict[int, int] = {}
-        low, high = 0, len(counts) - 1
-        while low < high or counts[high] not in peaks:
-            middle = (low + high) // 2
-            self.tell(f"estimating FSDP2 on {counts[middle]} ranks")
-            sharding = Sharding("fsdp2", counts[middle])
-            peaks[counts[middle]] = self.whole_steps.peak_on(least, sharding)
-            if peaks[counts[middle]] <= budget_bytes:
-                high = middle
-            elif middle == high:
-                break
-            else:
-                low = middle + 1
-        return f"FSDP2 on {counts[high]} ranks", peaks[counts[high]]
-
-    def _cuda_levers(self, least: Candidate) -> Iterator[tuple[str, int]]:
-        """Yield what helps on CUDA and costs no time, each with the memory it would need."""
-        trace = self.whole_steps.step(least).trace
-        if trace is None or not self.by_reserved:
-            return
-        context = context_of(trace, self.context_bytes)
-        expandable, fused = (
-            self._reserved(one, EXPANDABLE).reserved_bytes + context
-            for one in (trace, trace.without_copies())
+        first = (
+            f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
+            f"{format_bytes(least.peak_bytes)}, {format_bytes(least.peak_bytes - budget_bytes)} "
+            f"too much, with microbatch {least.microbatch} and {least.summary()}"
         )
-        if expandable < least.peak_bytes:
-            yield "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost", expandable
-        if fused < min(expandable, least.peak_bytes):
-            yield "fused=True in the optimizer, which makes no copies, with that setting", fused
+        lines = textwrap.wrap(first, 80)
+        for lever in self._levers(least, {one.microbatch for one in found}, budget_bytes):
+            lines += textwrap.wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
+        return Infeasible("\n".join(lines), least.peak_bytes)
+
+    def _levers(self, least: Candidate, sizes: set[int], budget_bytes: int) -> Iterator[str]:
+        """Yield what is in use before any activation, and what would help: what is free first."""
+        step = self._chain(chunked=least.chunked_loss).steps[-1]
+        accumulated = step.gradients if least.steps > 1 else 0
+        line = f"before any activation {format_bytes(step.fixed + accumulated)} is in use: "
+        line += "parameters and optimizer state"
+        if accumulated:
+            line += ", and gradients of earlier microbatches"
+        if step.fixed + accumulated > budget_bytes:
+            line += "; that alone is over the budget, so no choice for activations helps"
+        yield line
+
+        for lever, peak in self._lever_peaks(least, step):
+            if peak < least.peak_bytes:
+                fits = ", which fits" if peak <= budget_bytes else ""
+                yield f"{lever}: a peak of {format_bytes(peak)}{fits}"
+
+        if accumulated:
+            yield (
+                "one microbatch per window, which accumulates no gradients: up to "
+                f"{format_bytes(accumulated)} less, with {least.steps} times fewer samples"
+            )
+        if sizes == {least.microbatch} != {1}:
+            yield f"a microbatch below {least.microbatch}, which was not tried"
+        if self.asked is False:
+            yield "the loss in chunks, which was not tried"
+        if not self.sharding.is_shared:
+            yield "several GPUs: curry-train plan --fits h100 finds how many are enough"
+
+    def _lever_peaks(self, least: Candidate, step: StepEstimate) -> Iterator[tuple[str, int]]:
+        """Yield changes beside the model, each with the peak that the least one would become."""
+        trace = self.card.trace_of(self.whole_steps.step(least))
+        if trace is not None:
+            expandable = self.card.memory(trace, EXPANDABLE).reserved_bytes
+            setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost"
+            yield setting, expandable + self.card.context(trace)
+        trained = (one for one in self.sketch.build().parameters() if one.requires_grad)
+        saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
+        yield "optimizer state of 2 bytes per parameter", least.peak_bytes - saved

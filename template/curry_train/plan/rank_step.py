@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.
 import contextlib
 import functools
 import gc
+import inspect
 import math
 import sys
 import warnings
@@ -41,7 +42,7 @@ from .profiler import (
     COLLECTIVES_GROUP,
     GRADIENTS_GROUP,
 )
-from .record import OptimizerSteps, RankStorages, StepLives, on_host
+from .record import OptimizerSteps, RankStorages, StepLives
 from .shapes import (
     NEEDS_VALUES_ERRORS,
     KernelsAsTheyRun,
@@ -59,6 +60,10 @@ NOTHING_SHARED_WARNING = (
     "trains a model of its own"
 )
 FROM_SHAPES_ALONE = "one rank of several is predicted from shapes alone: {}"
+PARAMETERS_ON_HOST = (
+    "FSDP2's CPUOffloadPolicy is not planned: plan without it, on more ranks, or with a smaller "
+    "microbatch, and measure the training that has it"
+)
 UNSYNCED_WARNING = (
     "the last microbatch of a window does not sync its gradients, and the optimizer steps without "
     "them: call set_requires_gradient_sync(True) before it"
@@ -75,9 +80,6 @@ class RankProgram:
 
     batch: Any
     optimizer: torch.optim.Optimizer
-
-    # Whether FSDP2 has parameters, gradients and optimizer state on the host.
-    is_offloaded: bool = False
 
 
 def record_rank_step(
@@ -151,8 +153,6 @@ def _begin_record(
     gc.collect()
     device = torch.device("cpu")
     lives = StepLives(program.module, device, layers, 0, program.optimizer, steps)
-    if program.is_offloaded:
-        lives.follow_offloaded(program.module, program.optimizer)
     lives.follow_all(program.batch)
     for earlier in records:
         lives.follow_rest(earlier)
@@ -188,12 +188,17 @@ def _has_ddp(module: nn.Module) -> bool:
 
 
 def _is_synced(module: nn.Module) -> bool:
-    """Check whether all units of FSDP2 sync the gradients of the last microbatch."""
+    """Check whether all units of FSDP2 sync the gradients of the last microbatch.
+
+    Raises a ValueError where they keep their parameters on the host.
+    """
     # Imported here because a plan of one rank needs no sharding.
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     units = [one for one in module.modules() if isinstance(one, FSDPModule)]
     groups = [group for one in units for group in one._get_fsdp_state()._fsdp_param_groups]
+    if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
+        raise ValueError(PARAMETERS_ON_HOST)
     return all(group.reduce_grads for group in groups)
 
 
@@ -256,31 +261,8 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 # Experts: a routing that is the same on every rank, and known where tensors have no values.
 
 EXPERTS_DIMENSION = "ep"
-
-
-def _arguments_of_call(
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> tuple[Any, ...]:
-    return output, input, input_split_sizes, group
-
-
-def _arguments_of_functional(
-    input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any
-) -> tuple[Any, ...]:
-    return None, input, input_split_sizes, group_name
-
-
-# Ways to exchange parts of a tensor: what is received, or None for what is returned, what is sent,
-# the sizes of its parts, and the group.
-EXCHANGES: Mapping[Any, Callable[..., tuple[Any, ...]]] = {
-    dist.all_to_all_single: _arguments_of_call,
-    torch.ops._c10d_functional.all_to_all_single: _arguments_of_functional,
-}
+# An all-to-all of functional collectives; that of torch.distributed is a function.
+FUNCTIONAL_EXCHANGE = torch.ops._c10d_functional.all_to_all_single
 
 
 class ForcedRouting(TorchFunctionMode):
@@ -323,11 +305,13 @@ class ForcedRouting(TorchFunctionMode):
             return torch.return_types.topk((scores.gather(-1, indices), indices))
         if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
             return self._indices(scores, found.unsqueeze(-1)).squeeze(-1)
-        if func in EXCHANGES and fake_mode() is not None:
-            output, *sent = EXCHANGES[func](*args, **(kwargs or {}))
-            received = found if output is None else output
-            if has_values(received):
-                _exchange(received, *sent)
+        if func is FUNCTIONAL_EXCHANGE:
+            sent, _, sizes, group = args
+            _exchange(found, sent, sizes, group)
+        elif func is dist.all_to_all_single:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            sizes = given.get("input_split_sizes")
+            _exchange(given["output"], given["input"], sizes, given.get("group"))
         return found
 
     def _indices(self, scores: Tensor, found: Tensor) -> Tensor:
@@ -357,8 +341,11 @@ def _are_scores(scores: Any, found: Any) -> bool:
 def _exchange(received: Tensor, sent: Tensor, sizes: Sequence[int] | None, group: Any) -> None:
     """Write what an all-to-all receives from ranks that all send the numbers of this one.
 
-    The all-to-all of the fake process group returns its input.
+    The all-to-all of the fake process group returns its input. Nothing is written to a tensor
+    without values, nor among real processes.
     """
+    if fake_mode() is None or not has_values(received):
+        return
     if isinstance(group, str):
         group = vars(dist.distributed_c10d)["_resolve_process_group"](group)
     size = dist.get_world_size(group)
@@ -397,54 +384,6 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         dist.destroy_process_group()
         # DTensor would use the groups of this rank for an equal mesh of another rank.
         _clear_sharding_prop_cache()
-
-
-class _CopyToHost(TorchFunctionMode):
-    """Copy tensors where they are moved to a device, which is the host."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.to and isinstance(args[1], torch.device):
-            with on_host():
-                return args[0].clone()
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def host_apart(*, is_apart: bool = True) -> Iterator[None]:
-    """Let FSDP2's `CPUOffloadPolicy` copy to the device and back, as it does on a GPU.
-
-    On the CPU host and device are one memory, and both moves return the tensor itself.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
-
-    if not is_apart:
-        yield
-        return
-    name = "all_gather_inputs"
-    find = vars(_fsdp_param.FSDPParam)[name].fget
-    reduce: Any = vars(_fsdp_param_group)["foreach_reduce"]
-
-    def on_device(parameter: Any) -> Any:
-        is_moved = parameter.sharded_state is _fsdp_param.ShardedState.SHARDED
-        if not (parameter.offload_to_cpu and is_moved):
-            return find(parameter)
-        host = parameter._sharded_param_data
-        parameter._sharded_param_data = host.clone()
-        try:
-            return find(parameter)
-        finally:
-            parameter._sharded_param_data = host
-
-    def copy_out(parameters: Sequence[Any], *args: Any, **options: Any) -> Any:
-        is_moved = any(one.offload_to_cpu for one in parameters)
-        with _CopyToHost() if is_moved else contextlib.nullcontext():
-            return reduce(parameters, *args, **options)
-
-    with (
-        mock.patch.object(_fsdp_param.FSDPParam, name, property(on_device)),
-        mock.patch.object(_fsdp_param_group, "foreach_reduce", copy_out),
-    ):
-        yield
 
 
 class ShardChunks(Sequence[Tensor]):

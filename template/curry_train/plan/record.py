@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/plan/test_ranks.py`.
 """
 
 import contextlib
-import contextvars
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +30,6 @@ from ..core.measure import (
     local_tensors,
     operands,
     operation_flops,
-    tensors_in,
 )
 from ..core.rerun import unwatched
 from .optimizers import ValuesInSteps, copy_optimizer, take_eagerly
@@ -63,34 +61,16 @@ COLLECTIVES_NAMESPACE = "c10d"
 OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
 
 
-_ON_HOST = contextvars.ContextVar("on_host", default=False)
-
-
-@contextlib.contextmanager
-def on_host() -> Iterator[None]:
-    """Count the storages that are made or followed in here as memory of the host."""
-    token = _ON_HOST.set(True)
-    try:
-        yield
-    finally:
-        _ON_HOST.reset(token)
-
-
 class RankStorages(LiveStorages):
     """Follow the storages below DTensors, and those whose size changes, as FSDP2's do.
 
     It is entered before a model is wrapped, because DDP makes its buckets then. `streams` has the
-    number of the stream of each storage that is not of the default stream. Storages of the host are
-    counted apart.
+    number of the stream of each storage that is not of the default stream.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.streams: dict[int, int] = {}
-        self.host_bytes = 0
-        self.host_peak = 0
-        # Whether parameters, gradients and optimizer state are on the host.
-        self.is_offloaded = False
         self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
         self._is_paused = False
         self._patches = contextlib.ExitStack()
@@ -148,24 +128,7 @@ class RankStorages(LiveStorages):
             again = Life(life.nbytes, life.owner, self.num_operations)
             self._watch(storage, again, True)
 
-    def follow_offloaded(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Follow parameters, gradients and optimizer state as memory of the host."""
-        self.is_offloaded = True
-        parameters = list(module.parameters())
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        with on_host():
-            for tensor in (*parameters, *gradients, *tensors_in([*optimizer.state.values()])):
-                self.follow(tensor, owner=(PARAMETERS_GROUP, REST_LAYER))
-
-    def _leave_host(self, num_bytes: int) -> None:
-        self.host_bytes -= num_bytes
-
     def _watch(self, storage: Any, life: Life, counts: bool) -> None:
-        if counts and _ON_HOST.get():
-            counts = False
-            self.host_bytes += life.nbytes
-            self.host_peak = max(self.host_peak, self.host_bytes)
-            weakref.finalize(storage, self._leave_host, life.nbytes)
         super()._watch(storage, life, counts)
         number = self.stream_number
         if number and counts:
@@ -278,7 +241,7 @@ class StepLives(RankStorages):
     @property
     def first_step(self) -> list[tuple[Life, bool]]:
         """What the optimizer's first step makes and frees on the device, if it is known."""
-        return [] if self.steps is None or self.is_offloaded else self.steps.first_step
+        return [] if self.steps is None else self.steps.first_step
 
     def follow_all(self, batch: Any) -> None:
         """Count the tensors that exist before the step."""
@@ -303,10 +266,7 @@ class StepLives(RankStorages):
 
     def take(self) -> None:
         """Run the last phase, the optimizer step, or replay it from an equal one."""
-        if self.is_offloaded:
-            with on_host():
-                self.take_now()
-        elif self.steps is None:
+        if self.steps is None:
             self.take_now()
         else:
             self.steps.take(self.optimizer, self)

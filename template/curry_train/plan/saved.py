@@ -212,8 +212,6 @@ FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "peak_bytes": A_WHOLE_NUMBER,
     "step_seconds": A_NUMBER,
     "plain_seconds": A_NUMBER,
-    "flops": A_NUMBER,
-    "plain_flops": A_NUMBER,
     "fingerprint": (_maps_to(_is_text), "a mapping of texts"),
     "settings": (_is_mapping, "a mapping"),
     "why": A_TEXT,
@@ -305,13 +303,12 @@ class Plan:
     peak_bytes: int
     step_seconds: float  # predicted time of the optimizer step
     plain_seconds: float  # the same with all activations held
-    flops: float  # of the whole window
-    plain_flops: float  # the same without recompute
     fingerprint: Mapping[str, str]  # class and parameter shapes of each block
     settings: Mapping[str, Any]
     why: str  # why this candidate won
     cuda: Mapping[str, int] | None = None  # memory on a CUDA device, by name of the figure
     candidates: tuple[Candidate, ...] = ()  # best first
+    own: Candidate | None = None  # the model as it is, with the caller's own microbatch
     # Of several ranks: seconds, collectives and links of the predicted step.
     communication: Mapping[str, Any] | None = None
 
@@ -369,7 +366,8 @@ class Plan:
     def explain(self, *, most: int | None = None, assumptions: bool = True) -> str:
         """Format the candidates, the options by block and the reason, in 80 columns.
 
-        At most `most` candidates are shown, or all of them. `assumptions`: begin with them.
+        The caller's own setting is the first row, and at most `most` candidates follow, or all.
+        `assumptions`: begin with them.
         """
         first = f"{self.workload}: {self.steps} x {self.microbatch} samples"
         if self.ranks > 1:
@@ -384,7 +382,11 @@ class Plan:
         if assumptions:
             lines = textwrap.wrap(self.assumptions(), 80) + lines
 
-        shown = self.candidates[:most]
+        shown = [*self.candidates[:most]]
+        if self.own is not None:
+            size = self.own.microbatch
+            others = [one for one in shown if not (one.is_plain and one.microbatch == size)]
+            shown = [self.own, *others]
         if shown:
             lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
         for candidate in shown:
@@ -392,10 +394,11 @@ class Plan:
             if candidate.step_seconds is not None:
                 seconds = f"{1e3 * candidate.step_seconds:,.1f} ms"
             peak = format_bytes(candidate.peak_bytes)
+            blocks = "your own setting" if candidate is self.own else candidate.summary()
             lines.append(
                 _cut(
                     f"{candidate.microbatch:>10} {candidate.steps:>6} {peak:>11} "
-                    f"{seconds:>12}  {candidate.summary()}"
+                    f"{seconds:>12}  {blocks}"
                 )
             )
 
@@ -453,18 +456,19 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
-        del data["options"], data["candidates"]
+        del data["options"], data["candidates"], data["own"]
 
-        candidates = []
-        for candidate in self.candidates:
-            row = asdict(candidate)
-            del row["options"]
-            candidates.append({**row, "summary": candidate.summary()})
+        def row(candidate: Candidate) -> dict[str, Any]:
+            figures = asdict(candidate)
+            del figures["options"]
+            return {**figures, "summary": candidate.summary()}
+
         return {
             **data,
             "version": PLAN_VERSION,
             "options": {name: option.to_json() for name, option in self.options.items()},
-            "candidates": candidates,
+            "own": None if self.own is None else row(self.own),
+            "candidates": [*map(row, self.candidates)],
         }
 
     @classmethod
@@ -477,7 +481,8 @@ class Plan:
             )
 
         fields = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        fields.pop("candidates", None)
+        for name in ("candidates", "own"):
+            fields.pop(name, None)
         optional = {"cuda", "communication"}
         if missing := sorted(FIELD_CHECKS.keys() - optional - fields.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")

@@ -130,7 +130,7 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
     if not num_bytes:
         raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
     try:
-        return _SnapshotReader().snapshot(Path(path).read_bytes())
+        return _SnapshotReader(Path(path).read_bytes()).snapshot()
     except (RefusedPickle, UnusableSnapshot) as error:
         raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
 
@@ -138,34 +138,29 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
 class _SnapshotReader:
     """Turns the containers of a pickle into records, and checks each field."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes) -> None:
+        self._root = read_plain(data)
         # By the identity of the lists and dicts, which live as long as this reader.
         self._stacks: dict[int, Stack] = {}
         self._frames: dict[int, Frame] = {}
         # Lists can be shared in a pickle, so that a small file has any number of entries.
-        self._entries_left = 0
-
-    def snapshot(self, data: bytes) -> MemorySnapshot:
-        root = read_plain(data)
         self._entries_left = len(data)
-        if isinstance(root, list):
-            # torch.cuda.memory_snapshot() returns the segments alone.
-            root = {"segments": root}
+
+    def snapshot(self) -> MemorySnapshot:
+        # torch.cuda.memory_snapshot() returns the segments alone.
+        root = {"segments": self._root} if isinstance(self._root, list) else self._root
         if not isinstance(root, dict) or "segments" not in root:
             raise UnusableSnapshot(
                 "it has no segments; write one with torch.cuda.memory._dump_snapshot"
             )
         settings, notes = _settings(root.get("allocator_settings"))
         segments: dict[int, list[RecordedSegment]] = {}
-        for value in self._items(root, "segments"):
-            device = _number(value, "device", default=0)
-            segments.setdefault(device, []).append(self._segment(value))
+        for value in self._list(root, "segments"):
+            segments.setdefault(_number(value, "device", 0), []).append(self._segment(value))
         events: dict[int, tuple[MemoryEvent, ...]] = {}
-        for device, trace in enumerate(self._items(root, "device_traces")):
-            listed = tuple(map(self._event, self._checked(trace, "device_traces")))
-            if listed:
-                events[device] = listed
-        devices = sorted(segments.keys() | events.keys())
+        for device, trace in enumerate(self._list(root, "device_traces")):
+            events[device] = tuple(map(self._event, self._checked(trace, "device_traces")))
+        devices = sorted(segments.keys() | {device for device in events if events[device]})
         if not devices or devices[-1] >= MOST_DEVICES:
             raise UnusableSnapshot(f"devices with segments or events are {devices[-1:]}")
         records = (
@@ -182,10 +177,10 @@ class _SnapshotReader:
     def _event(self, value: Any) -> MemoryEvent:
         return MemoryEvent(
             _text(value, "action"),
-            _number(value, "addr", "device_free", default=0),
-            _number(value, "size", default=0),
-            _number(value, "stream", default=0),
-            self._stack(value.get("frames", ())),
+            _number(value, "addr", _number(value, "device_free", 0)),
+            _number(value, "size", 0),
+            _number(value, "stream", 0),
+            self._stack(value),
         )
 
     def _segment(self, value: Any) -> RecordedSegment:
@@ -193,52 +188,39 @@ class _SnapshotReader:
         num_bytes = _number(value, "total_size")
         blocks = []
         position = address
-        for item in self._items(value, "blocks"):
-            block = self._block(item, position)
-            end = block.address + block.num_bytes
+        for item in self._list(value, "blocks"):
+            size = _number(item, "size")
+            block = RecordedBlock(
+                _number(item, "address", position),
+                size,
+                min(_number(item, "requested_size", size), size),
+                item.get("state") in LIVE_STATES,
+                self._stack(item),
+            )
+            end = block.address + size
             if block.address < position or end > address + num_bytes:
                 raise UnusableSnapshot(f"blocks of the segment at {address:#x} overlap or leave it")
             position = end
             blocks.append(block)
-        return RecordedSegment(
-            address,
-            num_bytes,
-            _number(value, "stream", default=0),
-            value.get("is_expandable", False) is True,
-            tuple(blocks),
-        )
+        is_expandable = value.get("is_expandable") is True
+        stream = _number(value, "stream", 0)
+        return RecordedSegment(address, num_bytes, stream, is_expandable, tuple(blocks))
 
-    def _block(self, value: Any, position: int) -> RecordedBlock:
-        num_bytes = _number(value, "size")
-        # Snapshots of torch before 2.1 have a history in place of frames and size.
-        history = value.get("history")
-        if isinstance(history, list) and history and isinstance(history[0], dict):
-            value = value | history[0]
-        return RecordedBlock(
-            _number(value, "address", default=position),
-            num_bytes,
-            min(_number(value, "requested_size", "real_size", default=num_bytes), num_bytes),
-            value.get("state") in LIVE_STATES,
-            self._stack(value.get("frames", ())),
-        )
-
-    def _stack(self, value: Any) -> Stack:
-        if isinstance(value, tuple) and not value:
-            return ()
+    def _stack(self, value: dict[str, Any]) -> Stack:
+        frames = value.get("frames") or []
         # Stacks share their frames, and events their stacks.
-        if id(value) not in self._stacks:
-            frames = self._checked(value, "frames")
-            self._stacks[id(value)] = tuple(map(self._frame, frames))
-        return self._stacks[id(value)]
+        if id(frames) not in self._stacks or not frames:
+            checked = self._checked(frames, "frames")
+            self._stacks[id(frames)] = tuple(map(self._frame, checked))
+        return self._stacks[id(frames)]
 
     def _frame(self, value: Any) -> Frame:
         if id(value) not in self._frames:
-            self._frames[id(value)] = Frame(
-                _text(value, "name"), _text(value, "filename"), _number(value, "line", default=0)
-            )
+            frame = Frame(_text(value, "name"), _text(value, "filename"), _number(value, "line", 0))
+            self._frames[id(value)] = frame
         return self._frames[id(value)]
 
-    def _items(self, value: dict[str, Any], name: str) -> list[Any]:
+    def _list(self, value: dict[str, Any], name: str) -> list[Any]:
         return self._checked(value.get(name, []), name)
 
     def _checked(self, value: Any, name: str) -> list[Any]:
@@ -250,27 +232,26 @@ class _SnapshotReader:
         return value
 
 
-def _first(value: Any, names: Sequence[str], default: Any) -> Any:
-    """Return the first of these fields that a record has."""
-    if not isinstance(value, dict):
-        raise UnusableSnapshot(f"a record with {names[0]} is a {type(value).__name__}")
-    return next((value[name] for name in names if name in value), default)
-
-
-def _number(record: Any, *names: str, default: int | None = None) -> int:
-    value = _first(record, names, default)
+def _number(record: Any, name: str, default: int | None = None) -> int:
+    value = _field(record, name, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UnusableSnapshot(f"{names[0]} is a {type(value).__name__} in place of a number")
+        raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of a number")
     if not 0 <= value < LARGEST_NUMBER:
-        raise UnusableSnapshot(f"{names[0]} is negative, or has more than 64 bits")
+        raise UnusableSnapshot(f"{name} is negative, or has more than 64 bits")
     return value
 
 
 def _text(record: Any, name: str) -> str:
-    value = _first(record, (name,), None)
-    if value is not None and not isinstance(value, str):
+    value = _field(record, name, "")
+    if not isinstance(value, str):
         raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of text")
-    return value or ""
+    return value
+
+
+def _field(record: Any, name: str, default: Any) -> Any:
+    if not isinstance(record, dict):
+        raise UnusableSnapshot(f"a record with {name} is a {type(record).__name__}")
+    return record.get(name, default)
 
 
 def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:

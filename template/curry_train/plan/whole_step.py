@@ -10,19 +10,17 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy
-import torch
 from torch import nn
 
 from .. import primitives
+from .card import Card
 from .chain import Chain, Integers, PricedChain
 from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
-from .parallel import Sharding, offload_note
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
 from .saved import (
@@ -56,8 +54,7 @@ PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
 class WholeSteps:
     """Estimate whole steps from shapes, each of them once, and search among them.
 
-    `chain` returns the chain for a candidate, with what its blocks cost. `overhead` returns the
-    bytes that a device needs beside the tensors of a step.
+    `chain` returns the chain for a candidate, with what its blocks cost.
     """
 
     def __init__(
@@ -65,16 +62,19 @@ class WholeSteps:
         sketch: Sketch,
         *,
         chain: Callable[[Candidate], Chain],
-        overhead: Callable[[StepEstimate], int] = lambda step: 0,
+        card: Card,
         links: Links = OTHER_LINKS,
     ) -> None:
         self.links = links
         self.sketch = sketch
-        self.overhead = overhead
+        self.card = card
         self.chain = chain
 
         # Each whole step that was estimated.
         self.known: dict[PlanKey, StepEstimate] = {}
+
+        # Memory that a device must have for each of them.
+        self._needed: dict[StepEstimate, int] = {}
 
         # Plain steps of the model alone, where ranks share it.
         self._alone: dict[PlanKey, StepEstimate] = {}
@@ -111,7 +111,15 @@ class WholeSteps:
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
         chain = self.priced(candidate)
-        options = chain.fastest(budget_bytes) or chain.least()
+        return self._predicted(candidate, chain.fastest(budget_bytes) or chain.least())
+
+    def plain(self, candidate: Candidate) -> Candidate:
+        """Predict the model as it is, with the microbatch and the loss of a candidate."""
+        options = {block.name: Option(NONE_KIND) for block in self.priced(candidate).blocks}
+        return self._predicted(candidate, options)
+
+    def _predicted(self, candidate: Candidate, options: dict[str, Option]) -> Candidate:
+        chain = self.priced(candidate)
         return replace(
             candidate,
             options=options,
@@ -249,24 +257,24 @@ class WholeSteps:
 
     def bytes_needed(self, step: StepEstimate) -> int:
         """Return the memory that a device must have for a step."""
-        return step.peak_bytes + self.overhead(step)
+        if step not in self._needed:
+            self._needed[step] = self.card.bytes_needed(step)
+        return self._needed[step]
 
     def recorded(
         self,
         candidate: Candidate,
         *,
-        sketch: Sketch | None = None,
         anew: bool = False,
         alone: bool = False,
     ) -> StepEstimate:
-        """Estimate the whole step of a candidate, in this sketch if no other one is given.
+        """Estimate the whole step of a candidate.
 
         `anew`: also where the sketch has kept it, which it does with plain steps.
         """
-        own = sketch or self.sketch
         settings: dict[str, Any] = {"accumulated": candidate.steps > 1, "alone": alone}
         if candidate.is_plain and not anew:
-            return own.step(candidate.microbatch, **settings)
+            return self.sketch.step(candidate.microbatch, **settings)
         with drop_saved() as offload:
 
             def change(module: nn.Module) -> None:
@@ -280,7 +288,7 @@ class WholeSteps:
                         module, chunk_tokens=self.chain(candidate).chunk_tokens
                     )
 
-            return own.step(candidate.microbatch, change=change, **settings)
+            return self.sketch.step(candidate.microbatch, change=change, **settings)
 
     def _plain(self, candidate: Candidate) -> Candidate:
         """Return the plain step of the larger size that the chain was measured at."""
@@ -298,20 +306,6 @@ class WholeSteps:
         if key not in self._alone:
             self._alone[key] = self.recorded(plain, alone=True)
         return self._alone[key]
-
-    def peak_on(self, candidate: Candidate, sharding: Sharding) -> int:
-        """Return the peak of a candidate on one of several ranks, where the plan is for one.
-
-        It runs in a thread of its own, because torch's modes, which this thread is inside of, hold
-        for one thread.
-        """
-
-        def estimate() -> int:
-            with torch.enable_grad(), self.sketch.on_ranks(sharding) as sketch:
-                return self.bytes_needed(self.recorded(candidate, sketch=sketch))
-
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            return pool.submit(estimate).result()
 
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
         """List all choices for the same microbatch whose whole step was estimated."""
@@ -393,14 +387,10 @@ class WholeSteps:
         if step.course is None:
             return None
         seconds = self.priced(candidate).seconds(candidate.options)
-        text = f"Links: {self.links}."
-        if step.host_bytes:
-            text += f" {offload_note(step.host_bytes)}"
         return self.rank_seconds(candidate, seconds).to_json() | {
             "collectives": count_window(step, candidate.steps),
-            "host_bytes": step.host_bytes,
             "links": self.links.to_json(),
-            "text": text,
+            "text": f"Links: {self.links}.",
         }
 
     @staticmethod
