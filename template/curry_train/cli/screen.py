@@ -15,9 +15,11 @@ import re
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import resource_tracker
@@ -55,6 +57,12 @@ WIDEST_OPTION = 24
 _RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
 
+PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
+LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+# Code that writes to standard output, whose errors have no file name.
+SITE_FOLDER = Path(str(click.__file__)).parents[1]
+PRINTERS = (str(SITE_FOLDER / "click"), str(SITE_FOLDER / "rich"), f"{PACKAGE_FOLDER}/cli")
+
 # Errors of a file system that leave nothing to write to, whatever the file.
 FULL_OR_READ_ONLY = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO),
@@ -81,12 +89,35 @@ def errors_that_fit(outputs: Iterable[Any] = ()) -> Iterator[None]:
         is_output = error.filename is not None and str(error.filename) in map(str, outputs)
         if error.errno not in FULL_OR_READ_ONLY and not is_output:
             raise
-        if error.filename is None:
-            # Buffered text is written at the end of the process, and would fail again.
-            with suppress(OSError), Path(os.devnull).open("w") as nothing:
-                os.dup2(nothing.fileno(), sys.stdout.fileno())
-        place = error.filename or "standard output"
-        raise UnusableInput(f"{place}: {error.strerror}") from error
+        if error.filename is not None:
+            raise UnusableInput(f"{error.filename}: {error.strerror}") from error
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PRINTERS):
+            raise UnusableInput(f"{error.strerror} ({place_of(error)})") from error
+        # Buffered text is written at the end of the process, and would fail again.
+        with suppress(OSError), Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        raise UnusableInput(f"standard output: {error.strerror}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and the line of an error: the last that is in no other library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if frame.filename.startswith(PACKAGE_FOLDER)
+        or not frame.filename.startswith(LIBRARY_FOLDERS)
+    ]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+
+
+def with_place(error: Exception) -> str:
+    """Return the message of an error, with its place where the package did not mean to raise it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_meant = last.filename.startswith(PACKAGE_FOLDER) and str(last.line).startswith("raise ")
+    if is_meant or type(error).__module__.startswith(f"{__package__.split('.')[0]}."):
+        return str(error)
+    return f"{type(error).__name__}: {error} ({place_of(error)})"
 
 
 @contextmanager
@@ -184,7 +215,7 @@ class ScreenCommand(click.Command):
                 if isinstance(self, click.Group) or self.keeps_traceback:
                     raise
                 # The input is wrong, or the environment.
-                raise UnusableInput(printable_lines(str(error))) from error
+                raise UnusableInput(printable_lines(with_place(error))) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each section; a group has its commands first."""
