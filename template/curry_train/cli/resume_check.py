@@ -126,9 +126,9 @@ def _compared(straight: History, resumed: History) -> Iterator[tuple[str, Steps,
 def different_figure(straight: History, resumed: History) -> str | None:
     """Name the first figure of a resumed run that is not the same, or a step that it lacks."""
     for name, expected, part in _compared(straight, resumed):
-        if parted := compare_values(expected, part, name).parted:
+        if found := compare_values(expected, part, name).first:
             what = "dev loss" if name == "value" else name
-            return f"{what} of step {parted.step} is {parted.a!r} straight and {parted.b!r} resumed"
+            return f"{what} of step {found.step} is {found.a!r} straight and {found.b!r} resumed"
     missing = sorted({*straight.steps.step} - {*resumed.steps.step})
     return f"step {missing[0]} was not trained after the resume" if missing else None
 
