@@ -1,6 +1,6 @@
 """Command `plan`: find the fastest way that fits a budget, print it and draw it.
 
-The rows of the plan's table are marked. `--fits` prints and draws the fewest GPUs instead.
+The rows of the plan's table are marked. `--fits` prints the fewest GPUs instead.
 
 Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
@@ -9,13 +9,12 @@ import functools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import click
 import torch
 from click.core import ParameterSource
-from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
@@ -29,7 +28,7 @@ from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from ..plan.timeline import measure_timeline
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
-from .figures import plot_fewest, plot_plan
+from .figures import plot_plan
 from .options import (
     DTYPES,
     blocks_option,
@@ -172,7 +171,7 @@ def sharding_options(command: Any) -> Any:
     "--margin",
     "margin_percent",
     type=click.FloatRange(0, 100),
-    default=100 * WORST_RESERVED_ERROR,
+    default=round(100 * WORST_RESERVED_ERROR, 2),
     show_default=True,
     metavar="PERCENT",
     help="Leave so much free on a GPU; the default is the worst recorded error.",
@@ -223,6 +222,8 @@ def plan_command(
     explain: bool,
     verify: bool,
     out: str | None,
+    plot_path: str | None,
+    page_path: str | None,
     json_path: str | None,
     **shared: Any,
 ) -> None:
@@ -230,10 +231,8 @@ def plan_command(
 
     Exit status: 0 planned, 1 nothing fits, 2 wrong usage.
     """
-    console = Console(highlight=False, soft_wrap=True)
     place = choose_device("auto")
     here = [] if target else [FOR_THIS_DEVICE[place.type]]
-    files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
         settings: dict[str, Any] = {
@@ -246,8 +245,10 @@ def plan_command(
         gpu = shared.pop("fits")
         if gpu is not None:
             fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
-            _print_fewest(console, fewest, json_path, files.plot_path)
-            return
+            click.echo(fewest.table())
+            if json_path:
+                write_json(json_path, provenance(torch.device("cpu")) | fewest.to_json())
+            sys.exit(fewest.best is None)
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         shared["mesh"] = meshes[0] if meshes else {}
@@ -261,15 +262,26 @@ def plan_command(
             **_sharing(verify=verify, **shared),
             **settings,
         )
-        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, files)
+        plan, plain = _find_plan(
+            planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
+        )
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
-        console.print("\n".join([*here, str(error)]), markup=False)
+        click.echo("\n".join([*here, str(error)]))
         sys.exit(1)
 
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
-    _print_plan(console, plan, text, place=place, measured=measured, out=out)
+    click.echo(text)
+    if measured is not None:
+        predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
+        click.echo(
+            f"\nmeasured on {place}: peak {format_bytes(measured)}, "
+            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})",
+        )
+    if out:
+        write_json(out, plan.to_json())
+        click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
     if json_path:
         results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
         results |= {"plan": plan.to_json(), **(plan.cuda or {})}
@@ -294,7 +306,7 @@ def _own_settings(
 # Options that `--fits` takes; the others belong to the plan for a budget.
 OPTIONS_OF_FITS = (
     *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
-    *("rank", "reshard_after_forward", "precision", "links", "json_path", "plot_path"),
+    *("rank", "reshard_after_forward", "precision", "links", "json_path"),
 )
 
 
@@ -336,28 +348,6 @@ def _refuse_others(taken: Sequence[str], why: str) -> None:
         raise ValueError(f"{why}: leave out {', '.join(others)}")
 
 
-def _print_fewest(
-    console: Console, found: FewestGpus, json_path: str | None, plot_path: str | None
-) -> None:
-    """Print the table of GPUs, write and draw it, and exit with 1 where nothing fits."""
-    console.print(found.table(), markup=False)
-    if plot_path:
-        require_matplotlib()
-        plot_fewest(found, plot_path)
-    if json_path:
-        write_json(json_path, provenance(torch.device("cpu")) | found.to_json())
-    if found.best is None:
-        sys.exit(1)
-
-
-@dataclass(frozen=True)
-class PlanFiles:
-    """Paths of what a plan is drawn to; None for what is not wanted."""
-
-    plot_path: str | None
-    page_path: str | None
-
-
 def _sharing(
     *,
     verify: bool,
@@ -386,7 +376,9 @@ def _find_plan(
     budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
-    files: PlanFiles,
+    *,
+    plot_path: str | None,
+    page_path: str | None,
 ) -> tuple[Plan, Timeline]:
     """Return the plan and the timeline of the plain step; write the pictures of the plan.
 
@@ -398,46 +390,23 @@ def _find_plan(
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
         global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
         planner.check_settings(global_batch, microbatch)
-        if files.plot_path:
+        if plot_path:
             require_matplotlib()  # after the options are checked, before the work begins
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
         plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
-        if files.plot_path:
+        if plot_path:
             show_message("drawing")
-            plot_plan(planner, plan, files.plot_path)
-        if files.page_path:
+            plot_plan(planner, plan, plot_path)
+        if page_path:
             # Imported here because most plans are drawn on no page.
             from .memory_page import course_of_timeline, write_page
 
             title = f"{plan.workload} on {plan.settings['device']}, as planned"
             course = course_of_timeline(planner.planned_timeline())
-            write_page(replace(course, title=title), files.page_path)
+            write_page(replace(course, title=title), page_path)
     return plan, plain
-
-
-def _print_plan(
-    console: Console,
-    plan: Plan,
-    text: str,
-    *,
-    place: torch.device,
-    measured: int | None,
-    out: str | None,
-) -> None:
-    """Print the plan and the measured peak, and write the plan to `out`."""
-    console.print(text, markup=False)
-    if measured is not None:
-        predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
-        console.print(
-            f"\nmeasured on {place}: peak {format_bytes(measured)}, "
-            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})",
-            markup=False,
-        )
-    if out:
-        write_json(out, plan.to_json())
-        console.print(f"\nwrote {out}: Plan.load({out!r}).apply(model)", markup=False)
 
 
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:

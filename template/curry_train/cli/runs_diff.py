@@ -127,7 +127,7 @@ def difference(a: History, b: History) -> RunDifference:
         fact["command"] = run.facts.get("command")
     return RunDifference(
         continued=continuation(a, b) or continuation(b, a),
-        changes=changes(*(_summary(run) | fact for run, fact in zip(runs, facts, strict=True))),
+        changes=changes(*(summary(run) | fact for run, fact in zip(runs, facts, strict=True))),
         unknown=list(unknown),
         losses=compare_values(a.steps, b.steps, "loss"),
         metrics={
@@ -145,7 +145,7 @@ def _is_recorded(section: str, facts: Mapping[str, Any]) -> bool:
     return section != "code" or isinstance(recorded.get("revision"), str)
 
 
-def _summary(run: History) -> dict[str, Any]:
+def summary(run: History) -> dict[str, Any]:
     """Return what a journal shows of a run besides its facts, its losses and its metrics."""
     steps = run.steps
     last = run.attempts[-1] if run.attempts else None
@@ -237,25 +237,19 @@ def _value(value: Any) -> str:
 @click.command("diff", cls=ScreenCommand, example="run-001 run-002")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@click.option(
-    "--runs",
-    "root",
-    default="runs",
-    show_default=True,
-    metavar="DIR",
-    help="Folder of the runs given by name.",
-)
 @json_option()
-def runs_diff_command(a: str, b: str, root: str, json_path: str | None) -> None:
+def runs_diff_command(a: str, b: str, json_path: str | None) -> None:
     """Compare two runs by their journals.
 
     Prints what differs in configuration, code, environment, events and costs, and the first step
     with another loss.
 
-    A run is a name in --runs, a folder or a journal; NAME@2 is the run as its second attempt left
+    A run is a name in runs/, a folder or a journal; NAME@2 is the run as its second attempt left
     it. Exit status: 0 compared, 2 a run can't be read.
     """
-    found = difference(*(read_history(find_journal(name, root=root), name=name) for name in (a, b)))
+    found = difference(
+        *(read_history(find_journal(name, root="runs"), name=name) for name in (a, b))
+    )
     click.echo(found.text())
     if json_path:
         write_json(json_path, finite({"a": a, "b": b} | asdict(found)))

@@ -17,16 +17,13 @@ import os
 import pickle
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
-from ..core.unpickle import RefusedPickle
 from ..core.wording import format_bytes
 from ..runs.format import ALLOWED_GLOBALS
 from ..runs.journal import printable
@@ -37,6 +34,7 @@ from .options import json_option
 from .runs import end, is_run
 from .screen import ScreenCommand, UnusableInput, fill_screen, table
 from .tensor_files import (
+    DAMAGE,
     FoundTensor,
     Inspection,
     add_names,
@@ -183,12 +181,8 @@ def _inspect_folder(path: Path, values: bool) -> Inspection:
         readers.get(name, _read_each)(files, found, values)
         if is_ours:
             _compare_with_manifest(path, found)
-    except (RefusedPickle, RunError, OSError, ValueError, zipfile.BadZipFile) as error:
-        found.problems.append(in_a_line(error))
-    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        found.problems.append(f"its index can't be read ({type(error).__name__}: {error!s:.200})")
-    except pickle.UnpicklingError as error:
-        found.problems.append(f"its index can't be read ({error!s:.200})")
+    except (RunError, RecursionError, *DAMAGE) as error:
+        found.problems.append(f"{type(error).__name__}: {in_a_line(error)}")
     return found
 
 
@@ -354,11 +348,10 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
     except OSError as error:
         raise UnusableInput(f"{path} can't be read ({error.strerror or error})") from error
 
-    console = Console(highlight=False)
     if found.tensors:
-        console.print(_tensors_table(found), markup=False)
+        click.echo(_tensors_table(found))
     for line in inspection_lines(found):
-        console.print(fill_screen(line), markup=False)
+        click.echo(fill_screen(line))
     end(json_path, found.to_json(), well=found.well)
 
 

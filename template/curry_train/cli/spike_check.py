@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ..config import Config, load_config
@@ -40,7 +40,7 @@ from .options import (
 )
 from .resume_check import different_tensor, final_tensors
 from .runs_diff import compare_values
-from .screen import ScreenCommand, fill_screen, progress_on_screen
+from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
 
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
@@ -289,7 +289,6 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
     if model:
         given.append(f"model={model}")
-    console = Console(highlight=False, soft_wrap=False)
 
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, keep_path)
@@ -299,18 +298,23 @@ def spike_check_command(
         if plot_path:
             require_matplotlib()
         facts = provenance(choose_device(settings.device))
-        watch = stack.enter_context(_progress(steps))
+        show = stack.enter_context(messages_on_screen())
         result = spike_check(
-            folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
+            *(folder, given),
+            steps=steps,
+            at=at,
+            num_windows=windows,
+            config=config,
+            watch=[functools.partial(_show_steps, show)],
         )
         if plot_path:
             drawn = [read_history(folder / f"{name}-001", name=name) for name in result.losses]
             plot_runs(drawn, plot_path)
 
     for line in describe_spike_check(result):
-        console.print(fill_screen(line, indent=""), markup=False)
+        click.echo(fill_screen(line, indent=""))
     if plot_path:
-        console.print(f"drawn as {plot_path}", markup=False)
+        click.echo(f"drawn as {plot_path}")
     if json_path:
         write_json(json_path, facts | result.to_json())
     sys.exit(0 if result.held else 1)
@@ -345,13 +349,6 @@ def describe_spike_check(found: SpikeCheck) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _progress(steps: int) -> Iterator[Watch]:
-    """Show the steps of all three runs on a terminal."""
-    with progress_on_screen() as progress:
-        task = progress.add_task("", total=3 * steps)
-
-        @contextlib.contextmanager
-        def watch(run: TrainingRun) -> Iterator[Hook]:
-            yield lambda report: progress.update(task, advance=1, description=run.folder.name)
-
-        yield watch
+def _show_steps(show: Callable[[str], None], run: TrainingRun) -> Iterator[Hook]:
+    """Show the step of the run that is trained."""
+    yield lambda report: show(f"{run.folder.name}: step {report.step} of {report.steps}")
