@@ -52,9 +52,6 @@ SECTIONS = {
 }
 OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
-WIDEST_OPTION = 24
-# The range that click appends to the help of a number; its error message has it too.
-_RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
 
 PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
@@ -226,14 +223,12 @@ class ScreenCommand(click.Command):
             record = option.get_help_record(ctx)
             if record is None or isinstance(option, click.Argument):
                 continue
-            written = re.sub("INTEGER( RANGE)?", "N", record[0])
             titles = (title for title, names in SECTIONS.items() if option.opts[0] in names)
-            section = rows[next(titles, OTHER_SECTION)]
-            section.append((written, _RANGE_PATTERN.sub("", record[1])))
+            rows[next(titles, OTHER_SECTION)].append(record)
         for title, section in rows.items():
             if section:
                 with formatter.section(title):
-                    formatter.write_dl(section, col_max=WIDEST_OPTION)
+                    formatter.write_dl(section)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.example is not None:
@@ -421,20 +416,12 @@ def fill_screen(text: str, *, indent: str = "  ") -> str:
 def wrapped(text: str, *, begun: int = 0) -> str:
     """Break each line between words, and never at a hyphen of an option or inside of a path.
 
-    In the first line so many columns are in use.
+    In the first line so many columns are in use; no line is longer than the first may be.
     """
-    lines = list[str]()
-    for line in text.splitlines():
-        indent = "" if lines else " " * begun
-        filled = textwrap.fill(
-            line,
-            SCREEN_WIDTH,
-            initial_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines.append(filled.removeprefix(indent))
-    return "\n".join(lines)
+    return "\n".join(
+        textwrap.fill(line, SCREEN_WIDTH - begun, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import heap_kept
-from ..core.wording import format_seconds, provenance, write_json
+from ..core.wording import format_duration, format_seconds, provenance, write_json
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import (
     CONTRACTS,
@@ -378,9 +378,8 @@ def _announce_time(
     total = num_steps * seconds
     if total < LONG_SECONDS:
         return False
-    duration = f"{total / 3600:.1f} hours" if total > 7200 else f"{total / 60:.0f} min"
-    steps = f"({num_steps} steps of {format_seconds(seconds)})"
-    console.print(f"about {duration} {steps}, a line for each gate, short gates first")
+    steps = f"{num_steps} steps of {format_seconds(seconds)}, {format_duration(total)} in all"
+    console.print(f"about {steps}: a line for each gate, short gates first")
     console.print(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
     return True
 
