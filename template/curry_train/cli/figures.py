@@ -99,7 +99,7 @@ def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: st
             axes.hlines(peak, trade.lower, trade.upper, colour, linewidth=0.9, alpha=0.5)
     front = list(zip(*pareto(points), strict=True))
     axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max((peak for _, peak in points), default=1.0))
     _frame(axes, x, "peak, MiB")
 
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
-from ..core.blocks import NoBlocks, find_blocks
 from ..core.wording import format_bytes, provenance, write_json
 from ..plan.available import missing_room
 from ..plan.estimate import Sketch
@@ -44,6 +42,7 @@ from .options import (
     DTYPES,
     CaseOptions,
     blocks_text,
+    check_blocks,
     dtype_name,
     dtype_to_use,
     echo_notes,
@@ -54,6 +53,7 @@ from .options import (
     samples_of,
     settle_blocks,
     training_options,
+    typed_options,
 )
 from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
 
@@ -258,7 +258,7 @@ def memory_command(
 
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
-    _check_usage(click.get_current_context(), spec, snapshot_path)
+    _check_usage(spec, snapshot_path)
     if spec is not None:
         report = measure_model(spec, asked, on_shapes=on_shapes, is_drawn=bool(plot_path))
     else:
@@ -277,16 +277,13 @@ def memory_command(
         write_json(json_path, report.results)
 
 
-def _check_usage(context: click.Context, spec: str | None, snapshot: str | None) -> None:
+def _check_usage(spec: str | None, snapshot: str | None) -> None:
     """Refuse options that would be ignored."""
     if (spec is None) == (snapshot is None):
         raise click.UsageError("give either --model or --snapshot")
-    if snapshot is None:
-        return
-    for name in MODEL_OPTIONS:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            option = name.replace("_", "-")
-            raise click.UsageError(f"--{option} is of a model: leave it out with --snapshot")
+    ignored = [option.opts[0] for option in typed_options() if option.name in MODEL_OPTIONS]
+    if snapshot is not None and ignored:
+        raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
 
 
 @contextlib.contextmanager
@@ -322,9 +319,7 @@ def measure_model(
         module = case.build()
         batch = case.batch()
         if is_drawn:
-            # A wrong pattern is reported before a missing package.
-            with contextlib.suppress(NoBlocks):
-                find_blocks(module, asked.blocks)
+            check_blocks(case)
             require_matplotlib()
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss

@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.device import PROFILES, find_profile, profile_of
@@ -43,6 +42,7 @@ from .options import (
     require_matplotlib,
     seed_option,
     training_options,
+    typed_options,
 )
 from .screen import ScreenCommand, messages_on_screen
 
@@ -337,13 +337,7 @@ def _find_fewest(
 
 def _refuse_others(taken: Sequence[str], why: str) -> None:
     """Raise an error for options on the command line that are not among those taken."""
-    context = click.get_current_context()
-    others = [
-        option.opts[0]
-        for option in context.command.params
-        if option.name not in taken
-        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-    ]
+    others = [option.opts[0] for option in typed_options() if option.name not in taken]
     if others:
         raise ValueError(f"{why}: leave out {', '.join(others)}")
 

@@ -267,15 +267,22 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection, values: bool
             _add_piece(files, places.get((name, None)), name, None, found, values=False)
             continue
         dtype = str(entry.properties.dtype).removeprefix("torch.")
-        tensor = FoundTensor(str(name), tuple(entry.size), dtype, nan=0, inf=0)
+        pieces = [
+            _add_piece(
+                files,
+                places.get((name, tuple(chunk.offsets))),
+                name,
+                tuple(chunk.sizes),
+                found,
+                values=values,
+            )
+            for chunk in entry.chunks
+        ]
+        tensor = FoundTensor(str(name), tuple(entry.size), dtype)
+        if values and None not in pieces:
+            tensor.nan = sum(piece.nan or 0 for piece in pieces if piece)
+            tensor.inf = sum(piece.inf or 0 for piece in pieces if piece)
         found.tensors.append(tensor)
-        for chunk in entry.chunks:
-            place = places.get((name, tuple(chunk.offsets)))
-            piece = _add_piece(files, place, name, tuple(chunk.sizes), found, values=values)
-            for count in ("nan", "inf"):
-                one = None if piece is None else getattr(piece, count)
-                so_far = getattr(tensor, count)
-                setattr(tensor, count, None if None in (one, so_far) else so_far + one)
         num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         if num_elements != math.prod(tensor.shape):
             found.problems.append(

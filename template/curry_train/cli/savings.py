@@ -26,7 +26,6 @@ from ..bench.savings import (
     measure_savings,
 )
 from ..bench.steps import MEASURED_OUTCOME, REFUSED_OUTCOME
-from ..core.blocks import find_blocks
 from ..core.wording import (
     format_bytes,
     format_mebibytes,
@@ -46,6 +45,7 @@ from .options import (
     DTYPES,
     blocks_option,
     blocks_text,
+    check_blocks,
     choose_device,
     device_option,
     dtype_option,
@@ -314,9 +314,7 @@ def _cases(
                 )
                 require_available(workload, make_case)
                 case = make_case(workload)
-                if blocks is not None:
-                    # A pattern that matches no module is reported before anything is measured.
-                    find_blocks(case.build(), blocks)
+                check_blocks(case)
                 name = workload.name if depth is None else f"{workload.name}, depth {depth}"
                 if name not in choices:
                     choices[name] = settle_blocks(case)[1]

@@ -18,7 +18,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from .. import __version__
 from ..core.blocks import find_blocks
@@ -35,6 +34,7 @@ from .options import (
     seed_option,
     settle_blocks,
     trainer_option,
+    typed_options,
 )
 from .screen import ScreenCommand, UnusableInput, literal, render_template, write_output
 
@@ -190,11 +190,10 @@ def _command(context: click.Context) -> str:
     if ".py" in context.command_path:
         script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
         lines = [" ".join(["python", script, *context.command_path.split()[2:]])]
-    for option in context.command.params:
+    for option in typed_options():
         value = context.params[str(option.name)]
-        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE:
-            for one in value if isinstance(value, tuple) else [value]:
-                lines.append(shlex.join([option.opts[0], *([] if one is True else [str(one)])]))
+        for one in value if isinstance(value, tuple) else [value]:
+            lines.append(shlex.join([option.opts[0], *([] if one is True else [str(one)])]))
     return "    " + " \\\n        ".join(lines)
 
 

@@ -3,7 +3,6 @@
 Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 """
 
-import contextlib
 import fnmatch
 import functools
 import inspect
@@ -20,7 +19,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import heap_kept
 from ..core.wording import format_duration, format_seconds, provenance, write_json
 from ..gates.first_look import FailureCause, explained, look
@@ -53,6 +51,7 @@ from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
     CaseOptions,
+    check_blocks,
     dtype_name,
     echo_notes,
     first_line,
@@ -469,9 +468,7 @@ def _look(case: Case) -> tuple[Case, FirstLook, float]:
     A model that can't run keeps the blocks of its containers. A pattern that matches no module is
     an error (ValueError).
     """
-    if case.blocks is not None:
-        with contextlib.suppress(NoBlocks):
-            find_blocks(case.build(), case.blocks)
+    check_blocks(case)
     # The user's model may raise anything, which each gate reports.
     try:
         case, choice = settle_blocks(case)
