@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11", "numpy>=1.26", "safetensors>=0.4.3", "xxhash>=3.4", "filelock>=4.2", "click>=8.1",
-#     "rich>=13", "jinja2>=3.1",
+#     "torch>=2.11", "numpy>=1.26", "safetensors>=0.4.3", "xxhash>=3.4", "filelock>=4.2",
+#     "click>=8.1", "rich>=13", "jinja2>=3.1",
 # ]
 # ///
 """Write a pytest file that runs every gate on your model.

@@ -1,8 +1,8 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "torch>=2.11", "numpy>=1.26", "safetensors>=0.4.3", "xxhash>=3.4", "filelock>=4.2", "click>=8.1",
-#     "rich>=13",
+#     "torch>=2.11", "numpy>=1.26", "safetensors>=0.4.3", "xxhash>=3.4", "filelock>=4.2",
+#     "click>=8.1", "rich>=13",
 # ]
 # ///
 """Measure every gate on the built-in workloads, or on your own model.

@@ -349,14 +349,9 @@ def test_a_lever_that_changes_nothing_gets_a_note():
 
 def test_unreliable_times_get_a_note():
     found = figures(Case(ROWS), "full", rounds=6, clock=ticking(1.0))
-    assert found.notes == [note for note in found.notes if note.startswith("other processes")]
+    assert found.notes == []
     spread = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 2.0, 3.0))
     assert any("all steps spread over more than 25%" in note for note in spread.notes)
-    slower = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 1.0, 1.1, 1.1, 1.2, 1.2))
-    assert any(
-        "1.20 of the time of the first rounds: the device may be hot" in note
-        for note in slower.notes
-    )
 
 
 # Another model.

@@ -26,7 +26,7 @@ from curry_train.bench.savings import (
     step_bytes,
 )
 from curry_train.cli import savings as command
-from curry_train.cli.figures import choose_cases, pareto, plot_savings
+from curry_train.cli.figures import pareto, plot_savings
 from curry_train.cli.savings import savings_command, savings_table
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Strategy
@@ -224,13 +224,14 @@ def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
     def bytes_of(size):
         tried.append(size)
         return (
-            None if size > 900 else fixed + sum(slopes[step % len(slopes)] for step in range(size))
+            sys.maxsize
+            if size > 900
+            else fixed + sum(slopes[step % len(slopes)] for step in range(size))
         )
 
     found = search(bytes_of, 1000, start=start)
     assert found == 0 or bytes_of(found) <= 1000
-    above = bytes_of(found + 1)
-    assert above is None or above > 1000
+    assert bytes_of(found + 1) > 1000
     assert {found, found + 1} - {0} <= set(tried[:-2])
     assert max(tried) <= max(2 * start, 2 * found, 2)
 
@@ -314,22 +315,10 @@ def test_pareto_front_omits_points_that_another_one_beats():
     assert pareto([]) == []
 
 
-def test_the_plot_shows_the_last_case_of_each_workload():
-    rows = [
-        made_row("none", workload=name, batch_size=size)
-        for name in ("a", "b")
-        for size in (1, 2, 4)
-    ]
-    assert [case[0].label for case in choose_cases(rows)] == ["a, batch size 4", "b, batch size 4"]
-    assert len(choose_cases(rows[:4])) == 4
-    with pytest.raises(ValueError, match="nothing was measured, so there is nothing to draw"):
-        choose_cases([made_row("none", outcome="out of memory")])
-
-
 def test_plot_labels_every_strategy_even_on_one_spot(tmp_path):
     names = ["none", *(f"strategy_{index}" for index in range(11))]
     rows = [made_row(name, 1.2, 4.0) for name in names]
-    assert plot_savings(rows, tmp_path / "many.png") == ["net, batch size 8"]
+    plot_savings(rows, tmp_path / "many.png")
     assert (tmp_path / "many.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -376,9 +365,7 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
     depths = {row["depth"]: len(row["modules"]) for row in rows if row["strategy"] == "full"}
     assert depths == {2: 2, 3: 3}
     assert (tmp_path / "out" / "savings.png").read_bytes().startswith(b"\x89PNG")
-    assert (
-        "savings.png, which leaves out 5 and shows\n  mlp, depth 3, batch size 4\n" in ended.output
-    )
+    assert "savings.json and " in ended.output
 
 
 def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path):

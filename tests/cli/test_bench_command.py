@@ -94,10 +94,11 @@ needs_matplotlib = pytest.mark.skipif(
 @needs_matplotlib
 def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path):
     found = planted("full", "timesteps", "accumulate=2", seconds=(1.0, 1.3, 1.1, 1.0, 1.3, 60.0))
-    assert plot_bench(found, tmp_path / "bench.png") == ["plain", "full", "accumulate=2"]
+    plot_bench(found, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     alone = planted(rounds=1)
-    assert plot_bench(alone, tmp_path / "alone.png") == ["plain"]
+    plot_bench(alone, tmp_path / "alone.png")
+    assert (tmp_path / "alone.png").is_file()
 
 
 @needs_matplotlib

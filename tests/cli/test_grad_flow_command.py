@@ -61,21 +61,17 @@ def test_json_has_every_step_and_layer(run, tmp_path):
     arguments = [
         "--steps",
         "4",
-        "--every",
-        "2",
         "--microbatches",
         "2",
         "--clip-norm",
         "0.01",
-        "--strategy",
-        "full",
     ]
     ended = run(*QUICK, *arguments, "--layers", "*.0", "--json", str(path))
     assert ended.exit_code == 0, ended.output
     data = json.loads(path.read_text())
     assert {"command", "date", "device", "torch", "python", "workload", "losses"} <= data.keys()
     assert len(data["losses"]) == 4
-    assert [step["step"] for step in data["steps"]] == [0, 2]
+    assert [step["step"] for step in data["steps"]] == [0, 1, 2, 3]
     step = data["steps"][0]
     assert step["forwards"] == 2
     assert step["scaled"] < 0.5

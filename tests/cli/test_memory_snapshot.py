@@ -49,7 +49,6 @@ def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
         "attention train.py:41",
         "free blocks (reserved, not allocated)",
         "expandable_segments:True",
-        "* for the largest owner, optimizer state",
     ):
         assert part in ended.output
     found = results("--snapshot", recorded)
@@ -76,31 +75,6 @@ def test_a_lever_is_worth_what_a_training_with_it_takes_less(tmp_path):
     worth = saved["fused=True, or foreach=False, of the optimizer"]
     assert worth == with_copies["peak_allocated_bytes"] - without["peak_allocated_bytes"] > 0
     assert not any("foreach" in lever["change"] for lever in without["levers"])
-
-
-def test_against_names_what_one_has_more(tmp_path, recorded):
-    other = Training()
-    other.build()
-    other.step(until="backward")
-    path = write(tmp_path / "other.pickle", other.snapshot())
-    found = results("--snapshot", recorded, "--against", path)["against"]
-    assert found["optimizer state"] == {"this": 148 * MIB + 32768, "other": 0}
-    assert found["parameters"]["this"] == found["parameters"]["other"] > 0
-    assert next(iter(found)) in ("optimizer state", "allocated", "reserved")
-    assert "optimizer state" in run("--snapshot", recorded, "--against", path).output
-
-
-def test_against_a_plan_compares_allocated_and_reserved(tmp_path, recorded):
-    plan = {"allocated_bytes": 400 * MIB, "reserved_bytes": 500 * MIB}
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(plan))
-    found = results("--snapshot", recorded, "--against", path)
-    assert found["against"]["allocated"] == {
-        "this": found["peak_allocated_bytes"],
-        "other": 400 * MIB,
-    }
-    assert found["against"]["reserved"]["other"] == 500 * MIB
-    assert set(found["against"]) == {"allocated", "reserved"}
 
 
 def test_an_out_of_memory_error_is_named_with_what_was_free(tmp_path):
@@ -148,18 +122,14 @@ def test_names_from_the_file_are_escaped(tmp_path):
     [
         ([], "give either --model or --snapshot"),
         (["--model", "mlp", "--snapshot", "FILE"], "give either --model or --snapshot"),
-        (["--model", "mlp", "--against", "FILE"], "give --snapshot too"),
         (["--snapshot", "FILE", "--dtype", "bfloat16"], "--dtype is of a model"),
         (["--snapshot", "FILE", "--batch-size", "2"], "--batch-size is of a model"),
         (["--snapshot", "BAD"], "is no CUDA memory snapshot"),
-        (["--snapshot", "FILE", "--against", "BAD"], "is no CUDA memory snapshot"),
-        (["--snapshot", "FILE", "--against", "JSON"], "has no allocated bytes of a plan"),
     ],
 )
 def test_wrong_usage_ends_in_one_line(tmp_path, recorded, arguments, message):
     (tmp_path / "bad.pickle").write_bytes(pickle.dumps({"segments": [Touch()]}))
-    (tmp_path / "a.json").write_text("{}")
-    files = {"FILE": recorded, "BAD": tmp_path / "bad.pickle", "JSON": tmp_path / "a.json"}
+    files = {"FILE": recorded, "BAD": tmp_path / "bad.pickle"}
     ended = run(*(files.get(word, word) for word in arguments))
     assert ended.exit_code == 2
     # Where a line is broken depends on the length of the path.

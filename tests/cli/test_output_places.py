@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -15,6 +16,7 @@ from curry_train.cli.memory import memory_command
 from curry_train.cli.options import json_option
 from curry_train.cli.screen import ScreenCommand
 from curry_train.cli.validate import validate_command
+from curry_train.core.wording import parse_bytes
 
 FULL = Path("/dev/full")
 COMMAND = [sys.executable, "-m", "curry_train"]
@@ -66,8 +68,6 @@ def test_a_place_where_no_file_can_be_made_is_one_line(tmp_path):
 
 
 def test_a_fault_of_the_package_keeps_its_traceback():
-    import click
-
     @click.command("broken", cls=ScreenCommand)
     @json_option()
     def broken(json_path):
@@ -75,6 +75,33 @@ def test_a_fault_of_the_package_keeps_its_traceback():
 
     done = CliRunner().invoke(broken, [])
     assert isinstance(done.exception, FileNotFoundError)
+
+
+def ended_by(work):
+    """Return the error that a command prints whose work fails."""
+
+    @click.command("fails", cls=ScreenCommand, example="")
+    def fails():
+        work()
+
+    done = CliRunner().invoke(fails, [])
+    assert done.exit_code == 2
+    return " ".join(done.stderr.split())
+
+
+@needs_full_device
+def test_a_full_disk_at_a_file_is_not_taken_for_standard_output():
+    def write_run():
+        with FULL.open("w") as file:
+            file.write("a run's first file")
+
+    assert ended_by(write_run).startswith("Error: No space left on device (test_output_places.py:")
+
+
+def test_an_internal_error_is_a_line_with_its_place():
+    error = ended_by(lambda: list(zip("ab", "c", strict=True)))
+    assert error.startswith("Error: ValueError: zip() argument 2 is shorter than argument 1 (test_")
+    assert ended_by(lambda: parse_bytes("much")).endswith("such as 24GiB or 512MiB")
 
 
 # The user's code ends Python, or raises what is no Exception.

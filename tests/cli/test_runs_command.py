@@ -183,9 +183,7 @@ def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
 
 
 def test_resume_check_says_why_a_training_does_not_run(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"the training did not run: .*stpes is no key; did you mean steps"
-    ):
+    with pytest.raises(ValueError, match=r"stpes is no key; did you mean steps"):
         resume_check(tmp_path, ["stpes=3"], steps=6, kill_at=4, save_every=2)
 
 
@@ -253,22 +251,22 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
         journal.write("spike", step=12, reason="loss 9 at step 12")
         journal.rollback(10, from_step=12, reason="loss 9 at step 12")
         journal.write("skip", step=10, reason="positions 40 to 47 of the data")
-        for step in range(11, 19):
+        for step in range(11, 24):
             journal.write("warning", step=step, reason="a word " * 20)
-        journal.write("stop", step=20, reason="steps")
+        journal.write("stop", step=24, reason="steps")
     _, output = call("show", folder, "--json", tmp_path / "facts.json")
     lines = output.splitlines()
-    begin = lines.index("attempt 1: start at step 0, up to 12, rolled back")
+    begin = lines.index("attempt 1: start at step 0, up to 12, no record of its end")
     assert lines[begin : begin + 4] == [
-        "attempt 1: start at step 0, up to 12, rolled back",
+        "attempt 1: start at step 0, up to 12, no record of its end",
         "  step 12, spike: loss 9 at step 12",
-        "attempt 2: rollback at step 10, up to 20, ended by steps",
+        "attempt 2: rollback at step 10, up to 24, ended by steps",
         "  step 10, skip: positions 40 to 47 of the data",
     ]
-    assert lines[-1] == "  and 2 more of warning"
+    assert lines[-1] == "  and 2 more events, which --json has"
     attempts = json.loads((tmp_path / "facts.json").read_text())["attempts"]
     found = [(row["began"], row["from_step"], len(row["events"])) for row in attempts]
-    assert found == [("start", 0, 1), ("rollback", 10, 9)]
+    assert found == [("start", 0, 1), ("rollback", 10, 14)]
 
 
 def test_show_reports_an_unreadable_journal_and_shows_the_rest(tmp_path):

@@ -1,20 +1,21 @@
-"""The difference between two runs, from their journals.
+"""The difference between two runs, from their journals: found, printed and written as JSON.
 
 Run: `python -m pytest tests/cli/test_runs_diff.py`.
 """
 
+import json
 import math
-from dataclasses import asdict
 
 import pytest
+from click.testing import CliRunner
 from journals import clock, facts, loss_of, plant, plant_eventful, train
 
 from curry_train.cli.runs_diff import (
     ABSENT_VALUE,
-    Continuation,
-    SettingChange,
+    Change,
     changes,
     difference,
+    runs_diff_command,
 )
 from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal
@@ -24,84 +25,86 @@ def compare(a, b):
     return difference(read_history(a, name="A"), read_history(b, name="B"))
 
 
-def test_a_resume_from_the_other_run_is_reported_with_its_step(tmp_path):
-    plant(tmp_path / "first", last=30)
-    (tmp_path / "second").mkdir()
-    with Journal(tmp_path / "second") as journal:
-        journal.resume(20, facts={**facts(), "from_run": "first"})
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: CliRunner().invoke(runs_diff_command, words)
+
+
+def test_a_resume_from_the_other_run_is_the_first_line(run, tmp_path):
+    plant(tmp_path / "runs/first", last=30)
+    (tmp_path / "runs/second").mkdir()
+    new_facts = facts(steps=40)
+    new_facts["environment"]["world_size"] = 2
+    with Journal(tmp_path / "runs/second") as journal:
+        journal.resume(20, facts={**new_facts, "from_run": "first"})
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
-    found = compare(tmp_path / "first", tmp_path / "second")
-    assert found.resumed == Continuation("A", "B", 20)
-    assert compare(tmp_path / "second", tmp_path / "first").resumed == Continuation("B", "A", 20)
-    assert (found.losses.first_common, found.losses.last_common, found.losses.num_common) == (
-        21,
-        30,
-        10,
-    )
-    assert (found.losses.parted.step, found.losses.parted.amount) == (25, pytest.approx(0.5))
-    assert found.config == []
+    ended = run("first", "second")
+    assert ended.exit_code == 0
+    assert [" ".join(line.split()) for line in ended.output.splitlines()] == [
+        "second resumed from first at step 20",
+        "A B",
+        "run first second",
+        "steps 1 to 30 21 to 40",
+        "ended by steps no record",
+        "events.save 3 2",
+        "events.start 1 (none)",
+        "events.stop 1 (none)",
+        "events.resume (none) 1",
+        "config.steps 300 40",
+        "environment.world_size 1 2",
+        "the same: code",
+        "losses: 6 of 10 common steps, 21 to 30, differ",
+        "first at step 25: A 4.04, B 4.54, by +0.5",
+    ]
+    assert run("second", "first").output.startswith("second resumed from first at step 20\n")
 
 
-def test_a_resume_beyond_the_end_of_the_other_run_is_doubted(tmp_path):
+def test_a_resume_beyond_the_end_of_the_other_run_is_none_from_it(tmp_path):
     """Do not take run-001 of another folder for the origin because of its name."""
     plant(tmp_path / "first", last=10)
     (tmp_path / "second").mkdir()
     with Journal(tmp_path / "second") as journal:
         journal.resume(500, facts={"from_run": "first"})
-    assert compare(tmp_path / "first", tmp_path / "second").resumed == Continuation(
-        "A", "B", 500, reached=False
-    )
+    assert compare(tmp_path / "first", tmp_path / "second").continued is None
 
 
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     back = compare(f"{folder}@1", f"{folder}@2")
-    assert back.resumed == Continuation("A", "B", 10, how="rollback")
-    assert (back.losses.parted.step, back.losses.num_different) == (11, 10)
+    assert back.continued == "B rolled A back to step 10"
+    assert (back.losses.first.step, back.losses.num_different) == (11, 10)
     on = compare(f"{folder}@2", folder)
-    assert (on.resumed, on.same) == (Continuation("A", "B", 20), False)
-    assert on.config == [SettingChange("steps", 300, 40)]
-    assert on.losses.parted.step == 21
-    assert on.losses.parted.amount == pytest.approx(0.001)
-
-
-def test_runs_without_a_common_step_are_reported_with_their_steps(tmp_path):
-    plant(tmp_path / "one", last=10)
-    (tmp_path / "two").mkdir()
-    with Journal(tmp_path / "two") as journal:
-        journal.resume(10)
-        train(journal, range(11, 21))
-    losses = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (losses.num_common, losses.parted, losses.spans) == (0, None, ((1, 10), (11, 20)))
-    (tmp_path / "three").mkdir()
-    with Journal(tmp_path / "three") as journal:
-        journal.start()
-    assert compare(tmp_path / "one", tmp_path / "three").losses.spans == ((1, 10), None)
+    assert on.continued == "B resumed from A at step 20"
+    assert Change("config.steps", 300, 40) in on.changes
+    assert on.losses.first.step == 21
+    same = compare(folder, folder)
+    assert (same.continued, same.changes) == (None, [Change("run", "A", "B")])
+    assert "equal to the bit in 40 common steps" in same.text()
 
 
 def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path):
-    """Plant the least difference that a figure can have, then a visible one, then the largest."""
+    """Plant the least difference that a figure can have, then the largest."""
     plant(tmp_path / "one", last=40)
 
     def other(step):
         loss = loss_of(step)
         if step == 7:
             return math.nextafter(loss, math.inf)
-        return loss * 1.02 if step == 20 else loss - 2.0 if step == 30 else loss
+        return loss - 2.0 if step == 30 else loss
 
     plant(tmp_path / "two", last=40, loss=other)
     losses = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (losses.num_common, losses.num_different) == (40, 3)
-    assert losses.parted.step == 7
-    assert 0 < losses.parted.amount < 1e-15
-    assert (losses.visibly.step, losses.visibly.relative) == (20, pytest.approx(0.02))
-    assert (losses.largest.step, losses.largest.amount) == (30, -2.0)
+    assert (losses.num_common, losses.num_different) == (40, 2)
+    assert losses.first.step == 7
+    assert 0 < losses.first.b - losses.first.a < 1e-15
+    assert (losses.largest.step, losses.largest.b - losses.largest.a) == (30, -2.0)
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "parted"),
+    ("a", "b", "first"),
     [
         ((1.0, math.nan, 2.0), (1.0, math.nan, 2.0), None),
         ((1.0, math.inf, 2.0), (1.0, math.inf, 2.0), None),
@@ -110,12 +113,11 @@ def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path)
         ((1.0, 3.0, math.inf), (1.0, 3.0, -math.inf), 3),
     ],
 )
-def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, parted):
+def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, first):
     for name, losses in (("one", a), ("two", b)):
         plant(tmp_path / name, last=3, loss=lambda step, losses=losses: losses[step - 1])
     found = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (found.parted and found.parted.step) == parted
-    assert (found.parted is None) or found.parted.relative == math.inf
+    assert (found.first and found.first.step) == first
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():
@@ -127,58 +129,118 @@ def test_nested_configurations_are_compared_leaf_by_leaf():
     }
     b = {"x": {"y": {"z": 2, "same": [1, {"a": 2}]}}, "flag": 1, "n": 1.0, "new": "v"}
     assert changes(a, b) == [
-        SettingChange("x.y.z", 1, 2),
-        SettingChange("x.gone", {"deep": 1}, ABSENT_VALUE),
-        SettingChange("flag", True, 1),
-        SettingChange("none", None, ABSENT_VALUE),
-        SettingChange("new", ABSENT_VALUE, "v"),
+        Change("x.y.z", 1, 2),
+        Change("x.gone", {"deep": 1}, ABSENT_VALUE),
+        Change("flag", True, 1),
+        Change("none", None, ABSENT_VALUE),
+        Change("new", ABSENT_VALUE, "v"),
     ]
-    assert changes({"a": {"b": 1}}, {"a": 3}) == [SettingChange("a", {"b": 1}, 3)]
-    assert changes({"a": float("nan")}, {"a": float("nan")})[0].name == "a"  # JSON keys are text
+    assert changes({"a": {"b": 1}}, {"a": 3}) == [Change("a", {"b": 1}, 3)]
 
 
-def test_code_and_environment_that_differ_are_named(tmp_path):
+def test_code_environment_and_costs_that_differ_are_named(tmp_path):
     for name, more in (("one", {}), ("two", {"dirty": True, "changes": "0f"})):
         (tmp_path / name).mkdir()
         new_facts = facts()
         new_facts["code"] |= more
         if name == "two":
             new_facts["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
-            new_facts["environment"]["packages"] = {
-                "torch": "2.11.0",
-                "numpy": "2.0.0",
-                "xxhash": "3.4",
-            }
             new_facts["command"] = "python train.py"
         with Journal(tmp_path / name, clock=clock()) as journal:
             journal.start(facts=new_facts)
+            for step in range(1, 6):
+                slow = 60.0 if step == 1 else 0.5 if name == "one" else 1.25
+                journal.step(step, loss=1.0, learning_rate=1e-3, seconds=slow, peak_bytes=2**30)
     found = compare(tmp_path / "one", tmp_path / "two")
-    assert [(change.name, change.b) for change in found.code] == [
-        ("dirty", True),
-        ("changes", "0f"),
-    ]
-    assert [change.name for change in found.environment] == [
-        "command",
-        "device",
-        "world_size",
-        "packages.torch",
-        "packages.xxhash",
-    ]
-    assert found.resumed is None
+    assert {change.name: change.b for change in found.changes} == {
+        "run": "B",
+        "median step": "1.25 s",
+        "code.dirty": True,
+        "code.changes": "0f",
+        "environment.device": "NVIDIA H100",
+        "environment.world_size": 8,
+        "command": "python train.py",
+    }
+    assert "the same: config" in found.text()
 
 
-def test_events_and_dev_metrics_of_each_are_there(tmp_path):
+def test_facts_that_a_journal_lacks_are_not_called_the_same(tmp_path):
+    plant(tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    with Journal(tmp_path / "two") as journal:
+        journal.start()
+    text = " ".join(compare(tmp_path / "one", tmp_path / "two").text().split())
+    assert "not recorded: config of B, code of B, environment of B" in text
+    assert "the same" not in text
+    assert "losses: no step in common" in text
+
+
+def test_dev_metrics_of_both_are_compared(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     plant(tmp_path / "other", last=40)
     with Journal(tmp_path / "other") as journal:
         journal.resume(40)
         journal.write("eval", step=40, metric="dev_loss", value=4.75)
-    found = compare(folder, tmp_path / "other")
-    assert (found.events["spike"][0].steps, found.events["spike"][1].num) == ((20,), 0)
-    assert (found.metrics["dev_loss"].parted.step, found.metrics["dev_loss"].parted.amount) == (
-        40,
-        0.25,
-    )
-    shown = asdict(found)
-    assert shown["metrics"]["dev_loss"]["parted"]["amount"] == 0.25
-    assert shown["losses"]["parted"]["step"] == 11
+    found = compare(folder, tmp_path / "other").metrics["dev_loss"].first
+    assert (found.step, found.a, found.b) == (40, 4.5, 4.75)
+
+
+def test_long_names_and_values_keep_to_80_columns(run, tmp_path):
+    long = "n" * 100
+    plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
+    plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step)
+    ended = run(long, "b")
+    assert ended.exit_code == 0
+    assert max(map(len, ended.output.splitlines())) <= 80
+
+
+def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
+    plant(tmp_path / "runs/a", loss=lambda step: math.nan)
+    plant(tmp_path / "runs/b", seed=3)
+    ended = run("a", "b", "--json", "-")
+    found = json.loads(ended.stdout, parse_constant=lambda word: pytest.fail(word))
+    assert found["losses"]["first"] == {"step": 1, "a": "nan", "b": 5.0}
+    assert {"name": "config.seed", "a": "(none)", "b": 3} in found["changes"]
+    assert "losses: 20 of 20 common steps" in ended.stderr
+
+
+def test_damage_is_reported(run, tmp_path):
+    plant(tmp_path / "runs/a", last=10)
+    path = plant(tmp_path / "runs/b", last=10) / "journal.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], b"garbage\n", *lines[3:5], b"\xff\n", *lines[5:]]))
+    output = run("a", "b").output
+    assert ["damaged", "lines", "0", "2"] in [line.split() for line in output.splitlines()]
+    assert "losses: equal to the bit in 10 common steps, 1 to 10" in output
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no run b; runs has a"),
+        (b"", "holds no event: the run died while it started, or is starting just now"),
+        (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is not text"),
+        (b'{"v":7}\n', "is not a journal of a run: line 1 is not an event"),
+    ],
+)
+def test_bad_input_is_status_2_and_no_traceback(run, tmp_path, content, message):
+    plant(tmp_path / "runs/a")
+    if content is not None:
+        (tmp_path / "runs/b").mkdir()
+        (tmp_path / "runs/b/journal.jsonl").write_bytes(content)
+    ended = run("a", "b")
+    assert (ended.exit_code, ended.stdout) == (2, "")
+    assert message in " ".join(ended.stderr.split())
+
+
+def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(run, tmp_path):
+    plant(tmp_path / "runs/a")
+    (tmp_path / "runs/b").mkdir()
+    with Journal(tmp_path / "runs/b") as journal:
+        journal.start(facts={"config": {"\x1b[31m": "\x1b]0;x\x07", "\ud800": 1}})
+        journal.write("eval", step=1, metric="\x1b[2J", value=1.0)
+        journal.write("stop", step=1, reason="\x1b[2J\n\n")
+    ended = run("a", "b")
+    assert ended.exit_code == 0
+    assert "\x1b" not in ended.output
+    assert r"\x1b[31m" in ended.output

@@ -107,7 +107,6 @@ def test_real_project_owns_its_rooms_too() -> None:
 def test_new_writes_the_project_and_refuses_a_folder_with_files(
     bundle: Bundle, tmp_path: Path
 ) -> None:
-    (tmp_path / "my-run").mkdir()
     first = scaffold(bundle, "new", "my-run", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     made = tree(tmp_path / "my-run")
@@ -118,4 +117,4 @@ def test_new_writes_the_project_and_refuses_a_folder_with_files(
     before = times(tmp_path)
     again = scaffold(bundle, "new", "my-run", cwd=tmp_path)
     assert (again.returncode, times(tmp_path)) == (2, before)
-    assert "exists and is not empty" in again.error
+    assert "exists; name a new folder" in again.error

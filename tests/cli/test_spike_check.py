@@ -4,7 +4,6 @@ python -m pytest tests/cli/test_spike_check.py
 """
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -106,50 +105,15 @@ def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
     assert "is" in found.difference
 
 
-def drawn_titles(monkeypatch):
-    """Collect the titles of pictures that are drawn from now on."""
-    import matplotlib.figure
-
-    titles, save = [], matplotlib.figure.Figure.savefig
-
-    def keep(figure, *args, **options):
-        titles.append((figure.get_suptitle(), len(figure.axes[0].lines)))
-        return save(figure, *args, **options)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
-    return titles
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--windows", "1"],
-            ["enough for long enough", "in 3 steps in a row", "there were 1"],
-        ),
-        (["--windows", "4", "spike.threshold=100"], ["100 times the noise"]),
-    ],
-)
-def test_a_missed_spike_is_reported_with_figures(tmp_path, monkeypatch, words, message):
-    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
+def test_a_missed_spike_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    titles = drawn_titles(monkeypatch)
-    base = ["spike-check", "--steps", "44", "--at", "34", *TINY, *words]
-    done = CliRunner().invoke(
-        runs_command, [*base, "--plot", "x.png", "--json", "x.json", "--runs", "kept"]
-    )
+    words = ["spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
+    done = CliRunner().invoke(runs_command, [*words, "--json", "x.json", "--runs", "kept"])
     assert done.exit_code == 1
     text = " ".join(done.stdout.split())
-    assert all(part in text for part in ["NOT found: the loss did not rise enough", *message]), text
-    facts = json.loads((tmp_path / "x.json").read_text())
-    assert facts["missed"]["rises"][0] == pytest.approx(
-        float(re.search(r"it rose by \+([\d.]+)", text)[1]), rel=0.01
-    )
+    assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
-    assert facts["losses"].keys() == {"recovered"}
-    (title,) = titles
-    assert title[0].endswith("not found: one run, through them")
-    assert title[1] <= 2  # its line, and marks of losses that are not finite
+    assert json.loads((tmp_path / "x.json").read_text())["losses"].keys() == {"recovered"}
 
 
 def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):

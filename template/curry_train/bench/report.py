@@ -1,14 +1,12 @@
 """Compare levers in one benchmark and report ratios with intervals.
 
-Notes name what disturbs a timing, such as other processes.
+Notes name what disturbs a comparison, such as times that spread widely.
 
-Proof: `python -m pytest tests/bench/test_bench_steps.py tests/bench/test_machine.py`.
+Proof: `python -m pytest tests/bench/test_bench_steps.py`.
 """
 
 import functools
 import math
-import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,35 +22,9 @@ from ..primitives.grad_accum import NonFiniteWindow
 from ..workloads.workload import Case, Workload, WorkloadError
 from .steps import MEASURED_OUTCOME, PLAIN_LEVER, Lever, TrainingStep, failure
 
-
-def drift_of(seconds: Sequence[float]) -> float:
-    """Return the ratio of the last third's median to the first third's; 1 below 6 timings."""
-    third = len(seconds) // 3
-    if third < 2:
-        return 1.0
-    return statistics.median(seconds[-third:]) / statistics.median(seconds[:third])
-
-
-# From this load on each core on, when a timing begins, it will wait for other processes.
-CROWDED_LOAD = 0.5
-
-
-def load_notes() -> list[str]:
-    """Warn where other processes kept the cores busy in the minute before a timing."""
-    cores = os.cpu_count() or 1
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load < CROWDED_LOAD * cores:
-        return []
-    return [
-        f"other processes kept {load:.1f} of {cores} cores busy before: trust the ratios more than "
-        "the seconds, or run again when they have ended"
-    ]
-
-
 # Benchmark results: one row per configuration, with notes on how far to trust its figures.
 
 WIDE_SPREAD = 0.25  # 10th to 90th percentile of the step times, as a fraction of the median
-DRIFT_TOLERANCE = 0.1  # change between the first and the last third of the rounds, as a fraction
 LOSS_TOLERANCE = {
     torch.float32: 1e-4,
     torch.float64: 1e-4,
@@ -143,24 +115,16 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
 
 
 def timing_notes(rows: Sequence[Figures]) -> list[str]:
-    """Warn where step times spread widely or drift over the rounds."""
-    notes = []
+    """Warn where step times spread widely."""
     timed = [row for row in rows if row.step is not None]
     wide = [row.name for row in timed if row.step is not None and row.step.relative > WIDE_SPREAD]
-    if wide:
-        which = "all steps" if len(wide) == len(timed) else f"the steps of {', '.join(wide)}"
-        notes.append(
-            f"{which} spread over more than {WIDE_SPREAD:.0%} of their median: do not rely on the "
-            "seconds; use the ratios and their intervals, or run on a quiet machine"
-        )
-    drift = statistics.median(drift_of(row.seconds) for row in timed)
-    if abs(drift - 1) > DRIFT_TOLERANCE:
-        cause = "raise --warmup" if drift < 1 else "the device may be hot"
-        notes.append(
-            f"the last rounds took {drift:.2f} of the time of the first rounds: {cause}, "
-            "or other work ran on the machine"
-        )
-    return notes
+    if not wide:
+        return []
+    which = "all steps" if len(wide) == len(timed) else f"the steps of {', '.join(wide)}"
+    return [
+        f"{which} spread over more than {WIDE_SPREAD:.0%} of their median: do not rely on the "
+        "seconds; use the ratios and their intervals, or run on a quiet machine"
+    ]
 
 
 def _training_notes(row: Figures, plain: Figures, bound: float) -> list[str]:
@@ -210,7 +174,6 @@ def measure_levers(
         raise ValueError(
             f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
         )
-    notes = load_notes()
     setups = [(PLAIN_LEVER, case), *((lever, case) for lever in levers)]
     for other in against:
         named = replace(PLAIN_LEVER, name=other.spec or other.name)
@@ -253,7 +216,7 @@ def measure_levers(
         warmup=warmup,
         unit=plain.unit,
         rows=rows,
-        notes=[*notes, *timing_notes(rows)],
+        notes=timing_notes(rows),
     )
 
 

@@ -9,11 +9,13 @@ so that machine drift affects all alike.
 Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
+import bisect
 import contextlib
 import functools
 import math
 import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -114,7 +116,16 @@ LARGEST_BATCH_TRIED = 2**24  # if a batch this large fits, memory does not depen
 
 def largest_batch(case: Case, model: nn.Module, limit: int) -> int:
     """Return the most samples whose step fits into `limit` bytes; 0 if not even one does."""
-    return search(lambda size: _bytes_or_none(case, model, size), limit, start=case.batch_size)
+
+    def bytes_of(size: int) -> int:
+        try:
+            return step_bytes(case, model, size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return sys.maxsize
+
+    return search(bytes_of, limit, start=case.batch_size)
 
 
 def step_bytes(case: Case, model: nn.Module, size: int) -> int:
@@ -146,37 +157,21 @@ def check_limit(limit: int, device: torch.device) -> None:
         )
 
 
-def _bytes_or_none(case: Case, model: nn.Module, size: int) -> int | None:
-    try:
-        return step_bytes(case, model, size)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        return None
-
-
-def search(bytes_of: Callable[[int], int | None], limit: int, *, start: int) -> int:
+def search(bytes_of: Callable[[int], int], limit: int, *, start: int) -> int:
     """Return the largest size within the limit; it and the next larger size were both measured.
 
-    A size is at most doubled from one try to the next. `bytes_of` returns None where the step ran
-    out of memory.
+    A size is at most doubled from one try to the next.
     """
-    low = 0
-    high = None
-    size = start
-    while high is None or high - low > 1:
-        measured = bytes_of(size)
-        if measured is None or measured > limit:
-            high = size
-        else:
-            low = size
-        size = 2 * low if high is None else (low + high) // 2
-        if size > LARGEST_BATCH_TRIED:
+    high = start
+    while bytes_of(high) <= limit:
+        high *= 2
+        if high > LARGEST_BATCH_TRIED:
             raise ValueError(
                 f"{LARGEST_BATCH_TRIED:,} samples fit {format_bytes(limit)}: memory does not grow "
                 "with the batch"
             )
-    return low
+    low = high // 2 if high > start else 0
+    return low + bisect.bisect(range(low + 1, high), limit, key=bytes_of)
 
 
 # Measure what each strategy saves and costs on a model.
@@ -214,11 +209,6 @@ def choose_strategies(names: Sequence[str]) -> list[str]:
         if name not in STRATEGIES:
             raise ValueError(f"no strategy is called {name!r}; {did_you_mean(name, STRATEGIES)}")
     return list(dict.fromkeys([REFERENCE_STRATEGY, *(names or STRATEGIES)]))
-
-
-def count_steps(num_strategies: int, *, repeats: int, limit: int | None) -> int:
-    """Return how often `measure_savings` calls `tell`."""
-    return num_strategies * (2 + repeats + (limit is not None))
 
 
 def measure_savings(
@@ -384,15 +374,9 @@ def _time_strategies(
         )
     plain = seconds[0] if timed[0][0].strategy == REFERENCE_STRATEGY else None
     for (row, _), taken in zip(timed, seconds, strict=True):
-        row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken))
-        if plain is not None:
-            ratio = paired_ratio(taken, plain)
-            row.seconds = replace(
-                row.seconds,
-                ratio=ratio.median,
-                ratio_lower=ratio.lower,
-                ratio_upper=ratio.upper,
-            )
+        ratio = None if plain is None else paired_ratio(taken, plain)
+        ratios = (ratio.median, ratio.lower, ratio.upper) if ratio else ()
+        row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken), *ratios)
 
 
 def _find_largest(row: SavingsRow, case: Case, model: nn.Module, limit: int) -> None:

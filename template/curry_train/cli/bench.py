@@ -3,14 +3,12 @@
 Proof: `python -m pytest tests/cli/test_bench_command.py`.
 """
 
-import contextlib
 from collections.abc import Iterator
 
 import click
 
 from ..bench.report import Bench, Figures, measure_levers
 from ..bench.steps import MEASURED_OUTCOME, find_lever, list_levers
-from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import FEWEST_ROUNDS, NO_DIFFERENCE_VERDICT, TOO_FEW_VERDICT
 from ..core.wording import (
     format_count,
@@ -25,11 +23,11 @@ from ..plan.available import load_that_fits
 from ..plan.device import MEASURED_PEAK
 from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..workloads.models import load_workload
-from ..workloads.workload import Case
 from .figures import plot_bench
 from .options import (
     CaseOptions,
     blocks_text,
+    check_blocks,
     echo_notes,
     parsed,
     plot_option,
@@ -203,7 +201,7 @@ def bench_command(
     chosen = [find_lever(name) for name in dict.fromkeys(levers)]
     case = load_that_fits(spec, asked.case)
     workload = case.workload
-    _check_blocks(case)
+    check_blocks(case)
     case, choice = settle_blocks(case)
     others = [load_workload(other) for other in dict.fromkeys(against)]
     steps_by = optimizer or workload.optimizer or "adamw"
@@ -231,10 +229,3 @@ def bench_command(
     if json_path:
         figures = bench.to_json() | {"device": facts["device"]}
         write_json(json_path, facts | figures | {"seed": asked.seed, "blocks": choice.to_json()})
-
-
-def _check_blocks(case: Case) -> None:
-    """Report a pattern that matches no module once, and not once for each lever."""
-    if case.blocks is not None:
-        with contextlib.suppress(NoBlocks):
-            find_blocks(case.build(), case.blocks)

@@ -8,19 +8,20 @@ Colours are from Paul Tol's palettes for colour-blind readers.
 Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py`.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from ..bench.report import Bench, Figures
+from ..bench.report import Bench
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
 from ..core.wording import format_bytes, format_mebibytes, format_seconds
-from ..plan.fewest import FewestGpus
 from ..plan.planner import Planner
 from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
@@ -68,135 +69,91 @@ def _save(figure: Any, path: str | Path) -> None:
     figure.savefig(path, format="png", dpi=150)
 
 
-# bench: step times, ratios to the plain step and peak memory.
+# bench and savings: what each setup saves and costs, a mark for each.
 
-VERDICT_COLOURS = {"slower": "#EE6677", "faster": "#228833"}
-ALIKE_COLOUR = "#4477AA"
+TRADE_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
+RATIO_AXIS = "step time / that of the plain step in the same round"
 
 
-def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> list[str]:
-    """Write a PNG of the measured configurations and return their names."""
-    rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME and row.step]
-    names = [row.name for row in rows]
-    figure = _new_figure(
-        *(11.5, 1.9 + 0.52 * len(rows)),
+@dataclass(frozen=True)
+class Trade:
+    """What a setup costs, with the interval of it if there is one, and its peak memory."""
+
+    name: str
+    cost: float
+    peak_bytes: int
+    lower: float | None = None
+    upper: float | None = None
+    label: str = ""
+
+
+def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: str) -> None:
+    """Draw the peak over the cost of each setup; a setup looks alike in all panels."""
+    points = [(trade.cost, trade.peak_bytes / BYTES_PER_MIB) for trade in trades]
+    for trade, (cost, peak) in zip(trades, points, strict=True):
+        index = names.index(trade.name)
+        colour = COLOURS[index % len(COLOURS)]
+        marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
+        axes.plot([cost], [peak], marker, color=colour, label=trade.label or trade.name)
+        if trade.lower is not None:
+            axes.hlines(peak, trade.lower, trade.upper, colour, linewidth=0.9, alpha=0.5)
+    front = list(zip(*pareto(points), strict=True))
+    axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
+    axes.set_ylim(0, 1.1 * max((peak for _, peak in points), default=1.0))
+    _frame(axes, x, "peak, MiB")
+
+
+def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
+    """Write a PNG of the measured configurations."""
+    title = (
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
-        f"{device or bench.device}: one optimizer step",
-        f"{bench.rounds} rounds in turns; line: median, bar: 10% to 90%; brackets: 95% interval of "
-        "the median ratio to the plain step of the same round",
+        f"{device or bench.device}: one optimizer step"
     )
-    times, memory = figure.subplots(1, 2, sharey=True, width_ratios=(1.7, 1))
-    labels = []
-    for place, row in enumerate(rows):
-        assert row.step is not None
-        colour = VERDICT_COLOURS.get(row.ratio.verdict if row.ratio else "", ALIKE_COLOUR)
-        milliseconds = [1000 * one for one in (row.step.lower, row.step.median, row.step.upper)]
-        lower, median, upper = milliseconds
-        times.barh(place, upper - lower, left=lower, height=0.5, color=colour, alpha=0.4)
-        times.vlines(median, place - 0.3, place + 0.3, colour, linewidth=2.5)
-        labels.append(f"{row.name}\n{format_seconds(row.step.median)}{_ratio_text(row.ratio)}")
-    times.set_xlim(left=0)
-    _frame(times, "step time, ms", grid="x")
-
-    peaks = [(row.peak_bytes or 0) / BYTES_PER_MIB for row in rows]
-    bars = memory.barh(range(len(rows)), peaks, height=0.5, color="#B8B8B8")
-    memory.bar_label(bars, [_peak_label(row) for row in rows], padding=4, fontsize=9)
-    memory.set_xlim(0, 1.42 * max(peaks))
-    _frame(memory, "peak of a step, MiB", grid="x")
-    times.set_yticks(range(len(rows)), labels, fontsize=9)
-    times.invert_yaxis()
+    trades = []
+    for row in bench.rows:
+        if row.step and row.peak_bytes:
+            label = f"{row.name}, {format_seconds(row.step.median)}"
+            ratio = row.ratio or Ratio(1.0, None, None, None)
+            ends = (ratio.lower, ratio.upper)
+            trades.append(Trade(row.name, ratio.median, row.peak_bytes, *ends, label))
+    figure = _new_figure(9, 5, title, TRADE_NOTE)
+    axes = figure.add_subplot()
+    _draw_trades(axes, trades, [trade.name for trade in trades], RATIO_AXIS)
+    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     _save(figure, path)
-    return names
 
 
-def _ratio_text(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return ""
-    interval = "" if ratio.lower is None else f" [{ratio.lower:.2f}, {ratio.upper:.2f}]"
-    return f", {ratio.median:.2f}x{interval}"
-
-
-def _peak_label(row: Figures) -> str:
-    if not row.peak_bytes:
-        return "not measured"
-    share = "" if row.peak_ratio is None or row.ratio is None else f"  ({row.peak_ratio:.0%})"
-    return format_mebibytes(row.peak_bytes) + share
-
-
-# savings: peak memory against step time and recomputed FLOPs, a line of panels for each case.
-
-MOST_CASES = 4
-SAVINGS_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
-
-
-def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> list[str]:
-    """Write a PNG and return the labels of the cases in it.
-
-    Of many cases, only the last of each workload is drawn.
-    """
-    cases = choose_cases(rows)
+def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> None:
+    """Write a PNG of the rows that were measured, a line of panels for each case."""
+    rows = [row for row in rows if row.outcome == MEASURED_OUTCOME]
     names = list(dict.fromkeys(row.strategy for row in rows))
+    cases = [list(case) for _, case in itertools.groupby(rows, key=lambda row: row.label)]
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
-    figure = _new_figure(11.5, 0.5 + 4.0 * len(cases), title, SAVINGS_NOTE)
+    figure = _new_figure(11.5, 0.5 + 4.0 * len(cases), title, TRADE_NOTE)
     for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
-        points: tuple[list[tuple[float, float]], ...] = ([], [])
+        times = []
+        flops = []
         for row in case:
-            index = names.index(row.strategy)
-            look = {
-                "color": COLOURS[index % len(COLOURS)],
-                "marker": STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)],
-                "linestyle": "none",
-                "label": _strategy_label(row),
-            }
-            peak = (row.peak_bytes or 0) / BYTES_PER_MIB
-            seconds = row.seconds
-            ratio = None if seconds is None else seconds.ratio
-            for axes, found, cost in zip(
-                panels, points, (ratio, 100 * (row.recompute_ratio or 0)), strict=True
-            ):
-                if cost is not None and row.peak_bytes is not None:
-                    axes.plot([cost], [peak], **look)
-                    found.append((cost, peak))
-            if seconds is not None and seconds.ratio_lower is not None:
-                ends = (seconds.ratio_lower, seconds.ratio_upper)
-                panels[0].hlines(peak, *ends, look["color"], linewidth=0.9, alpha=0.5)
-        for axes, found in zip(panels, points, strict=True):
-            front = list(zip(*pareto(found), strict=True))
-            axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
-            axes.set_ylim(bottom=0)
-        _frame(panels[0], "step time / that of none in the same round", "peak, MiB")
-        _frame(panels[1], "recomputed FLOPs, % of one forward")
+            peak = row.peak_bytes or 0
+            if row.seconds is not None and row.seconds.ratio is not None:
+                ends = (row.seconds.ratio_lower, row.seconds.ratio_upper)
+                times.append(Trade(row.strategy, row.seconds.ratio, peak, *ends))
+            share = 100 * (row.recompute_ratio or 0)
+            flops.append(Trade(row.strategy, share, peak, label=_strategy_label(row)))
+        _draw_trades(panels[0], times, names, RATIO_AXIS)
+        _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
         panels[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold")
         panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
     _save(figure, path)
-    return [case[0].label for case in cases]
 
 
 def _strategy_label(row: SavingsRow) -> str:
-    if row.strategy == REFERENCE_STRATEGY:
+    if row.strategy == REFERENCE_STRATEGY or row.peak_ratio is None:
         return row.strategy
-    if not row.modules:
-        return f"{row.strategy} (changes nothing)"
-    return row.strategy if row.peak_ratio is None else f"{row.strategy} {row.peak_ratio:.0%}"
+    return f"{row.strategy} {row.peak_ratio:.0%}" if row.modules else f"{row.strategy} (no change)"
 
 
-def choose_cases(rows: Sequence[SavingsRow]) -> list[list[SavingsRow]]:
-    """Group the measured rows by case.
-
-    Of too many cases, take the last of each workload, usually its largest.
-    """
-    groups: dict[str, list[SavingsRow]] = {}
-    for row in rows:
-        if row.outcome == MEASURED_OUTCOME:
-            groups.setdefault(row.label, []).append(row)
-    if not groups:
-        raise ValueError("nothing was measured, so there is nothing to draw; see the rows for why")
-    if len(groups) <= MOST_CASES:
-        return list(groups.values())
-    return list({group[0].workload: group for group in groups.values()}.values())[:MOST_CASES]
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return the Pareto front from left to right; lower is better in both coordinates."""
     front: list[tuple[float, float]] = []
     for point in sorted(set(points)):
@@ -235,14 +192,9 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
         image = _draw_cells(axes, numpy.array(cells, dtype=float))
         bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
         bar.set_label(label, fontsize=10)
-        bar.minorticks_off()
-        lowest, highest = image.get_clim()
-        ticks = numpy.geomspace(lowest, highest, 4)
-        bar.set_ticks(ticks, labels=[f"{tick:.0e}" for tick in ticks], fontsize=8)
         _frame(axes, "step")
         axes.grid(False)
-        last = len(records) - 1
-        places = sorted({round(place) for place in numpy.linspace(0, last, min(last + 1, 6))})
+        places = [0, len(records) - 1]
         axes.set_xticks(places, [str(records[at].step) for at in places])
         skipped = [at for at, record in enumerate(records) if not record.stepped]
         look: dict[str, Any] = {"color": NONFINITE_COLOUR, "marker": "v", "linestyle": "none"}
@@ -427,45 +379,23 @@ def trade_off(
     while (solved := planner.whole_steps.predict(row, budget)).peak_bytes <= budget:
         found.append(by_options.get((*solved.options.items(),), solved))
         budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
-
-    front: list[Candidate] = []
-    for candidate in sorted(found, key=lambda one: (one.peak_bytes, _seconds(one))):
-        if not front or _seconds(candidate) < _seconds(front[-1]):
-            front.append(candidate)
-    return front
+    by_figures: dict[tuple[float, float], Candidate] = {
+        (one.peak_bytes, _seconds(one)): one for one in reversed(found)
+    }
+    return [by_figures[point] for point in pareto(by_figures)]
 
 
 def _seconds(candidate: Candidate) -> float:
     return math.inf if candidate.step_seconds is None else candidate.step_seconds
 
 
-def plot_fewest(found: FewestGpus, path: str) -> None:
-    """Draw the peak of one GPU over their number, and the memory that a GPU has."""
-    title = f"{found.workload} on {found.device}, {found.global_batch} samples a step"
-    figure = _new_figure(7, 3.5, title)
-    axes = figure.add_subplot()
-    names = [f"{one.num_gpus}\n{one.sharding.mesh_text}" for one in found.attempts]
-    peaks = [one.peak_bytes / BYTES_PER_GIB for one in found.attempts]
-    colours = [ALIKE_COLOUR if one.fits else "#BBBBBB" for one in found.attempts]
-    bars = axes.bar(names, peaks, color=colours)
-    axes.bar_label(bars, [one.change_text for one in found.attempts], fontsize=7)
-    axes.axhline(found.attempts[0].limit_bytes / BYTES_PER_GIB, color="black", linestyle=":")
-    _frame(
-        axes, "number of GPUs and their mesh", "predicted reserved memory of a GPU, GiB", grid="y"
-    )
-    _save(figure, path)
-
-
 # runs plot: loss, dev metric, learning rate, memory and events of runs from their journals.
 
 SPIKE_COLOUR = NONFINITE_COLOUR
-OTHER_RUNS_COLOUR = "#C4C4C4"
-# Runs with a colour and a name, those with the lowest last loss; others are grey.
+# Runs with a name, those with the lowest last loss.
 MOST_NAMED = len(COLOURS)
 FAINT_OPACITY = 0.45  # opacity of steps that were rolled back or resumed over
 LONGEST_RUN_NAME = 30  # longest name, in characters
-# On a linear axis a spike is drawn up to this multiple of the range of the other losses.
-SPIKE_ROOM = 5.0
 LOG_FROM = 10.0  # ratio of greatest to least loss from which the axis is logarithmic
 EVENT_MARKERS = {
     "save": "|",
@@ -479,69 +409,52 @@ EVENT_MARKERS = {
 
 
 def plot_runs(
-    histories: Sequence[History],
-    path: str | Path,
-    *,
-    scale: str = "auto",
-    smooth: int | None = None,
-    title: str | None = None,
+    histories: Sequence[History], path: str | Path, *, smooth: int | None = None
 ) -> list[str]:
-    """Write a PNG and return the names of the runs that have a colour.
+    """Write a PNG and return the names of the runs that it names.
 
-    `smooth` draws the loss as a mean over that many steps; `title` replaces the number of runs.
+    `smooth` draws the loss as a mean over that many steps.
     """
-    drawn = [history for history in histories if len(history.steps)]
+    drawn = sorted((history for history in histories if len(history.steps)), key=_last_loss)
     if not drawn:
         raise ValueError("there is nothing to draw: no journal has a step that counts")
-    named = sorted(drawn, key=_last_loss)[:MOST_NAMED]
-    # The runs with a name are drawn last, over the others.
-    looks = [(history, OTHER_RUNS_COLOUR) for history in drawn if history not in named]
-    num_others = len(looks)
-    looks += zip(named, COLOURS, strict=False)
+    looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
     metrics = [name for history in drawn for name in history.metrics]
     metric = max(metrics, key=metrics.count) if metrics else None
-    heights = [3.4, *([1.5] if metric else []), 1.0, 1.0, 0.25 + 0.14 * len(named)]
-    figure = _new_figure(11, sum(heights) + 1.5, title or _title(drawn))
+    heights = [3.4, *([1.5] if metric else []), 1.0, 1.0, 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
+    title = f"{len(drawn)} runs" if len(drawn) > 1 else shorten(drawn[0].name)
+    figure = _new_figure(11, sum(heights) + 1.5, title)
     panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    loss, *others, memory, events = panels
+    loss, *dev, rate, memory, events = panels
 
-    for number, (history, colour) in enumerate(looks):
-        label = shorten(history.name) if number >= num_others else None
+    # The runs with a name are drawn last, over the others.
+    for number, (history, colour) in reversed(list(enumerate(looks))):
+        label = shorten(history.name) if number < MOST_NAMED else None
         _draw_values(loss, history.course, "loss", colour, smooth=smooth, label=label)
-        _draw_values(others[-1], history.course, "learning_rate", colour)
+        _draw_values(rate, history.course, "learning_rate", colour)
         _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
         if metric in history.metrics:
-            _draw_values(others[0], history.metrics[metric], "value", colour)
-    _scale_loss(loss, [history.course for history in drawn], scale)
+            _draw_values(dev[0], history.metrics[metric], "value", colour)
+    _scale_loss(loss, [history.course for history in drawn])
     _frame(loss, "", "loss" if smooth is None else f"loss, mean over {smooth} steps")
     if metric:
-        _frame(others[0], "", printable(metric, longest=20).replace("_", " "))
-    _frame(others[-1], "", "learning rate")
+        _frame(dev[0], "", printable(metric, longest=20).replace("_", " "))
+    _frame(rate, "", "learning rate")
     _frame(memory, "", "peak, GiB")
-    for axes in (others[-1], memory):
+    for axes in (rate, memory):
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-    _draw_events(events, looks[num_others:])
-    if num_others:
-        loss.plot([], [], color=OTHER_RUNS_COLOUR, label=f"{num_others} more, which end higher")
-    if len(looks) > 1:
-        handles = loss.get_legend_handles_labels()
-        figure.legend(*handles, loc="outside right upper", fontsize=8, frameon=False)
+    _draw_events(events, looks[:MOST_NAMED])
+    if len(drawn) > 1:
+        handles, names = loss.get_legend_handles_labels()
+        where = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
+        figure.legend(handles[::-1], names[::-1], **where)
     _save(figure, path)
-    return [history.name for history in named]
+    return [history.name for history, _ in looks[:MOST_NAMED]]
 
 
 def _last_loss(history: History) -> float:
     loss = event_number(history.steps.values["loss"][-1])
     return loss if loss == loss else float("inf")
-
-
-def _title(drawn: Sequence[History]) -> str:
-    if len(drawn) > 1:
-        return f"{len(drawn)} runs"
-    (only,) = drawn
-    count = len(only.attempts)
-    length = f"{only.steps.step[-1]:,} steps in {count} attempt{'s' if count > 1 else ''}"
-    return f"{shorten(only.name)}: {length}"
 
 
 def shorten(name: str) -> str:
@@ -576,12 +489,8 @@ def _draw_values(
         axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)
 
 
-def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> None:
-    """Set the loss axis, and mark losses that are not finite at its upper edge.
-
-    The axis is logarithmic where losses span a decade. On a linear axis a spike leaves the picture
-    rather than flatten the rest.
-    """
+def _scale_loss(axes: Any, courses: Sequence[Course]) -> None:
+    """Use a logarithmic axis where losses span a decade; mark at the edge those not finite."""
     parts = [part for course in courses for part in (course.steps, *course.superseded)]
     lost = [
         step
@@ -593,20 +502,8 @@ def _scale_loss(axes: Any, courses: Sequence[Course], scale: str) -> None:
     axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, transform=edge, zorder=5)
     current = numpy.concatenate([numpy.asarray(one.steps.values["loss"]) for one in courses])
     finite = current[numpy.isfinite(current)]
-    if not len(finite):
-        return
-    least, most = finite.min(), finite.max()
-    if scale == "log" and least <= 0:
-        raise ValueError(
-            f"a loss of {least:g} can't be drawn on a logarithmic axis: use the linear one"
-        )
-    if scale == "log" or (scale == "auto" and least > 0 and most > LOG_FROM * least):
+    if len(finite) and 0 < LOG_FROM * finite.min() < finite.max():
         axes.set_yscale("log")
-        return
-    usual = numpy.percentile(finite, 99.5)
-    margin = 0.06 * (usual - least) or 0.05 * abs(usual) or 1.0
-    top = usual if most > usual + SPIKE_ROOM * (usual - least) else most
-    axes.set_ylim(least - margin, top + 2 * margin)
 
 
 def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:

@@ -15,7 +15,6 @@ from ..core.generators import seeded
 from ..core.wording import provenance, write_json
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
-from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_flow
@@ -50,13 +49,6 @@ LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight check
     help="Optimizer steps to train.",
 )
 @click.option(
-    "--every",
-    default=1,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Steps from one probe to the next.",
-)
-@click.option(
     "--microbatches",
     default=1,
     type=click.IntRange(1),
@@ -81,26 +73,16 @@ LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight check
     metavar="PATTERN",
     help="Layers to probe, a glob over module names. Repeatable.",
 )
-@click.option(
-    "--strategy",
-    default="none",
-    type=click.Choice(list(STRATEGIES)),
-    metavar="NAME",
-    show_default=True,
-    help=f"Strategy that saves memory: {', '.join(STRATEGIES)}.",
-)
 @plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
     spec: str,
     asked: CaseOptions,
     json_path: str | None,
     steps: int,
-    every: int,
     microbatches: int,
     learning_rate: float | None,
     clip_norm: float | None,
     layers: tuple[str, ...],
-    strategy: str,
     plot_path: str | None,
 ) -> None:
     """Train a few steps and report unhealthy layers.
@@ -112,13 +94,11 @@ def grad_flow_command(
     case = asked.case(workload)
     case, _ = settle_blocks(case)
     module = case.build()
-    sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
-    STRATEGIES[strategy].apply(module, sample)
     optimizer = _optimizer(workload, module, learning_rate)
     flow = GradFlow(
         module,
         optimizer,
-        every=every,
+        every=1,
         layers=list(layers) or None,
         blocks=case.blocks,
     )
@@ -135,7 +115,7 @@ def grad_flow_command(
         plot_flow(flow.records, plot_path, title=title)
     if json_path:
         facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
-        facts |= {"seed": asked.seed, "strategy": strategy}
+        facts |= {"seed": asked.seed}
         facts |= {"learning_rate": optimizer.param_groups[0]["lr"]}
         write_json(json_path, facts | {"losses": losses} | flow_json(flow))
     if any(record.nonfinite for record in flow.records):

@@ -7,22 +7,19 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 
 import contextlib
 import functools
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
-from ..core.blocks import NoBlocks, find_blocks
 from ..core.wording import format_bytes, provenance, write_json
 from ..plan.available import missing_room
 from ..plan.estimate import Sketch
 from ..plan.optimizers import make_optimizer
-from ..plan.owners import ALL_OWNERS, FREE_OWNER, OwnedBlocks, SnapshotLever, levers
+from ..plan.owners import FREE_OWNER, OwnedBlocks, levers
 from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
 from ..plan.shapes import host_note
 from ..plan.snapshot import (
@@ -45,6 +42,7 @@ from .options import (
     DTYPES,
     CaseOptions,
     blocks_text,
+    check_blocks,
     dtype_name,
     dtype_to_use,
     echo_notes,
@@ -55,12 +53,12 @@ from .options import (
     samples_of,
     settle_blocks,
     training_options,
+    typed_options,
 )
 from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
-MOST_STEPS = 12
 NAME_WIDTH = 56
 # Options of a measured model, which a snapshot has no use for.
 MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
@@ -110,24 +108,17 @@ class DeviceReport:
             f"  reserved {format_bytes(history.reserved_at_peak)} at that moment, at most "
             f"{format_bytes(history.peak_reserved)}",
         ]
-        lines += self._errors()
-        lines += [fill_screen(f"  {note}") for note in self.notes]
-        tables = [self._owner_rows(), self._step_rows(), self._lever_rows()]
-        lines += [f"\n{table(rows)}" for rows in tables]
-        if any(lever.owner == self.largest_owner for lever in self.levers):
-            lines.append(f"* for the largest owner, {self.largest_owner}")
-        return "\n".join(lines)
-
-    def _errors(self) -> Iterator[str]:
-        for index, event in self.history.out_of_memory():
-            free = self.history.reserved[index + 1] - self.history.allocated[index + 1]
-            yield (
-                f"  out of memory at event {index:,}: {format_bytes(event.num_bytes)} asked for,"
-            )
-            yield (
+        for index, event in history.out_of_memory():
+            free = history.reserved[index + 1] - history.allocated[index + 1]
+            lines.append(
+                f"  out of memory at event {index:,}: {format_bytes(event.num_bytes)} asked for,\n"
                 f"    {format_bytes(event.address)} of the device free, {format_bytes(free)} "
                 "reserved but unallocated"
             )
+        lines += [fill_screen(f"  {note}") for note in self.notes]
+        tables = [self._owner_rows(), self._lever_rows()]
+        lines += [f"\n{table(rows)}" for rows in tables]
+        return "\n".join(lines)
 
     def _owner_rows(self) -> list[list[str]]:
         whole = self.history.peak_allocated
@@ -144,44 +135,18 @@ class DeviceReport:
         free = self.history.reserved_at_peak - whole
         return [*rows, [f"{FREE_OWNER} (reserved, not allocated)", _mib(free), ""]]
 
-    def _step_rows(self) -> list[list[str]]:
-        steps = self._steps()
-        rows = [["step, by events", "allocated", "reserved MiB"]]
-        for start, end, allocated, reserved in steps[:MOST_STEPS]:
-            rows.append([f"{start:,} to {end:,}", _mib(allocated), _mib(reserved)])
-        if len(steps) > MOST_STEPS:
-            rows.append([f"{len(steps) - MOST_STEPS} more", "", ""])
-        return rows
-
-    def _steps(self) -> list[tuple[int, int, int, int]]:
-        """Return the events of each step, and its most allocated and reserved bytes."""
-        history = self.history
-        rows = []
-        for start, end in self.owned.steps():
-            during = slice(start + 1, max(end, start) + 2)
-            allocated = max(history.allocated[during], default=history.allocated[-1])
-            reserved = max(history.reserved[during], default=history.reserved[-1])
-            rows.append((start, end, allocated, reserved))
-        return rows
-
     def _lever_rows(self) -> list[list[str]]:
         rows = [["what lowers the peak, by replay", "allocated", "reserved MiB"]]
         for lever in self.levers:
-            change = lever.change + " *" * (lever.owner == self.largest_owner)
-            rows.append([change, _mib(lever.allocated_saved), _mib(lever.reserved_saved)])
+            rows.append([lever.change, _mib(lever.allocated_saved), _mib(lever.reserved_saved)])
         if not self.levers:
             rows.append(["nothing that is known here takes off 0.5%", "", ""])
         return rows
-
-    @property
-    def largest_owner(self) -> str:
-        return next(iter(self.owned.owners), "")
 
     def to_json(self) -> dict[str, Any]:
         history = self.history
         owners = list(self.owned.owners.items())
         free = history.reserved_at_peak - history.peak_allocated
-        steps = self._steps()
         return {
             "device": history.record.device,
             "events": len(history.record.events),
@@ -198,11 +163,13 @@ class DeviceReport:
                 | {"blocks": line.num_blocks}
                 for line in self.owned.lines()[:100]
             ],
-            "steps": [
-                dict(zip(("first_event", "last_event", "allocated", "reserved"), row, strict=True))
-                for row in steps
+            "steps": list(self._steps()),
+            "levers": [
+                {"owner": lever.owner, "change": lever.change}
+                | {"allocated_saved_bytes": lever.allocated_saved}
+                | {"reserved_saved_bytes": lever.reserved_saved}
+                for lever in self.levers
             ],
-            "levers": [_lever_json(lever) for lever in self.levers],
             "out_of_memory": [
                 {"event": index, "requested_bytes": event.num_bytes}
                 | {"device_free_bytes": event.address}
@@ -211,14 +178,15 @@ class DeviceReport:
             "notes": list(self.notes),
         }
 
-
-def _lever_json(lever: SnapshotLever) -> dict[str, Any]:
-    return {
-        "owner": lever.owner,
-        "change": lever.change,
-        "allocated_saved_bytes": lever.allocated_saved,
-        "reserved_saved_bytes": lever.reserved_saved,
-    }
+    def _steps(self) -> Iterator[dict[str, int]]:
+        """Yield the events of each step, and its most allocated and reserved bytes."""
+        for start, end in self.owned.steps():
+            during = slice(start + 1, max(end, start) + 2)
+            row = {"first_event": start, "last_event": end}
+            for name in ("allocated", "reserved"):
+                sizes = getattr(self.history, name)
+                row[name] = max(sizes[during], default=sizes[-1])
+            yield row
 
 
 def _mib(num_bytes: int) -> str:
@@ -227,48 +195,6 @@ def _mib(num_bytes: int) -> str:
 
 def _row(name: str, size: int, whole: int) -> list[str]:
     return [name, _mib(size), f"{size / max(whole, 1):.1%}"]
-
-
-# Compare a snapshot with another one, or with a plan.
-
-
-def figures_of(path: str) -> dict[str, int]:
-    """Return `allocated` and `reserved` bytes of a plan, or of a snapshot with those by owner."""
-    with Path(path).open("rb") as file:
-        is_json = file.read(64).lstrip()[:1] == b"{"
-    if is_json:
-        data = json.loads(Path(path).read_text())
-        figures = {name: data.get(f"{name}_bytes") for name in ("allocated", "reserved")}
-        if not all(isinstance(size, int) for size in figures.values()):
-            raise ValueError(
-                f"{path} has no allocated bytes of a plan: write one with "
-                "curry-train plan --target GPU --json PATH"
-            )
-        return figures
-    histories = [BlockHistory(record) for record in read_snapshot(path).devices]
-    history = max(histories, key=lambda history: history.peak_allocated)
-    totals = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
-    return OwnedBlocks(history).owners | totals
-
-
-def comparison(ours: Mapping[str, int], theirs: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Return both figures of each name that both have; an owner that one lacks has 0 there."""
-    has_owners = any(name in ALL_OWNERS for name in theirs)
-    names = dict.fromkeys((*ours, *theirs))
-    shared = {}
-    for name in names:
-        if name in theirs or (has_owners and name in ALL_OWNERS):
-            shared[name] = (ours.get(name, 0), theirs.get(name, 0))
-    return dict(sorted(shared.items(), key=lambda item: -abs(item[1][0] - item[1][1])))
-
-
-def comparison_text(pairs: Mapping[str, tuple[int, int]], path: str) -> str:
-    """Format both figures and their difference, the largest difference first."""
-    rows = [["", "this", "the other", "more"]]
-    for name, (ours, theirs) in pairs.items():
-        more = f"{(ours - theirs) / BYTES_PER_MIB:+,.3f}"
-        rows.append([printable(name), _mib(ours), _mib(theirs), more])
-    return f"against {printable(path)}, MiB:\n{table(rows)}"
 
 
 @dataclass(frozen=True)
@@ -280,9 +206,8 @@ class Report:
     course: Callable[[], MemoryCourse]
 
 
-def report_snapshot(path: str, against: str | None = None) -> Report:
+def report_snapshot(path: str) -> Report:
     """Find out who owns the peak of a snapshot; raises UnusableSnapshot."""
-    other = None if against is None else figures_of(against)
     with messages_on_screen() as show_message:
         show_message(f"reading {format_bytes(Path(path).stat().st_size)}")
         snapshot = read_snapshot(path)
@@ -298,12 +223,6 @@ def report_snapshot(path: str, against: str | None = None) -> Report:
     results = provenance(torch.device("cpu")) | fullest.to_json()
     results |= {"snapshot": path, "settings": list(snapshot.notes)}
     results["devices"] = [report.to_json() for report in reports]
-    if other is not None and against is not None:
-        history = fullest.history
-        own = {"allocated": history.peak_allocated, "reserved": history.peak_reserved}
-        pairs = comparison(fullest.owned.owners | own, other)
-        texts.append(comparison_text(pairs, against))
-        results["against"] = {name: {"this": a, "other": b} for name, (a, b) in pairs.items()}
     course = functools.partial(course_of_blocks, fullest.owned, title=fullest.name)
     return Report("\n\n".join(texts), results, course)
 
@@ -320,12 +239,6 @@ def report_snapshot(path: str, against: str | None = None) -> Report:
     metavar="FILE",
     help="Read a CUDA memory snapshot in place of a model.",
 )
-@click.option(
-    "--against",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Compare with another snapshot, or with what `plan --json` wrote.",
-)
 @click.option("--on-shapes", is_flag=True, help="Run the model without values, in little memory.")
 @run_options
 @plot_option("Draw the timeline as PNG; needs matplotlib.")
@@ -333,7 +246,6 @@ def report_snapshot(path: str, against: str | None = None) -> Report:
 def memory_command(
     spec: str | None,
     snapshot_path: str | None,
-    against: str | None,
     json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
@@ -346,14 +258,14 @@ def memory_command(
 
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
-    _check_usage(click.get_current_context(), spec, snapshot_path, against)
+    _check_usage(spec, snapshot_path)
     if spec is not None:
         report = measure_model(spec, asked, on_shapes=on_shapes, is_drawn=bool(plot_path))
     else:
         if plot_path:
             require_matplotlib()
         try:
-            report = report_snapshot(str(snapshot_path), against)
+            report = report_snapshot(str(snapshot_path))
         except MemoryError as error:
             raise UnusableInput(str(error)) from error
     click.echo(report.text)
@@ -365,20 +277,13 @@ def memory_command(
         write_json(json_path, report.results)
 
 
-def _check_usage(
-    context: click.Context, spec: str | None, snapshot: str | None, against: str | None
-) -> None:
+def _check_usage(spec: str | None, snapshot: str | None) -> None:
     """Refuse options that would be ignored."""
     if (spec is None) == (snapshot is None):
         raise click.UsageError("give either --model or --snapshot")
-    if snapshot is None:
-        if against is not None:
-            raise click.UsageError("--against compares snapshots: give --snapshot too")
-        return
-    for name in MODEL_OPTIONS:
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            option = name.replace("_", "-")
-            raise click.UsageError(f"--{option} is of a model: leave it out with --snapshot")
+    ignored = [option.opts[0] for option in typed_options() if option.name in MODEL_OPTIONS]
+    if snapshot is not None and ignored:
+        raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
 
 
 @contextlib.contextmanager
@@ -414,9 +319,7 @@ def measure_model(
         module = case.build()
         batch = case.batch()
         if is_drawn:
-            # A wrong pattern is reported before a missing package.
-            with contextlib.suppress(NoBlocks):
-                find_blocks(module, asked.blocks)
+            check_blocks(case)
             require_matplotlib()
         case, choice = settle_blocks(case)
         loss = case.workload.mean_loss

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy
+
 from ..core.measure import Life
 from ..core.wording import format_mebibytes
 from ..plan.owners import (
@@ -132,23 +134,18 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
     """Return the course of a recorded snapshot."""
     history = owned.history
     moments = _moments(history.allocated, history.peak_index)
-    changes: dict[int, list[tuple[str, int]]] = {}
+    # Changes of each owner's bytes; the first are those at the start of the record.
+    changes = {
+        owner: numpy.zeros(len(history.record.events) + 1, numpy.int64) for owner in ALL_OWNERS
+    }
     for life in history.lives:
         own = owned.own_bytes(life)
         for owner, size in ((owned.owner(life), own), (RESTS_OWNER, life.num_bytes - own)):
-            if size:
-                changes.setdefault(life.born, []).append((owner, size))
-                if life.freed is not None:
-                    changes.setdefault(life.freed, []).append((owner, -size))
-    figures: dict[str, list[int]] = {owner: [] for owner in ALL_OWNERS}
-    alive = dict.fromkeys(ALL_OWNERS, 0)
-    wanted = set(moments)
-    for index in range(-1, len(history.record.events)):
-        for owner, size in changes.get(index, ()):
-            alive[owner] += size
-        if index in wanted:
-            for owner, size in alive.items():
-                figures[owner].append(size)
+            changes[owner][life.born + 1] += size
+            if life.freed is not None:
+                changes[owner][life.freed + 1] -= size
+    places = numpy.array(moments) + 1
+    figures = {owner: change.cumsum()[places].tolist() for owner, change in changes.items()}
     named = (
         CourseBlock(life.born, life.freed, life.num_bytes, owned.owner(life), owned.line(life))
         for life in history.lives

@@ -10,14 +10,12 @@ Proof: `python -m pytest tests/cli/test_scaffold_merge.py`.
 """
 
 import base64
-import contextlib
 import json
-import os
 import shutil
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -317,28 +315,3 @@ def write_changes(plan: WritePlan) -> None:
             (staging / str(number)).replace(place)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def only_writer(root: Path) -> Iterator[None]:
-    """Hold a project against other commands that write; the end of the process releases it."""
-    try:
-        import fcntl
-    except ImportError:
-        # Windows has no fcntl.
-        yield
-        return
-    if not root.is_dir():
-        yield
-        return
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ScaffoldError(
-                f"another add or update is writing to {root}; run this again when it has ended"
-            ) from error
-        yield
-    finally:
-        os.close(folder)

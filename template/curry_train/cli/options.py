@@ -16,8 +16,9 @@ from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 
-from ..core.blocks import NoBlocks
+from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
@@ -185,6 +186,16 @@ def echo_notes(workload: Workload | None) -> None:
         click.echo()
 
 
+def typed_options() -> list[click.Parameter]:
+    """Return the options and arguments of this command that were typed."""
+    context = click.get_current_context()
+    return [
+        option
+        for option in context.command.params
+        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -295,6 +306,13 @@ class CaseOptions:
         size = samples_of(workload, self.batch_size, default=default)
         dtype = dtype_to_use(self.dtype, workload)
         return Case(workload, self.device, dtype, size, self.seed, self.blocks)
+
+
+def check_blocks(case: Case) -> None:
+    """Report a pattern that matches no module, before anything is measured."""
+    if case.blocks is not None:
+        with contextlib.suppress(NoBlocks):
+            find_blocks(case.build(), case.blocks)
 
 
 def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:

@@ -233,17 +233,6 @@ def technique_modules(bundle: Bundle, technique: Technique) -> tuple[str, ...]:
     return closure(bundle.package, technique.home)
 
 
-def public_names(package: Path, technique: Technique) -> tuple[str, ...]:
-    """Return what users import from the home of `technique`, by the table in its `__init__.py`."""
-    home = PurePosixPath(technique.home)
-    for node in ast.walk(ast.parse((package / home.parent / "__init__.py").read_bytes())):
-        match node:
-            case ast.Call(func=ast.Name(id="lazy_names"), args=[_, ast.Dict() as table, *_]):
-                modules: dict[str, tuple[str, ...]] = ast.literal_eval(table)
-                return tuple(sorted(modules[home.stem]))
-    raise ScaffoldError(f"{home.parent}/__init__.py has no table of names")
-
-
 def technique_files(
     bundle: Bundle, techniques: Sequence[Technique], *, directory: str, package: str
 ) -> dict[str, bytes]:

@@ -1,6 +1,6 @@
 """Command `plan`: find the fastest way that fits a budget, print it and draw it.
 
-The rows of the plan's table are marked. `--fits` prints and draws the fewest GPUs instead.
+The rows of the plan's table are marked. `--fits` prints the fewest GPUs instead.
 
 Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
@@ -9,13 +9,11 @@ import functools
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
-from rich.console import Console
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
 from ..plan.card import WORST_RESERVED_ERROR
@@ -30,7 +28,7 @@ from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from ..plan.timeline import measure_timeline
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
-from .figures import plot_fewest, plot_plan
+from .figures import plot_plan
 from .options import (
     DTYPES,
     blocks_option,
@@ -45,6 +43,7 @@ from .options import (
     require_matplotlib,
     seed_option,
     training_options,
+    typed_options,
 )
 from .screen import ScreenCommand, messages_on_screen
 
@@ -173,7 +172,7 @@ def sharding_options(command: Any) -> Any:
     "--margin",
     "margin_percent",
     type=click.FloatRange(0, 100),
-    default=100 * WORST_RESERVED_ERROR,
+    default=round(100 * WORST_RESERVED_ERROR, 2),
     show_default=True,
     metavar="PERCENT",
     help="Leave so much free on a GPU; the default is the worst recorded error.",
@@ -224,6 +223,8 @@ def plan_command(
     explain: bool,
     verify: bool,
     out: str | None,
+    plot_path: str | None,
+    page_path: str | None,
     json_path: str | None,
     **shared: Any,
 ) -> None:
@@ -231,10 +232,8 @@ def plan_command(
 
     Exit status: 0 planned, 1 nothing fits, 2 wrong usage.
     """
-    console = Console(highlight=False, soft_wrap=True)
     place = choose_device("auto")
     here = [] if target else [FOR_THIS_DEVICE[place.type]]
-    files = PlanFiles(**{field.name: shared.pop(field.name) for field in fields(PlanFiles)})
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
         settings: dict[str, Any] = {
@@ -247,8 +246,10 @@ def plan_command(
         gpu = shared.pop("fits")
         if gpu is not None:
             fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
-            _print_fewest(console, fewest, json_path, files.plot_path)
-            return
+            click.echo(fewest.table())
+            if json_path:
+                write_json(json_path, provenance(torch.device("cpu")) | fewest.to_json())
+            sys.exit(fewest.best is None)
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         shared["mesh"] = meshes[0] if meshes else {}
@@ -262,15 +263,26 @@ def plan_command(
             **_sharing(verify=verify, **shared),
             **settings,
         )
-        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, files)
+        plan, plain = _find_plan(
+            planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
+        )
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
-        console.print("\n".join([*here, str(error)]), markup=False)
+        click.echo("\n".join([*here, str(error)]))
         sys.exit(1)
 
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
-    _print_plan(console, plan, text, place=place, measured=measured, out=out)
+    click.echo(text)
+    if measured is not None:
+        predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
+        click.echo(
+            f"\nmeasured on {place}: peak {format_bytes(measured)}, "
+            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})",
+        )
+    if out:
+        write_json(out, plan.to_json())
+        click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
     if json_path:
         results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
         results |= {"plan": plan.to_json(), **(plan.cuda or {})}
@@ -295,7 +307,7 @@ def _own_settings(
 # Options that `--fits` takes; the others belong to the plan for a budget.
 OPTIONS_OF_FITS = (
     *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
-    *("rank", "reshard_after_forward", "precision", "links", "json_path", "plot_path"),
+    *("rank", "reshard_after_forward", "precision", "links", "json_path"),
     *("context_bytes", "margin_percent"),
 )
 
@@ -329,37 +341,9 @@ def _find_fewest(
 
 def _refuse_others(taken: Sequence[str], why: str) -> None:
     """Raise an error for options on the command line that are not among those taken."""
-    context = click.get_current_context()
-    others = [
-        option.opts[0]
-        for option in context.command.params
-        if option.name not in taken
-        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-    ]
+    others = [option.opts[0] for option in typed_options() if option.name not in taken]
     if others:
         raise ValueError(f"{why}: leave out {', '.join(others)}")
-
-
-def _print_fewest(
-    console: Console, found: FewestGpus, json_path: str | None, plot_path: str | None
-) -> None:
-    """Print the table of GPUs, write and draw it, and exit with 1 where nothing fits."""
-    console.print(found.table(), markup=False)
-    if plot_path:
-        require_matplotlib()
-        plot_fewest(found, plot_path)
-    if json_path:
-        write_json(json_path, provenance(torch.device("cpu")) | found.to_json())
-    if found.best is None:
-        sys.exit(1)
-
-
-@dataclass(frozen=True)
-class PlanFiles:
-    """Paths of what a plan is drawn to; None for what is not wanted."""
-
-    plot_path: str | None
-    page_path: str | None
 
 
 def _sharing(
@@ -390,7 +374,9 @@ def _find_plan(
     budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
-    files: PlanFiles,
+    *,
+    plot_path: str | None,
+    page_path: str | None,
 ) -> tuple[Plan, Timeline]:
     """Return the plan and the timeline of the plain step; write the pictures of the plan.
 
@@ -401,46 +387,23 @@ def _find_plan(
         if budget_bytes is None:
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
         global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-        if files.plot_path:
+        if plot_path:
             require_matplotlib()  # before the work begins
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
         plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
-        if files.plot_path:
+        if plot_path:
             show_message("drawing")
-            plot_plan(planner, plan, files.plot_path)
-        if files.page_path:
+            plot_plan(planner, plan, plot_path)
+        if page_path:
             # Imported here because most plans are drawn on no page.
             from .memory_page import course_of_timeline, write_page
 
             title = f"{plan.workload} on {plan.settings['device']}, as planned"
             course = course_of_timeline(planner.planned_timeline())
-            write_page(replace(course, title=title), files.page_path)
+            write_page(replace(course, title=title), page_path)
     return plan, plain
-
-
-def _print_plan(
-    console: Console,
-    plan: Plan,
-    text: str,
-    *,
-    place: torch.device,
-    measured: int | None,
-    out: str | None,
-) -> None:
-    """Print the plan and the measured peak, and write the plan to `out`."""
-    console.print(text, markup=False)
-    if measured is not None:
-        predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
-        console.print(
-            f"\nmeasured on {place}: peak {format_bytes(measured)}, "
-            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})",
-            markup=False,
-        )
-    if out:
-        write_json(out, plan.to_json())
-        console.print(f"\nwrote {out}: Plan.load({out!r}).apply(model)", markup=False)
 
 
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:

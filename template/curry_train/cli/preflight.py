@@ -11,7 +11,6 @@ from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 
 from ..core.wording import provenance, write_json
 from ..gates.loop import DEFAULT_STEPS
@@ -72,8 +71,7 @@ def preflight_command(
         verdicts = preflight_program(kind, given, num_steps=num_steps, num_ranks=num_ranks)
     except LoopFailed as error:
         raise UnusableInput(str(error)) from error
-    console = Console(stderr=json_path == "-", highlight=False)
-    _print(console, shlex.join(map(str, words)), num_steps, verdicts)
+    _print(shlex.join(map(str, words)), num_steps, verdicts)
     if json_path:
         results = [asdict(verdict) for verdict in verdicts]
         facts = provenance(torch.device("cpu"))
@@ -85,7 +83,7 @@ def preflight_command(
         raise UnusableInput(f"nothing was checked: {verdicts[0].hint}")
 
 
-def _print(console: Console, name: str, num_steps: int, verdicts: Sequence[Verdict]) -> None:
+def _print(name: str, num_steps: int, verdicts: Sequence[Verdict]) -> None:
     """Print the verdict first, then what failed, and what held or does not apply in a line each."""
     failed = [verdict for verdict in verdicts if verdict.passed is False]
     held = [_short(verdict) for verdict in verdicts if verdict.passed]
@@ -105,7 +103,7 @@ def _print(console: Console, name: str, num_steps: int, verdicts: Sequence[Verdi
     if not_applicable:
         lines.append(f"not applicable: {'; '.join(not_applicable)}")
     for line in lines:
-        console.print(fill_screen(line, indent="    "), markup=False, soft_wrap=True)
+        click.echo(fill_screen(line, indent="    "))
 
 
 def _short(verdict: Verdict) -> str:

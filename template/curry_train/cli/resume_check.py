@@ -7,19 +7,18 @@ Proof: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ..config import load_config
@@ -68,10 +67,7 @@ def resume_check(
     save_every: int,
     config: str | None = None,
 ) -> ResumeCheck:
-    """Train with these configuration words in `folder`, with and without a kill, and compare.
-
-    Raises ValueError with the last line that the run printed if a run fails.
-    """
+    """Train with these configuration words in `folder`, with and without a kill, and compare."""
     if not 1 <= save_every < kill_at < steps:
         raise ValueError(
             "the check needs a save, then a kill, then a step: 1 <= save-every < kill-at < steps, "
@@ -126,9 +122,9 @@ def _compared(straight: History, resumed: History) -> Iterator[tuple[str, Steps,
 def different_figure(straight: History, resumed: History) -> str | None:
     """Name the first figure of a resumed run that is not the same, or a step that it lacks."""
     for name, expected, part in _compared(straight, resumed):
-        if parted := compare_values(expected, part, name).parted:
+        if found := compare_values(expected, part, name).first:
             what = "dev loss" if name == "value" else name
-            return f"{what} of step {parted.step} is {parted.a!r} straight and {parted.b!r} resumed"
+            return f"{what} of step {found.step} is {found.a!r} straight and {found.b!r} resumed"
     missing = sorted({*straight.steps.step} - {*resumed.steps.step})
     return f"step {missing[0]} was not trained after the resume" if missing else None
 
@@ -161,31 +157,24 @@ def _train(
     kill_at: int | None = None,
     resume: str | None = None,
 ) -> None:
-    package = __package__ or ""
-    root = str(Path(__file__).resolve().parents[len(package.split("."))])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    order = json.dumps(
-        {"config": config, "words": list(words), "kill_at": kill_at, "resume": resume}
-    )
-    command = [sys.executable, "-m", f"{package}.resume_check", order]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    expected = 0 if kill_at is None else -signal.SIGKILL
-    if done.returncode != expected:
-        errors = done.stderr.strip().splitlines()
-        reason = errors[-1] if errors else f"status {done.returncode}"
-        raise ValueError(f"the training did not run: {reason}")
+    """Train one run in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            process.submit(_train_here, words, config, kill_at, resume).result()
+        except BrokenProcessPool as error:
+            if kill_at is None:
+                raise ValueError("the system ended the process of the training") from error
 
 
-def _train_here(order: dict[str, Any]) -> None:
+def _train_here(
+    words: Sequence[str], config: str | None, kill_at: int | None, resume: str | None
+) -> None:
     """Train one run in this process, and kill it at the step `kill_at`."""
-
-    config = load_config(order["config"], order["words"])
-    with open_named_run(config, resume=order["resume"]) as run:
+    with open_named_run(load_config(config, words), resume=resume) as run:
 
         def kill(*_: Any) -> None:
             # The step that is running now is not in `attached.steps` yet.
-            if run.attached.steps + 1 == order["kill_at"]:
+            if run.attached.steps + 1 == kill_at:
                 # Finish saves first, so that the resume step does not depend on disk speed.
                 run.attached.policy.finish()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -248,17 +237,12 @@ def resume_check_command(
         )
 
     repeated = result.killed_at - result.resumed_from
-    console = Console(highlight=False)
-    console.print(
+    click.echo(
         f"{steps} steps, killed in step {kill_step}, resumed from step {result.resumed_from}: "
         f"{repeated} done again"
     )
     verdict = f"equal: {result.figures} figures and {result.tensors} tensors"
     if not result.equal:
         verdict = fill_screen(f"NOT equal: {result.difference}")
-    console.print(verdict, markup=False)
+    click.echo(verdict)
     end(json_path, facts | result.to_json(), well=result.equal)
-
-
-if __name__ == "__main__":
-    _train_here(json.loads(sys.argv[1]))

@@ -3,25 +3,23 @@
 Proof: `python -m pytest tests/cli/test_runs_command.py tests/cli/test_export.py`.
 """
 
-import os
-import secrets
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from safetensors.torch import save_file
 
 from ..config import set_words
 from ..core.wording import format_bytes, write_json
 from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
-from ..runs.journal import JOURNAL_FILE_NAME, Event, JournalError, printable
-from ..runs.layout import CHECKPOINT_KINDS, SavedCheckpoint, describe_existing_runs, read_manifest
+from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
+from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs, read_manifest
 from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.ranks import DamagedCheckpoint, StateMismatch
 from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
@@ -55,36 +53,19 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
 
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     """Return a row for every checkpoint of a run, damaged ones included."""
+    empty = dict.fromkeys(("step", "metric", "date", "damaged")) | {"bytes": 0}
     rows = []
-    checkpoints = run.all_committed()
+    for saved in run.all_committed():
+        metric = saved.metric
+        date = read_manifest(run.files, saved.folder).about.get("date", "")
+        row = {"kind": saved.kind, "folder": saved.folder, "step": saved.step, "date": str(date)}
+        row |= {"bytes": saved.num_bytes}
+        row |= {"metric": f"{metric.name} {metric.value:.6g}" if metric else None}
+        rows.append(empty | row)
     for kind in CHECKPOINT_KINDS:
-        rows += [_checkpoint(run, saved) for saved in checkpoints if saved.kind == kind]
-        rows += [
-            {
-                "kind": kind,
-                "step": None,
-                "metric": None,
-                "bytes": 0,
-                "date": "",
-                "folder": folder,
-                "damaged": why,
-            }
-            for folder, why in run.damaged(kind).items()
-        ]
-    return rows
-
-
-def _checkpoint(run: SavedRun, saved: SavedCheckpoint) -> dict[str, Any]:
-    metric = None if saved.metric is None else f"{saved.metric.name} {saved.metric.value:.6g}"
-    return {
-        "kind": saved.kind,
-        "step": saved.step,
-        "metric": metric,
-        "bytes": saved.num_bytes,
-        "date": str(read_manifest(run.files, saved.folder).about.get("date", "")),
-        "folder": saved.folder,
-        "damaged": None,
-    }
+        for folder, why in run.damaged(kind).items():
+            rows.append(empty | {"kind": kind, "folder": folder, "damaged": why})
+    return sorted(rows, key=lambda row: CHECKPOINT_KINDS.index(row["kind"]))
 
 
 def runs_table(rows: list[dict[str, Any]]) -> str:
@@ -135,60 +116,43 @@ def estimate_table(found: DiskEstimate) -> str:
 # Summary of a run's attempts: how each began and ended, and its unusual events.
 
 STORY_EVENT_KINDS = ("spike", "skip", "warning")
-MOST_EVENTS_OF_KIND = 6  # events of a kind to print per attempt
-MOST_ATTEMPTS = 20
+MOST_EVENTS = 12  # events to print per attempt
 
 
 def story(history: History) -> list[dict[str, Any]]:
     """Return a row for each attempt, with its spikes, skips and warnings."""
-    rows = []
-    for attempt in history.attempts:
-        events: list[dict[str, Any]] = [
-            {"step": event.step, "kind": kind, "reason": str(event.facts.get("reason", ""))}
-            for kind in STORY_EVENT_KINDS
-            for event in _events(history, kind)
-            if event.attempt == attempt.number
-        ]
-        rows.append(
-            {
-                "attempt": attempt.number,
-                "began": attempt.kind,
-                "from_step": attempt.step,
-                "to_step": attempt.last_step,
-                "ended": attempt.ended,
-                "events": sorted(events, key=lambda row: row["step"]),
-            }
-        )
-    return rows
+    events: list[tuple[int, dict[str, Any]]] = []
+    for kind in STORY_EVENT_KINDS:
+        for event in history.events.get(kind, []):
+            reason = str(event.facts.get("reason", ""))
+            events.append((event.attempt, {"step": event.step, "kind": kind, "reason": reason}))
+    events.sort(key=lambda one: one[1]["step"])
+    return [
+        {
+            "attempt": attempt.number,
+            "began": attempt.kind,
+            "from_step": attempt.step,
+            "to_step": attempt.last_step,
+            "ended": attempt.ended,
+            "events": [event for number, event in events if number == attempt.number],
+        }
+        for attempt in history.attempts
+    ]
 
 
 def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Format the rows at 80 columns; an attempt without events takes one line."""
-    if len(rows) > MOST_ATTEMPTS:
-        yield f"{len(rows) - MOST_ATTEMPTS} earlier attempts, which --json has"
-    for row in rows[-MOST_ATTEMPTS:]:
+    """Format the rows at 80 columns."""
+    for row in rows:
         ended = f"ended by {printable(row['ended'])}" if row["ended"] else "no record of its end"
-        if row["attempt"] != rows[-1]["attempt"] and row["ended"] is None:
-            next_row = rows[row["attempt"]]  # attempts count from 1
-            if next_row["began"] == "rollback":
-                ended = "rolled back"
-        line = (
+        yield fill_screen(
             f"attempt {row['attempt']}: {row['began']} at step {row['from_step']}, "
             f"up to {row['to_step']}, {ended}"
         )
-        yield fill_screen(line)
-
-        for kind in STORY_EVENT_KINDS:
-            events = [event for event in row["events"] if event["kind"] == kind]
-            for event in events[:MOST_EVENTS_OF_KIND]:
-                line = f"  step {event['step']}, {kind}: {printable(event['reason'])}"
-                yield fill_screen(line, indent="    ")
-            if len(events) > MOST_EVENTS_OF_KIND:
-                yield f"  and {len(events) - MOST_EVENTS_OF_KIND} more of {kind}"
-
-
-def _events(history: History, kind: str) -> list[Event]:
-    return history.events.get(kind, [])
+        for event in row["events"][:MOST_EVENTS]:
+            line = f"  step {event['step']}, {event['kind']}: {printable(event['reason'])}"
+            yield fill_screen(line, indent="    ")
+        if more := len(row["events"][MOST_EVENTS:]):
+            yield f"  and {more} more events, which --json has"
 
 
 # Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
@@ -230,8 +194,7 @@ def runs_list_command(folder: str, json_path: str | None) -> None:
     if not root.is_dir():
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
-    console = Console(highlight=False)
-    console.print(runs_table(rows) if rows else f"{folder} holds no run", markup=False)
+    click.echo(runs_table(rows) if rows else f"{folder} holds no run")
     end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
 
 
@@ -245,13 +208,12 @@ def show_command(run: str, json_path: str | None) -> None:
     newest = saved.latest()
     attempts, journal_error = _journal_of(saved)
 
-    console = Console(highlight=False)
-    console.print(checkpoints_table(rows), markup=False)
-    console.print(f"latest: {newest.folder}" if newest else "nothing to resume from")
+    click.echo(checkpoints_table(rows))
+    click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
     for line in story_lines(attempts):
-        console.print(line, markup=False)
+        click.echo(line)
     if journal_error:
-        console.print(journal_error, markup=False)
+        click.echo(journal_error)
 
     facts = {
         "run": run,
@@ -277,23 +239,18 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     else:
         folders = [saved.folder_of(checkpoint)]
 
-    errors: dict[str, str | None] = {}
+    damaged: dict[str, str] = {}
     with messages_on_screen() as show_message:
         for folder in folders:
             show_message(folder)
             try:
                 saved.verify(folder)
-                errors[folder] = None
             except DamagedCheckpoint as error:
-                errors[folder] = str(error)
-
-    damaged = {folder: why for folder, why in errors.items() if why}
-    console = Console(highlight=False)
+                damaged[folder] = str(error)
     for folder, why in damaged.items():
-        console.print(f"damaged: {folder}", style="red", markup=False)
-        console.print(fill_screen(f"  {why}"), markup=False)
-    console.print(f"{len(errors) - len(damaged)} of {len(errors)} checkpoints intact")
-    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(errors)}, well=not damaged)
+        click.echo(f"damaged: {folder}\n{fill_screen(f'  {why}')}")
+    click.echo(f"{len(folders) - len(damaged)} of {len(folders)} checkpoints intact")
+    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(folders)}, well=not damaged)
 
 
 def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
@@ -344,8 +301,6 @@ def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
 # Command `runs export`: the parameters as Hugging Face safetensors.
 
 MODEL_FILE_NAME = "model.safetensors"
-# As transformers divides a model by default.
-SHARD_BYTES = 5 * 10**9
 
 
 def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
@@ -378,67 +333,25 @@ def _parameters(tensors: Mapping[str, torch.Tensor], strip: str) -> dict[str, to
 
 
 def export_parameters(
-    run: SavedRun,
-    checkpoint: str,
-    folder: Path,
-    *,
-    config: str | None = None,
-    strip: str = "",
-    shard_bytes: int = SHARD_BYTES,
-) -> dict[str, list[str]]:
-    """Verify a checkpoint, and write its parameters into a new folder; return names by file.
+    run: SavedRun, checkpoint: str, folder: Path, *, config: str | None = None, strip: str = ""
+) -> list[str]:
+    """Verify a checkpoint, and write its parameters into a new folder; return their names.
 
-    The folder appears when everything is on the disk. `config` is a config.json to copy there, and
+    The folder appears when everything is in it. `config` is a config.json to copy there, and
     `strip` a prefix of the exported names that is left out.
     """
     if folder.exists():
         raise ValueError(f"{folder} exists: give a new folder")
     parameters = _parameters(saved_tensors(run, run.folder_of(checkpoint)), strip)
-    staged = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
-    staged.mkdir(parents=True)
-    try:
-        files = _write_shards(staged, parameters, shard_bytes)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        staged = Path(name, folder.name)
+        staged.mkdir()
+        save_file(parameters, staged / MODEL_FILE_NAME, metadata={"format": "pt"})
         if config is not None:
             shutil.copyfile(config, staged / "config.json")
-        for path in (*staged.iterdir(), staged):
-            _put_on_disk(path)
         staged.rename(folder)
-    finally:
-        shutil.rmtree(staged, ignore_errors=True)
-    return files
-
-
-def _put_on_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_shards(
-    folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int
-) -> dict[str, list[str]]:
-    """Write files of at most `shard_bytes`, as far as a tensor allows; several get an index."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for name, tensor in sorted(tensors.items()):
-        num_bytes = sum(other.nbytes for other in shards[-1].values())
-        if shards[-1] and num_bytes + tensor.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][name] = tensor
-    files = {}
-    for number, shard in enumerate(shards, start=1):
-        file_name = MODEL_FILE_NAME
-        if len(shards) > 1:
-            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file_name, metadata={"format": "pt"})
-        files[file_name] = list(shard)
-    if len(shards) > 1:
-        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        weights = {name: file for file, names in files.items() for name in names}
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": weights}
-        write_json(str(folder / f"{MODEL_FILE_NAME}.index.json"), index)
-    return files
+    return sorted(parameters)
 
 
 @runs_command.command("export", example="run-001 latest --out model")
@@ -452,7 +365,6 @@ def _write_shards(
     help="A config.json of Hugging Face to put next to them.",
 )
 @click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
-@click.option("--shard-bytes", metavar="NUMBER", default="5e9", help="Most bytes of a file.")
 @JSON_OPTION
 def export_command(
     run: str,
@@ -460,7 +372,6 @@ def export_command(
     out: str,
     model_config: str | None,
     strip: str,
-    shard_bytes: str,
     json_path: str | None,
 ) -> None:
     """Write the parameters of a checkpoint as Hugging Face safetensors.
@@ -468,21 +379,9 @@ def export_command(
     CHECKPOINT is latest, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp. Its files are
     verified. Parameters that share values are written once, under the first name.
     """
-    saved = _open(run)
-    files = export_parameters(
-        saved,
-        checkpoint,
-        Path(out),
-        config=model_config,
-        strip=strip,
-        shard_bytes=int(float(shard_bytes)),
-    )
-
-    names = {name: len(shard) for name, shard in files.items()}
-    console = Console(highlight=False)
-    count = "1 file" if len(names) == 1 else f"{len(names)} files"
-    console.print(f"{sum(names.values())} tensors in {count} of {out}", markup=False)
-    end(json_path, {"out": out, "files": names}, well=True)
+    names = export_parameters(_open(run), checkpoint, Path(out), config=model_config, strip=strip)
+    click.echo(f"{len(names)} tensors in {Path(out, MODEL_FILE_NAME)}")
+    end(json_path, {"out": out, "names": names}, well=True)
 
 
 # Command `runs estimate`: disk space that a checkpoint policy needs.
@@ -517,13 +416,11 @@ def estimate_command(
     number = _count(model) if model else int(float(parameters or 0))
     block: dict[str, Any] = {}
     set_words(block, [word.removeprefix("checkpoint.") for word in words])
-    estimate = estimate_disk(
-        number, read_fields(PolicyConfig, block, inside="checkpoint"), dtype=dtype
-    )
-    console = Console(highlight=False)
-    console.print(estimate_table(estimate), markup=False)
+    policy = read_fields(PolicyConfig, block, inside="checkpoint")
+    estimate = estimate_disk(number, policy, dtype=dtype)
+    click.echo(estimate_table(estimate))
     for line in estimate.advice:
-        console.print(fill_screen(line, indent=""), markup=False)
+        click.echo(fill_screen(line, indent=""))
 
     facts = estimate.to_json()
     enough = True
@@ -532,7 +429,7 @@ def estimate_command(
         enough = free >= estimate.most
         facts["free"] = free
         verdict = "enough" if enough else "not enough"
-        console.print(f"{folder} has {free / 1e9:.1f} GB free: {verdict}")
+        click.echo(fill_screen(f"{folder} has {free / 1e9:.1f} GB free: {verdict}"))
     if json_path:
         write_json(json_path, facts)
     sys.exit(0 if enough else 1)

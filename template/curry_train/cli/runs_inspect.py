@@ -17,16 +17,13 @@ import os
 import pickle
 import re
 import sys
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
-from ..core.unpickle import RefusedPickle
 from ..core.wording import format_bytes
 from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
@@ -37,6 +34,7 @@ from .options import json_option
 from .runs import end, is_run
 from .screen import ScreenCommand, UnusableInput, fill_screen, table
 from .tensor_files import (
+    DAMAGE,
     FoundTensor,
     Inspection,
     add_names,
@@ -183,12 +181,8 @@ def _inspect_folder(path: Path, values: bool) -> Inspection:
         readers.get(name, _read_each)(files, found, values)
         if is_ours:
             _compare_with_manifest(path, found)
-    except (RefusedPickle, RunError, OSError, ValueError, zipfile.BadZipFile) as error:
-        found.problems.append(in_a_line(error))
-    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        found.problems.append(f"its index can't be read ({type(error).__name__}: {error!s:.200})")
-    except pickle.UnpicklingError as error:
-        found.problems.append(f"its index can't be read ({error!s:.200})")
+    except (RunError, RecursionError, *DAMAGE) as error:
+        found.problems.append(f"{type(error).__name__}: {in_a_line(error)}")
     return found
 
 
@@ -273,15 +267,22 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection, values: bool
             _add_piece(files, places.get((name, None)), name, None, found, values=False)
             continue
         dtype = str(entry.properties.dtype).removeprefix("torch.")
-        tensor = FoundTensor(str(name), tuple(entry.size), dtype, nan=0, inf=0)
+        pieces = [
+            _add_piece(
+                files,
+                places.get((name, tuple(chunk.offsets))),
+                name,
+                tuple(chunk.sizes),
+                found,
+                values=values,
+            )
+            for chunk in entry.chunks
+        ]
+        tensor = FoundTensor(str(name), tuple(entry.size), dtype)
+        if values and None not in pieces:
+            tensor.nan = sum(piece.nan or 0 for piece in pieces if piece)
+            tensor.inf = sum(piece.inf or 0 for piece in pieces if piece)
         found.tensors.append(tensor)
-        for chunk in entry.chunks:
-            place = places.get((name, tuple(chunk.offsets)))
-            piece = _add_piece(files, place, name, tuple(chunk.sizes), found, values=values)
-            for count in ("nan", "inf"):
-                one = None if piece is None else getattr(piece, count)
-                so_far = getattr(tensor, count)
-                setattr(tensor, count, None if None in (one, so_far) else so_far + one)
         num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         if num_elements != math.prod(tensor.shape):
             found.problems.append(
@@ -354,11 +355,10 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
     except OSError as error:
         raise UnusableInput(f"{path} can't be read ({error.strerror or error})") from error
 
-    console = Console(highlight=False)
     if found.tensors:
-        console.print(_tensors_table(found), markup=False)
+        click.echo(_tensors_table(found))
     for line in inspection_lines(found):
-        console.print(fill_screen(line), markup=False)
+        click.echo(fill_screen(line))
     end(json_path, found.to_json(), well=found.well)
 
 

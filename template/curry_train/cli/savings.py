@@ -22,12 +22,10 @@ from ..bench.savings import (
     StepSeconds,
     check_limit,
     choose_strategies,
-    count_steps,
     load_with_depth,
     measure_savings,
 )
 from ..bench.steps import MEASURED_OUTCOME, REFUSED_OUTCOME
-from ..core.blocks import find_blocks
 from ..core.wording import (
     format_bytes,
     format_mebibytes,
@@ -47,6 +45,7 @@ from .options import (
     DTYPES,
     blocks_option,
     blocks_text,
+    check_blocks,
     choose_device,
     device_option,
     dtype_option,
@@ -62,7 +61,7 @@ from .screen import (
     SCREEN_WIDTH,
     ScreenCommand,
     fill_screen,
-    progress_on_screen,
+    messages_on_screen,
     table,
 )
 
@@ -260,8 +259,14 @@ def savings_command(
     out.mkdir(parents=True, exist_ok=True)
     facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
     facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
+    rows = list[SavingsRow]()
     try:
-        rows = _measure(cases, names, repeats=repeats, limit=limit)
+        with messages_on_screen() as show:
+            for case, depth in cases:
+                show(f"{case.workload.name}, {case.batch_size} samples")
+                rows += measure_savings(
+                    case, names, depth=depth, repeats=repeats, limit=limit, tell=show
+                )
     except BaseException:
         if is_new:
             out.rmdir()
@@ -269,7 +274,10 @@ def savings_command(
     data = facts | {"limit_bytes": limit, "rows": [asdict(row) for row in rows]}
     write_json(str(out / "savings.json"), data)
     title = f"{facts['device']}, torch {facts['torch']}"
-    picture = _write_picture(rows, out / "savings.png", device=title)
+    written = [out / "savings.json"]
+    if any(row.outcome == MEASURED_OUTCOME for row in rows):
+        plot_savings(rows, out / "savings.png", device=title)
+        written.append(out / "savings.png")
     if json_path:
         write_json(json_path, data)
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
@@ -277,7 +285,7 @@ def savings_command(
     click.echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
     click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
     click.echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
-    click.echo(f"\nwrote {out / 'savings.json'}\n{picture}")
+    click.echo(f"\nwrote {' and '.join(map(str, written))}")
     if any(row.is_wrong for row in rows):
         sys.exit(1)
 
@@ -306,48 +314,10 @@ def _cases(
                 )
                 require_available(workload, make_case)
                 case = make_case(workload)
-                if blocks is not None:
-                    # A pattern that matches no module is reported before anything is measured.
-                    find_blocks(case.build(), blocks)
+                check_blocks(case)
                 name = workload.name if depth is None else f"{workload.name}, depth {depth}"
                 if name not in choices:
                     choices[name] = settle_blocks(case)[1]
                 case = replace(case, blocks=choices[name].blocks or blocks)
                 cases.append((case, depth))
     return cases, choices
-
-
-def _measure(
-    cases: Sequence[CaseAtDepth], names: Sequence[str], *, repeats: int, limit: int | None
-) -> list[SavingsRow]:
-    """Measure the cases one after the other."""
-    rows = list[SavingsRow]()
-    steps = len(cases) * count_steps(len(names), repeats=repeats, limit=limit)
-    with progress_on_screen() as progress:
-        task = progress.add_task("", total=steps, completed=-1)
-        for case, depth in cases:
-
-            def show_message(message: str, case: Case = case) -> None:
-                description = f"{case.workload.name}, {case.batch_size}: {message}"
-                progress.update(task, advance=1, description=description)
-
-            rows += measure_savings(
-                case,
-                names,
-                depth=depth,
-                repeats=repeats,
-                limit=limit,
-                tell=show_message,
-            )
-    return rows
-
-
-def _write_picture(rows: Sequence[SavingsRow], path: Path, *, device: str) -> str:
-    """Draw the rows that were measured and return a line on what the picture shows."""
-    if not any(row.outcome == MEASURED_OUTCOME for row in rows):
-        return "drew no picture, because nothing was measured"
-    drawn = plot_savings(rows, path, device=device)
-    num_left_out = len({row.label for row in rows}) - len(drawn)
-    if not num_left_out:
-        return f"wrote {path}"
-    return "\n  ".join([f"wrote {path}, which leaves out {num_left_out} and shows", *drawn])

@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import difflib
-import importlib.util
 import os
 import shlex
 from collections import Counter
@@ -29,7 +28,6 @@ from .merge import (
     compare_files,
     copied,
     make_plan,
-    only_writer,
     read_lock,
     updated,
     write_changes,
@@ -47,7 +45,6 @@ from .ownership import (
     find_bundle,
     is_module_name,
     project_files,
-    public_names,
     technique_files,
     technique_modules,
     wheel_name,
@@ -91,21 +88,13 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
 
 def _check_new_folder(root: Path) -> None:
     """Refuse a place that can't become a new project."""
-    if root.is_symlink():
-        raise ScaffoldError(f"{root} is a link; name the folder itself")
-    if root.exists() and not root.is_dir():
-        raise ScaffoldError(f"{root} is a file; name a folder that does not exist yet")
+    if os.path.lexists(root):
+        raise ScaffoldError(
+            f"{root} exists; name a new folder, use 'curry-train update' for a project, or "
+            "'curry-train add' for a repository"
+        )
     if not root.parent.is_dir():
         raise ScaffoldError(f"{root.parent} is not a folder; create it first")
-    if root.is_dir() and any(root.iterdir()):
-        raise ScaffoldError(
-            f"{root} exists and is not empty; name a new folder, use 'curry-train update' for a "
-            "project, or 'curry-train add' for a repository"
-        )
-    if root == Path.cwd():
-        raise ScaffoldError(
-            f"{root} is the current directory, which can't be replaced; run this from its parent"
-        )
 
 
 def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
@@ -166,16 +155,14 @@ def add_command(
             "such as --into src/mylib/training"
         )
     target = find_target(directory)
-    with only_writer(target.root):
-        plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
-        if not dry_run:
-            write_changes(plan)
+    plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
+    if not dry_run:
+        write_changes(plan)
     _echo_plan(plan, what=chosen.name, dry_run=dry_run)
     if chosen.kind is Kind.OWNED:
         click.echo(f"Next:\n  {target.test_command(chosen.test)}")
-    names = ", ".join(public_names(bundle.package, chosen))
     module = "runs" if chosen.kind is Kind.ROOM else Path(chosen.home).stem
-    click.echo(f"Use it:\n  from {target.package}.{module} import {names}")
+    click.echo(f"Use it:\n  from {target.package} import {module}")
 
 
 @dataclass(frozen=True)
@@ -199,8 +186,7 @@ class CopyTarget:
             path = shlex.quote(os.path.relpath(self.search_path, self.root))
             command = f"PYTHONPATH={path} {command}"
         if Path.cwd() != self.root:
-            root = min(os.path.relpath(self.root), str(self.root), key=len)
-            command = f"cd {shlex.quote(root)} && {command}"
+            command = f"cd {shlex.quote(os.path.relpath(self.root))} && {command}"
         return command
 
 
@@ -230,11 +216,6 @@ def find_target(directory: Path) -> CopyTarget:
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
-    if not (top.parent / names[0]).exists() and importlib.util.find_spec(names[0]) is not None:
-        raise ScaffoldError(
-            f"Python imports another module as {names[0]}, which {directory} would hide; "
-            "--into needs another name, such as my_training"
-        )
     return CopyTarget(directory, root, ".".join(names), top.parent)
 
 
@@ -265,27 +246,17 @@ def plan_addition(
     plan = make_plan(target.root, lock, compared, partial(copied, overwrite=overwrite))
     refused = {change.path for change in plan.changes if change.is_conflict}
     if refused:
-        _refuse_conflicts([entry for entry in compared if entry.path in refused], target)
+        count = "1 file is" if len(refused) == 1 else f"{len(refused)} files are"
+        lines = [f"{count} in the way; nothing was written"]
+        lines += [f"  {entry.path}: {entry.state}" for entry in compared if entry.path in refused]
+        advice = "'curry-train update' merges; --overwrite takes the bundle's version"
+        if read_lock(target.root) is None:
+            advice = f"keep yours apart with --into {target.directory / 'techniques'}"
+        raise ScaffoldError("\n".join([*lines, advice]))
     return plan
 
 
 INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
-
-
-def _refuse_conflicts(conflicts: list[Comparison], target: CopyTarget) -> None:
-    count = "1 file is" if len(conflicts) == 1 else f"{len(conflicts)} files are"
-    lines = [f"{count} in the way; nothing was written"]
-    for entry in conflicts:
-        reason = "yours: curry-train did not write it"
-        if entry.base is not None and entry.state is FileState.NEWER:
-            reason = f"from an older version ({entry.base.version}), not edited"
-        elif entry.base is not None:
-            reason = f"edited by you (it came from {entry.base.version})"
-        lines.append(f"  {entry.path}: {reason}")
-    advice = "'curry-train update' merges; --overwrite takes the bundle's version of these files"
-    if read_lock(target.root) is None:
-        advice = f"keep yours apart with --into {target.directory / 'techniques'}"
-    raise ScaffoldError("\n".join([*lines, advice]))
 
 
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
@@ -318,19 +289,18 @@ def update_command(directory: Path, dry_run: bool) -> None:
     """
     bundle = find_bundle()
     root = Path(os.path.abspath(directory))
-    with only_writer(root):
-        lock = _lock_of(root)
-        if _numbers(bundle.version) < _numbers(lock.version):
-            raise ScaffoldError(
-                f"{root} is from curry-train {lock.version}, and this is {bundle.version}; "
-                "run a version that is as new"
-            )
-        compared = compare_files(root, lock, files_of_lock(bundle, lock))
-        more = wheel_changes(bundle, root, lock)
-        lock = replace(lock, version=bundle.version)
-        plan = make_plan(root, lock, compared, updated, more=more)
-        if not dry_run:
-            write_changes(plan)
+    lock = _lock_of(root)
+    if _numbers(bundle.version) < _numbers(lock.version):
+        raise ScaffoldError(
+            f"{root} is from curry-train {lock.version}, and this is {bundle.version}; "
+            "run a version that is as new"
+        )
+    compared = compare_files(root, lock, files_of_lock(bundle, lock))
+    more = wheel_changes(bundle, root, lock)
+    lock = replace(lock, version=bundle.version)
+    plan = make_plan(root, lock, compared, updated, more=more)
+    if not dry_run:
+        write_changes(plan)
     _echo_plan(plan, what="this release of curry-train", dry_run=dry_run)
     if conflicts := sum(change.is_conflict for change in plan.changes):
         count = "1 file needs" if conflicts == 1 else f"{conflicts} files need"

@@ -15,9 +15,11 @@ import re
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from multiprocessing import resource_tracker
@@ -50,10 +52,13 @@ SECTIONS = {
 }
 OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
-WIDEST_OPTION = 24
-# The range that click appends to the help of a number; its error message has it too.
-_RANGE_PATTERN = re.compile(r"; [\d.x<>=]+(?=\])|  \[[\d.x<>=]*x[\d.x<>=]+\]")
 
+
+PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
+LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+# Code that writes to standard output, whose errors have no file name.
+SITE_FOLDER = Path(str(click.__file__)).parents[1]
+PRINTERS = (str(SITE_FOLDER / "click"), str(SITE_FOLDER / "rich"), f"{PACKAGE_FOLDER}/cli")
 
 # Errors of a file system that leave nothing to write to, whatever the file.
 FULL_OR_READ_ONLY = {
@@ -81,12 +86,35 @@ def errors_that_fit(outputs: Iterable[Any] = ()) -> Iterator[None]:
         is_output = error.filename is not None and str(error.filename) in map(str, outputs)
         if error.errno not in FULL_OR_READ_ONLY and not is_output:
             raise
-        if error.filename is None:
-            # Buffered text is written at the end of the process, and would fail again.
-            with suppress(OSError), Path(os.devnull).open("w") as nothing:
-                os.dup2(nothing.fileno(), sys.stdout.fileno())
-        place = error.filename or "standard output"
-        raise UnusableInput(f"{place}: {error.strerror}") from error
+        if error.filename is not None:
+            raise UnusableInput(f"{error.filename}: {error.strerror}") from error
+        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PRINTERS):
+            raise UnusableInput(f"{error.strerror} ({place_of(error)})") from error
+        # Buffered text is written at the end of the process, and would fail again.
+        with suppress(OSError), Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        raise UnusableInput(f"standard output: {error.strerror}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file and the line of an error: the last that is in no other library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if frame.filename.startswith(PACKAGE_FOLDER)
+        or not frame.filename.startswith(LIBRARY_FOLDERS)
+    ]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+
+
+def with_place(error: Exception) -> str:
+    """Return the message of an error, with its place where the package did not mean to raise it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    is_meant = last.filename.startswith(PACKAGE_FOLDER) and str(last.line).startswith("raise ")
+    if is_meant or type(error).__module__.startswith(f"{__package__.split('.')[0]}."):
+        return str(error)
+    return f"{type(error).__name__}: {error} ({place_of(error)})"
 
 
 @contextmanager
@@ -184,7 +212,7 @@ class ScreenCommand(click.Command):
                 if isinstance(self, click.Group) or self.keeps_traceback:
                     raise
                 # The input is wrong, or the environment.
-                raise UnusableInput(printable_lines(str(error))) from error
+                raise UnusableInput(printable_lines(with_place(error))) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each section; a group has its commands first."""
@@ -195,14 +223,12 @@ class ScreenCommand(click.Command):
             record = option.get_help_record(ctx)
             if record is None or isinstance(option, click.Argument):
                 continue
-            written = re.sub("INTEGER( RANGE)?", "N", record[0])
             titles = (title for title, names in SECTIONS.items() if option.opts[0] in names)
-            section = rows[next(titles, OTHER_SECTION)]
-            section.append((written, _RANGE_PATTERN.sub("", record[1])))
+            rows[next(titles, OTHER_SECTION)].append(record)
         for title, section in rows.items():
             if section:
                 with formatter.section(title):
-                    formatter.write_dl(section, col_max=WIDEST_OPTION)
+                    formatter.write_dl(section)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.example is not None:
@@ -390,20 +416,12 @@ def fill_screen(text: str, *, indent: str = "  ") -> str:
 def wrapped(text: str, *, begun: int = 0) -> str:
     """Break each line between words, and never at a hyphen of an option or inside of a path.
 
-    In the first line so many columns are in use.
+    In the first line so many columns are in use; no line is longer than the first may be.
     """
-    lines = list[str]()
-    for line in text.splitlines():
-        indent = "" if lines else " " * begun
-        filled = textwrap.fill(
-            line,
-            SCREEN_WIDTH,
-            initial_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines.append(filled.removeprefix(indent))
-    return "\n".join(lines)
+    return "\n".join(
+        textwrap.fill(line, SCREEN_WIDTH - begun, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:

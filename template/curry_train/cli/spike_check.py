@@ -9,15 +9,15 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ..config import Config, load_config
@@ -26,7 +26,6 @@ from ..data import Dataset
 from ..runs.history import History, read_history
 from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
-from ..runs.spike import Limit, SpikeWatchdog
 from ..trainer import Hook, TrainingRun, Watch, train_run
 from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
@@ -41,7 +40,7 @@ from .options import (
 )
 from .resume_check import different_tensor, final_tensors
 from .runs_diff import compare_values
-from .screen import ScreenCommand, fill_screen, progress_on_screen
+from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
 
 # Check that a run recovers from a loss spike, with bad samples planted into the data.
@@ -91,21 +90,6 @@ class PlantedSpike:
 
 
 @dataclass(frozen=True)
-class Missed:
-    """Figures of the watchdog for planted samples that it did not find."""
-
-    # Loss above the watchdog's level, at the bad steps and `patience` steps after them.
-    rises: tuple[float, ...]
-    # The watchdog's limit at the first bad step.
-    limit: Limit
-    # Most steps in a row with a rise above their limit.
-    in_a_row: int
-    threshold: float
-    least_rise: float
-    patience: int
-
-
-@dataclass(frozen=True)
 class SpikeCheck:
     """Result of `spike_check`."""
 
@@ -125,8 +109,6 @@ class SpikeCheck:
     dev_losses: dict[str, float | None]
     # First difference between `recovered` and `without`, None if equal or not compared.
     difference: str | None
-    # None where the spike was found.
-    missed: Missed | None = None
 
     @property
     def held(self) -> bool:
@@ -153,7 +135,6 @@ def spike_check(
     given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
     spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
     plant = _Plant(at, num_windows)
-    last = at + num_windows - 1
 
     def train_as(name: str, *more_words: str) -> History:
         _train(load_config(config, [*given, *more_words, f"name={name}"]), plant, watch)
@@ -172,15 +153,11 @@ def spike_check(
             runs[THROUGH_RUN_NAME] = train_as(THROUGH_RUN_NAME, "spike.action=none")
 
     difference = None
-    missed = None
     if rollbacks:
         difference = _difference(folder, recovered, runs[WITHOUT_RUN_NAME])
-    else:
-        losses = dict(zip(recovered.steps.step, recovered.steps.values["loss"], strict=True))
-        missed = missed_spike(losses, spike, first=at, last=last)
     return SpikeCheck(
         steps=steps,
-        planted=(at, last),
+        planted=(at, at + num_windows - 1),
         patience=spike.patience,
         rollbacks=len(rollbacks),
         found_after=spikes[0].step - at + 1 if spikes else None,
@@ -189,7 +166,6 @@ def spike_check(
         losses={name: run.steps.values["loss"][-1] for name, run in runs.items()},
         dev_losses={name: _dev_loss(run) for name, run in runs.items()},
         difference=difference,
-        missed=missed,
     )
 
 
@@ -213,28 +189,6 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
             "on: give --at and --steps above that, or a smaller spike.window"
         )
     return spike
-
-
-def missed_spike(
-    losses: Mapping[int, float], config: SpikeConfig, *, first: int, last: int
-) -> Missed:
-    """Replay the losses through a watchdog to find out how they compared with its limits."""
-    watchdog = SpikeWatchdog(config)
-    limits: list[Limit] = []
-    rises: list[float] = []
-    in_a_row = 0
-    longest = 0
-    for step, loss in losses.items():
-        limit = watchdog.limit()
-        if first <= step <= last + config.patience and limit is not None:
-            limits.append(limit)
-            rises.append(loss - limit.level)
-            in_a_row = in_a_row + 1 if rises[-1] > limit.rise else 0
-            longest = max(longest, in_a_row)
-        watchdog.observe(step, loss)
-    return Missed(
-        tuple(rises), limits[0], longest, config.threshold, config.least_rise, config.patience
-    )
 
 
 class _Plant:
@@ -273,9 +227,9 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
     """Name the first difference of the recovered run from one that never saw the samples."""
     if recovered.steps.step != without.steps.step:
         return "the recovered run is of other steps than the run that never saw the samples"
-    if parted := compare_values(recovered.steps, without.steps, "loss").parted:
+    if found := compare_values(recovered.steps, without.steps, "loss").first:
         return (
-            f"the loss of step {parted.step} is {parted.a!r} recovered and {parted.b!r} in the run "
+            f"the loss of step {found.step} is {found.a!r} recovered and {found.b!r} in the run "
             "that never saw the samples"
         )
     names = (RECOVERED_RUN_NAME, WITHOUT_RUN_NAME)
@@ -283,8 +237,6 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
 
 
 # Command `runs spike-check`: plant bad samples and check the recovery from the spike.
-
-MOST_RISES = 6  # rises of the loss to print
 
 
 @click.command("spike-check", cls=ScreenCommand, example="--steps 18 batch_size=4")
@@ -337,7 +289,6 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
     if model:
         given.append(f"model={model}")
-    console = Console(highlight=False, soft_wrap=False)
 
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, keep_path)
@@ -347,17 +298,23 @@ def spike_check_command(
         if plot_path:
             require_matplotlib()
         facts = provenance(choose_device(settings.device))
-        watch = stack.enter_context(_progress(steps))
+        show = stack.enter_context(messages_on_screen())
         result = spike_check(
-            folder, given, steps=steps, at=at, num_windows=windows, config=config, watch=[watch]
+            *(folder, given),
+            steps=steps,
+            at=at,
+            num_windows=windows,
+            config=config,
+            watch=[functools.partial(_show_steps, show)],
         )
         if plot_path:
-            _draw(result, folder, plot_path)
+            drawn = [read_history(folder / f"{name}-001", name=name) for name in result.losses]
+            plot_runs(drawn, plot_path)
 
     for line in describe_spike_check(result):
-        console.print(fill_screen(line, indent=""), markup=False)
+        click.echo(fill_screen(line, indent=""))
     if plot_path:
-        console.print(f"drawn as {plot_path}", markup=False)
+        click.echo(f"drawn as {plot_path}")
     if json_path:
         write_json(json_path, facts | result.to_json())
     sys.exit(0 if result.held else 1)
@@ -367,8 +324,11 @@ def describe_spike_check(found: SpikeCheck) -> Iterator[str]:
     """Describe the result in lines."""
     first, last = found.planted
     yield f"planted: bad samples in steps {first} to {last} of {found.steps}"
-    if found.missed is not None:
-        yield from _describe_missed(found.missed, last - first + 1)
+    if not found.rollbacks:
+        yield (
+            f"NOT found: no {found.patience} steps in a row (spike.patience) had a loss above the "
+            "limit (spike.threshold, spike.least_rise); --plot draws the losses"
+        )
         return
     skipped = ", ".join(f"{start} to {stop - 1}" for start, stop in found.skipped)
     yield f"found {found.found_after} steps after the first, with patience {found.patience}"
@@ -388,47 +348,7 @@ def describe_spike_check(found: SpikeCheck) -> Iterator[str]:
         yield f"NOT equal to the run that never saw them: {found.difference}"
 
 
-def _describe_missed(missed: Missed, num_bad: int) -> Iterator[str]:
-    limit = missed.limit
-    rises = ", ".join(f"{rise:+.3g}" for rise in missed.rises[:num_bad][:MOST_RISES])
-    if num_bad > MOST_RISES:
-        rises += ", ..."
-    steps = "bad step" if num_bad == 1 else f"{num_bad} bad steps"
-    long_enough = " for long enough" if missed.in_a_row else ""
-    yield f"NOT found: the loss did not rise enough{long_enough}"
-    yield f"it rose by {rises} in the {steps}, over a level of {limit.level:.4g}"
-    yield (
-        f"needed: more than {limit.rise:+.3g} in {missed.patience} steps in a row "
-        f"(spike.patience); there were {missed.in_a_row}"
-    )
-    drift = f", plus {limit.drift:.2g} by which it was already rising" if limit.drift else ""
-    yield (
-        f"that is the larger of {missed.threshold:g} times the noise (spike.threshold), "
-        f"{limit.by_noise:.2g}, and {missed.least_rise:g} of the level or of the fall to it "
-        f"(spike.least_rise), {limit.by_level:.2g}{drift}"
-    )
-
-
-def _draw(found: SpikeCheck, folder: Path, path: str) -> None:
-    """Draw all three runs, or the first one if no spike was found."""
-    first, last = found.planted
-    names: tuple[str, ...] = (RECOVERED_RUN_NAME,)
-    outcome = "not found: one run, through them"
-    if found.rollbacks:
-        names = (THROUGH_RUN_NAME, WITHOUT_RUN_NAME, RECOVERED_RUN_NAME)
-        outcome = "found: three runs"
-    histories = [read_history(folder / f"{name}-001", name=name) for name in names]
-    plot_runs(histories, path, title=f"bad samples in steps {first} to {last}, {outcome}")
-
-
 @contextlib.contextmanager
-def _progress(steps: int) -> Iterator[Watch]:
-    """Show the steps of all three runs on a terminal."""
-    with progress_on_screen() as progress:
-        task = progress.add_task("", total=3 * steps)
-
-        @contextlib.contextmanager
-        def watch(run: TrainingRun) -> Iterator[Hook]:
-            yield lambda report: progress.update(task, advance=1, description=run.folder.name)
-
-        yield watch
+def _show_steps(show: Callable[[str], None], run: TrainingRun) -> Iterator[Hook]:
+    """Show the step of the run that is trained."""
+    yield lambda report: show(f"{run.folder.name}: step {report.step} of {report.steps}")

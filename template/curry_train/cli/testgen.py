@@ -8,15 +8,12 @@ Proof: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 
 import fnmatch
 import importlib
-import importlib.machinery
 import importlib.metadata
 import os
 import shlex
 import sys
 import sysconfig
-import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -37,79 +34,50 @@ from .options import (
     seed_option,
     settle_blocks,
     trainer_option,
+    typed_options,
 )
 from .screen import ScreenCommand, UnusableInput, literal, render_template, write_output
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
-GENERATED_LINE_WIDTH = 88  # formatters leave lines up to this length unchanged by default
 AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Model, gates and settings of a test file, as in the options of `validate`."""
-
-    model: str
-    out: Path
-    package: str = DEFAULT_PACKAGE_NAME
-    gates: tuple[str, ...] = ()
-    blocks: str | None = None
-    device: str = "auto"
-    dtype: str = "float32"
-    batch_size: int = 4
-    seed: int = 0
-
-    @property
-    def option(self) -> str:
-        return "--trainer" if self.model.startswith(TRAINER_PREFIX) else "--model"
-
-    @property
-    def source(self) -> str:
-        """The model or the trainer, as on the command line."""
-        return self.model.removeprefix(TRAINER_PREFIX)
-
-    def words(self) -> list[str]:
-        """Return the command-line options of this recipe, without those at their default."""
-        out = PurePath(os.path.relpath(self.out)).as_posix()
-        words = [self.option, self.source, "--out", out]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("model", "out") or value == field.default:
-                continue
-            option = "--gate" if field.name == "gates" else "--" + field.name.replace("_", "-")
-            for word in value if isinstance(value, tuple) else [value]:
-                words += [option, str(word)]
-        return words
-
-
-def render(recipe: Recipe, *, command: Sequence[str]) -> str:
-    """Return the text of the test file; `command` are the words that `recipe.words` follow.
+def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
+    """Return the text of the test file; `options` are those of the command line.
 
     The model and gates are loaded and run once first; a ValueError names what is wrong.
     """
-    workload = load_workload(recipe.model)
-    size = recipe.batch_size if workload.is_divisible else workload.own_batch or recipe.batch_size
-    case = Case(workload, batch_size=size, seed=recipe.seed, blocks=recipe.blocks)
-    if recipe.blocks is not None:
-        find_blocks(case.build(), recipe.blocks)
-    # Blocks that the model's containers don't give are chosen again in each run of the tests.
-    chosen = settle_blocks(case)[0].blocks != recipe.blocks
-    patterns = _checked_patterns(recipe)
-    roots = {Path.cwd().resolve(), *filter(None, map(import_root, _imported(recipe)))}
-    path = Path(recipe.source).expanduser().resolve() if _is_file(recipe.source) else None
+    workload = load_workload(spec)
+    own_size = None if workload.is_divisible else workload.own_batch
+    size = own_size or options["batch_size"]
+    case = Case(workload, batch_size=size, seed=options["seed"], blocks=options["blocks"])
+    if case.blocks is not None:
+        find_blocks(case.build(), case.blocks)
+    source = spec.removeprefix(TRAINER_PREFIX)
+    file = source.rpartition(":")[0]
+    is_file = file.endswith(".py")
+    patterns = _checked_patterns(options["package"], options["gates"])
+    modules = [] if is_file or spec in BUILTIN_WORKLOADS else [source.partition(":")[0]]
+    if options["package"] != DEFAULT_PACKAGE_NAME:
+        modules.append(options["package"])
+    roots = {Path.cwd().resolve(), *_import_roots(modules)}
+    device = options["device"]
     return render_template(
         Path(__file__).with_name("test_gates.py.jinja"),
-        recipe=recipe,
+        recipe=options,
+        source=source,
+        spec=spec,
         mark=GENERATED_FILE_MARK,
         version=__version__,
-        command=_wrapped(shlex.join(command), recipe.words()),
-        roots=[_path_expression(root, recipe.out) for root in sorted(roots)],
-        prefix="" if recipe.source == recipe.model else f"{literal(TRAINER_PREFIX)} + ",
-        path=path and _path_expression(path, recipe.out),
+        command=command,
+        roots=[_path_expression(root, out) for root in sorted(roots)],
+        prefix="" if source == spec else f"{literal(TRAINER_PREFIX)} + ",
+        path=_path_expression(Path(source).expanduser().resolve(), out) if is_file else None,
         patterns=patterns,
-        device=AUTO_DEVICE if recipe.device == "auto" else literal(recipe.device),
-        chosen=chosen,
+        device=AUTO_DEVICE if device == "auto" else literal(device),
+        # Blocks that the model's containers don't give are chosen again in each run of the tests.
+        chosen=settle_blocks(case)[0].blocks != case.blocks,
     )
 
 
@@ -118,55 +86,37 @@ def is_rendered(text: str) -> bool:
     return GENERATED_FILE_MARK in text
 
 
-def import_root(name: str) -> Path | None:
-    """Return the folder that a module is imported from; None if the environment installed it."""
-    top = sys.modules[name.partition(".")[0]]
-    locations = list(getattr(top, "__path__", [])) or [top.__file__]
-    if locations[0] is None:
-        return None
-    root = Path(locations[0]).resolve().parent
-    installed = {
-        Path(sysconfig.get_path(kind)).resolve()
-        for kind in ("purelib", "platlib", "stdlib", "platstdlib")
-    }
-    return None if root in installed else root
+def _import_roots(names: list[str]) -> Iterator[Path]:
+    """Yield the folders that modules are imported from, except where the environment has them."""
+    kinds = ("purelib", "platlib", "stdlib", "platstdlib")
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in kinds}
+    for name in names:
+        top = sys.modules[name.partition(".")[0]]
+        location = next(iter(getattr(top, "__path__", [])), top.__file__)
+        root = Path(location).resolve().parent if location else None
+        if root is not None and root not in installed:
+            yield root
 
 
-def _imported(recipe: Recipe) -> Iterator[str]:
-    if recipe.model not in BUILTIN_WORKLOADS and not _is_file(recipe.source):
-        yield recipe.source.partition(":")[0]
-    # Our own package is installed or on PYTHONPATH wherever the file is used.
-    if recipe.package != DEFAULT_PACKAGE_NAME:
-        yield recipe.package
-
-
-def _checked_patterns(recipe: Recipe) -> tuple[str, ...]:
+def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
     """Return globs over gate names; a technique becomes all of its gates.
 
     A pattern that matches no gate is an error.
     """
     try:
-        discover = importlib.import_module(f"{recipe.package}.gates").discover
+        discover = importlib.import_module(f"{package}.gates").discover
     except ModuleNotFoundError as error:
         raise WorkloadError(
-            f"can't import {recipe.package}.gates ({error}): --package names a package with gates "
+            f"can't import {package}.gates ({error}): --package names a package with gates "
             "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
     names = [gate.name for gate in discover()]
-
-    def is_technique(gate: str) -> bool:
-        return any(name.startswith(f"{gate}/") for name in names)
-
-    patterns = [f"{gate}/*" if is_technique(gate) else gate for gate in recipe.gates]
+    techniques = {name.partition("/")[0] for name in names}
+    patterns = [f"{gate}/*" if gate in techniques else gate for gate in gates]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise WorkloadError(no_such_gate(pattern, names))
     return tuple(patterns) or ("*",)
-
-
-def _is_file(model: str) -> bool:
-    """Return whether a model is named by a file, as in `models/net.py:build`."""
-    return model.rpartition(":")[0].endswith(".py")
 
 
 def _path_expression(path: Path, out: Path) -> str:
@@ -175,18 +125,6 @@ def _path_expression(path: Path, out: Path) -> str:
     expression = f"Path(__file__).resolve().parents[{names.count('..')}]"
     below = PurePath(*[name for name in names if name != ".."]).as_posix()
     return expression if below == "." else f"{expression} / {literal(below)}"
-
-
-def _wrapped(first: str, words: Sequence[str]) -> str:
-    """Wrap a shell command; how it is started has the first line, so that only this line varies."""
-    lines = [first]
-    for word, following in zip(words[::2], words[1::2], strict=True):
-        pair = shlex.join([word, following])
-        if len(lines) > 1 and len(lines[-1]) + len(pair) + 11 <= GENERATED_LINE_WIDTH:
-            lines[-1] += f" {pair}"
-        else:
-            lines.append(pair)
-    return textwrap.indent(" \\\n    ".join(lines), "    ")
 
 
 # Command `gen-tests`.
@@ -232,42 +170,38 @@ def testgen_command(
     """
     if (model is None) == (trainer is None):
         raise click.UsageError("give either --model or --trainer")
-    recipe = Recipe(model or f"{TRAINER_PREFIX}{trainer}", out=Path(out), **options)
+    spec = model or f"{TRAINER_PREFIX}{trainer}"
+    path = Path(out)
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.
-    found = recipe.out.read_text(encoding="utf-8") if recipe.out.is_file() else None
+    found = path.read_text(encoding="utf-8") if path.is_file() else None
     if not (overwrite or found is None or is_rendered(found)):
         raise UnusableInput(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
-    write_output(recipe.out, render(recipe, command=_command_words(context)))
-    command = f"{_python_path(recipe)}python -m pytest {shlex.quote(shown)}"
-    click.echo(f"wrote {shown}; run it with\n  {command}")
+    write_output(path, render(spec, path, command=_command(context), **options))
+    python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
+    click.echo(f"wrote {shown}; run it with\n  {python_path}python -m pytest {shlex.quote(shown)}")
 
 
-def _command_words(context: click.Context) -> list[str]:
-    """Return how this command was started, with the path of a script relative to this folder."""
-    if ".py" not in context.command_path:
-        return context.command_path.split()
-    script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
-    command = [context.info_name or "gen-tests"] if context.parent else []
-    return ["python", script, *command]
+def _command(context: click.Context) -> str:
+    """Return the command as it was typed, an option a line."""
+    lines = [context.command_path]
+    if ".py" in context.command_path:
+        script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
+        lines = [" ".join(["python", script, *context.command_path.split()[2:]])]
+    for option in typed_options():
+        value = context.params[str(option.name)]
+        for one in value if isinstance(value, tuple) else [value]:
+            lines.append(shlex.join([option.opts[0], *([] if one is True else [str(one)])]))
+    return "    " + " \\\n        ".join(lines)
 
 
-def _python_path(recipe: Recipe) -> str:
-    """Return the assignment that makes this package importable for pytest, where it is needed."""
-    if recipe.package != DEFAULT_PACKAGE_NAME or _is_installed():
-        return ""
-    home = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in sys.path if path != home] + inherited
-    if importlib.machinery.PathFinder.find_spec(DEFAULT_PACKAGE_NAME, others) is not None:
-        return ""
-    return f"PYTHONPATH={shlex.quote(PurePath(os.path.relpath(home)).as_posix())} "
-
-
-def _is_installed() -> bool:
+def _python_path() -> str:
+    """Return the assignment that lets pytest import this package where it is not installed."""
     try:
-        return bool(importlib.metadata.version("curry-train"))
+        importlib.metadata.version("curry-train")
     except importlib.metadata.PackageNotFoundError:
-        return False
+        home = os.path.relpath(Path(__file__).resolve().parents[2])
+        return f"PYTHONPATH={shlex.quote(PurePath(home).as_posix())} "
+    return ""

@@ -17,8 +17,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
 from ..config import Config, DataConfig, load_config
@@ -162,6 +160,9 @@ def _vocabulary(module: nn.Module) -> int | None:
 
 # The command.
 
+# Exit statuses after the signals that end a training.
+STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
+
 
 @click.command("train", cls=ScreenCommand, keeps_traceback=True, example="steps=20 microbatch=4")
 @click.option(
@@ -203,20 +204,24 @@ def train_command(
     out of memory, 2 wrong usage, 3 device not available, 128 plus the signal's number after a
     signal (the state is saved).
     """
-    given = _words(model=model, device=device, dtype=dtype, batch_size=batch_size, seed=seed)
+    options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
+    options |= {"batch_size": batch_size, "seed": seed}
+    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    if path is None and Path("config.yaml").is_file():
+        path = "config.yaml"
     try:
         with contextlib.ExitStack() as opened:
             try:
-                config = load_config(path or _here(), [*words, *given])
+                config = load_config(path, [*words, *given])
                 if show_config:
                     click.echo(config.to_yaml(), nl=False)
                     return
                 if config.log.tensorboard:
                     require_tensorboard()
-                console = Console(stderr=json_path == "-", highlight=False, soft_wrap=True)
-                watch: list[Watch] = [
-                    functools.partial(show_progress, console=console, every=config.log.every)
-                ]
+                shows = functools.partial(
+                    show_progress, every=config.log.every, err=json_path == "-"
+                )
+                watch: list[Watch] = [shows]
                 if config.log.tensorboard:
                     watch.append(write_tensorboard)
                 opening = open_named_run(config, resume=resume, record_memory=record_memory)
@@ -233,21 +238,12 @@ def train_command(
         click.echo(wrapped(f"Error: {error}"), err=True)
         leave(1)
     _tell(config, trained, json_path)
-    leave(_status(trained))
-
-
-def _words(**options: Any) -> list[str]:
-    """Return the options that were given as words of the configuration."""
-    return [f"{key}={value}" for key, value in options.items() if value is not None]
-
-
-def _here() -> str | None:
-    return "config.yaml" if Path("config.yaml").is_file() else None
+    leave(STATUSES.get(trained.report.ended_by, 0))
 
 
 def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
     """Print how the run ended, on the first rank, and write it as JSON."""
-    if _rank():
+    if os.environ.get("RANK", "0") != "0":
         return
     report = trained.report
     last = report.last
@@ -273,67 +269,31 @@ def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
         write_json(json_path, provenance(choose_device(config.device)) | ended | figures)
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _status(trained: Trained) -> int:
-    numbers = {number.name: 128 + number for number in STOP_SIGNALS}
-    return numbers.get(trained.report.ended_by, 0)
-
-
-# Progress of a run: a bar or lines on the console, and TensorBoard.
+# Progress of a run: lines on the console, and TensorBoard.
 
 
 @contextlib.contextmanager
-def show_progress(
-    run: TrainingRun, *, console: Console | None = None, every: int = 10
-) -> Iterator[Hook]:
-    """Show a bar on a terminal; elsewhere print a line every `every` steps.
+def show_progress(run: TrainingRun, *, every: int = 10, err: bool = False) -> Iterator[Hook]:
+    """Print a line every `every` steps, and for the first step, the last one and each dev loss."""
+    click.echo(describe_training(run), err=err)
+    first = run.first_step + 1
+    after_first = 0.0
 
-    Lines are also printed for the first step, the last step and each dev loss.
-    """
-    console = console or Console(highlight=False, soft_wrap=True)
-    console.print(describe_training(run), markup=False)
-    if not console.is_terminal:
-        first = run.first_step + 1
-        after_first = 0.0
+    def line(report: StepReport) -> None:
+        nonlocal after_first
+        if report.step == first:
+            # The estimate leaves out the first step, which takes much longer than the others.
+            after_first = time.perf_counter()
+        elif report.dev_loss is None and report.step % every and report.step != report.steps:
+            return
+        seconds_per_step = (time.perf_counter() - after_first) / max(1, report.step - first)
+        left = ""
+        if first < report.step < report.steps:
+            left = f"  {format_duration(seconds_per_step * (report.steps - report.step))} left"
+        step = f"{report.step:>{len(str(report.steps))}}/{report.steps}"
+        click.echo(f"step {step}  {figures(report, run)}{left}", err=err)
 
-        def line(report: StepReport) -> None:
-            nonlocal after_first
-            if report.step == first:
-                # The estimate leaves out the first step, which takes much longer than the others.
-                after_first = time.perf_counter()
-            elif report.dev_loss is None and report.step % every and report.step != report.steps:
-                return
-
-            seconds_per_step = (time.perf_counter() - after_first) / max(1, report.step - first)
-            left = ""
-            if first < report.step < report.steps:
-                left = f"  {format_duration(seconds_per_step * (report.steps - report.step))} left"
-            step = f"{report.step:>{len(str(report.steps))}}/{report.steps}"
-            console.print(f"step {step}  {figures(report, run)}{left}", markup=False)
-
-        yield line
-        return
-
-    columns = (
-        BarColumn(12),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("the first step", total=run.config.steps, completed=run.first_step)
-
-        def advance(report: StepReport) -> None:
-            progress.update(task, completed=report.step, description=figures(report, run))
-            if report.dev_loss is not None:
-                progress.console.print(
-                    f"step {report.step}: dev loss {report.dev_loss:.4f}", highlight=False
-                )
-
-        yield advance
+    yield line
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 """
 
-import contextlib
 import fnmatch
 import functools
 import inspect
@@ -20,9 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..core.blocks import NoBlocks, find_blocks
 from ..core.measure import heap_kept
-from ..core.wording import format_seconds, provenance, write_json
+from ..core.wording import format_duration, format_seconds, provenance, write_json
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import (
     CONTRACTS,
@@ -53,6 +51,7 @@ from ..workloads.workload import Case, Workload
 from .options import (
     DEFAULT_BATCH_SIZE,
     CaseOptions,
+    check_blocks,
     dtype_name,
     echo_notes,
     first_line,
@@ -378,9 +377,8 @@ def _announce_time(
     total = num_steps * seconds
     if total < LONG_SECONDS:
         return False
-    duration = f"{total / 3600:.1f} hours" if total > 7200 else f"{total / 60:.0f} min"
-    steps = f"({num_steps} steps of {format_seconds(seconds)})"
-    console.print(f"about {duration} {steps}, a line for each gate, short gates first")
+    steps = f"{num_steps} steps of {format_seconds(seconds)}, {format_duration(total)} in all"
+    console.print(f"about {steps}: a line for each gate, short gates first")
     console.print(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
     return True
 
@@ -470,9 +468,7 @@ def _look(case: Case) -> tuple[Case, FirstLook, float]:
     A model that can't run keeps the blocks of its containers. A pattern that matches no module is
     an error (ValueError).
     """
-    if case.blocks is not None:
-        with contextlib.suppress(NoBlocks):
-            find_blocks(case.build(), case.blocks)
+    check_blocks(case)
     # The user's model may raise anything, which each gate reports.
     try:
         case, choice = settle_blocks(case)
