@@ -5,6 +5,7 @@ Run: `python -m pytest tests/cli/test_runs_command.py`.
 
 import json
 import os
+import sys
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from journals import plant
 from store_models import new_state, train
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.cli.main import main
 from curry_train.cli.resume_check import (
@@ -167,6 +169,7 @@ def test_estimate_of_a_policy(tmp_path):
 
 def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
+    monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.chdir(tmp_path)
     words = ["--steps", "6", "--kill-at", "5", *TINY, "--json", "found.json"]
     status, output = call("resume-check", *words)

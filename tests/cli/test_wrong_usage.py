@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.cli.main import main
 
@@ -165,7 +166,7 @@ def test_json_on_standard_output_is_json_alone_where_a_factory_prints(command):
 
 
 def test_json_on_standard_output_is_json_alone_where_another_process_prints(folder):
-    command = [sys.executable, "-m", "curry_train", "memory", "--model", "made.py:child"]
+    command = [warm_python(), "-m", "curry_train", "memory", "--model", "made.py:child"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
     ended = subprocess.run(
         [*command, "--json", "-"], cwd=folder, env=environment, capture_output=True, text=True

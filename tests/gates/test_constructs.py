@@ -69,9 +69,8 @@ NEED_NOT_APPLY = {
     "ragged": (["*"], "nested tensors"),
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
 }
-# The forms that users meet most run each time, and ranks on some; the others with the long tests.
-IN_ALL = {"calls_forward", "compiled_blocks", "data_parallel"}
-IN_ALL |= {"every_second", "own_batch", "sparse"}
+# Most causes are among these forms; the others run with the long tests.
+IN_ALL = {"compiled_blocks", "every_second", "sparse"}
 ON_RANKS = {"communicates", "derivative_in_loss", "masks_in_training"}
 
 

@@ -23,13 +23,18 @@ NOT_ON = {
 }
 
 
-# A network of convolutions takes longest; models of other libraries have them too.
-MODELS = [pytest.param(name, marks=[pytest.mark.long][name != "resnet" :]) for name in NOT_ON]
 assert set(NOT_ON) == set(BUILTIN_WORKLOADS)
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("name", MODELS)
+def models_and_techniques():
+    """Yield all pairs; those that take long or mostly do not apply are for `make long`."""
+    for name in NOT_ON:
+        for technique in TECHNIQUES:
+            always = name in ("mlp", "transformer") or (name, technique) == ("snn", "snn-timesteps")
+            yield pytest.param(name, technique, marks=[] if always else [pytest.mark.long])
+
+
+@pytest.mark.parametrize(("name", "technique"), list(models_and_techniques()))
 def test_gates_hold_on_built_in_models(name, technique):
     case = Case(load_workload(name))
     for gate in discover([technique]):

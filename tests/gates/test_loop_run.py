@@ -4,13 +4,21 @@ Run: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
 import os
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from warm_python import warm_python
 
 from curry_train.gates import loop_run
 from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program
+
+
+@pytest.fixture(autouse=True)
+def interpreters_have_imported_torch(monkeypatch):
+    monkeypatch.setattr(sys, "executable", warm_python())
+
 
 SCRIPT = """\
 import os

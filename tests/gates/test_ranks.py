@@ -21,9 +21,9 @@ from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def new_interpreters(monkeypatch):
-    """Use new interpreters, not forks of one that has imported torch, as other tests do."""
+    """Start new interpreters, not forks of one that has imported torch, as other tests do."""
     monkeypatch.setattr(two_ranks, "PYTHON_EXECUTABLE", sys.executable)
 
 
@@ -47,7 +47,7 @@ def fails_on_one_rank():
     dist.barrier()
 
 
-def test_each_rank_returns_its_result_and_syncs_are_counted():
+def test_each_rank_returns_its_result_and_syncs_are_counted(new_interpreters):
     answers = run_on_ranks(f"{__file__}:counted_syncs", scale=3)
     assert answers == [{"rank": rank, "scaled": 3 * rank, "syncs": [0, 1]} for rank in range(2)]
 

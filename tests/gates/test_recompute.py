@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from curry_train.gates import recompute
+from curry_train.gates.same_training import same_training
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.workload import Case, Workload
 
@@ -217,3 +218,23 @@ def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it
     verdict = recompute.compare_training(Case(squares(UnevenUnderAutocast)))
     assert verdict.passed, verdict
     assert "without autocast: the plain model does not repeat itself" in verdict.measured
+
+
+def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
+    steps = itertools.count()
+
+    def required(loss):
+        def build():
+            return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)])
+
+        case = Case(Workload("chain", build, lambda size: torch.randn(size, 16), loss))
+        verdict = same_training("a/parity", case, lambda model, sample: recompute_blocks(model))
+        assert verdict.passed, verdict
+        return verdict.required
+
+    def square(model, batch):
+        return model(batch).square().mean()
+
+    drifting = required(lambda model, batch: square(model, batch) * (1 + 1e-6 * next(steps)))
+    assert "does not repeat bit for bit" in drifting
+    assert required(square) == "bit-equal"

@@ -51,7 +51,7 @@ def case(seed):
     return draw, workload, budget, batch, options
 
 
-SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 12)) for seed in range(130)]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * (seed >= 5)) for seed in range(130)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

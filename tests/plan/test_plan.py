@@ -90,7 +90,7 @@ def plans(name, steps=1):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.long] * (name in ("gpt2", "llama")))
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("gpt2", "llama", "resnet")))
         for name in WORKLOADS
     ],
 )
@@ -107,7 +107,7 @@ def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name
 
 
 def test_accumulated_gradients_count_from_the_start():
-    workload, _, _, found = plans("two kinds", steps=2)
+    workload, _, _, found = plans("mlp", steps=2)
     for one in found:
         assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
 
@@ -226,6 +226,7 @@ def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
             planner.plan(2**40, global_batch=4, microbatch=1)
 
 
+@pytest.mark.long  # test_chain has the same share for chains
 def test_a_budget_that_binds_a_deep_model_is_used():
     workload = transformer(depth=6, dim=64, length=32)
     with Planner(workload, without=(SAC_KIND,), chunked_loss=False) as planner:
@@ -272,7 +273,9 @@ def slower_plans(planner, found, *, steps=1, size=MICRO):
     ("workload", "without", "steps"),
     [
         (net(64, 256, 64), (SAC_KIND,), 2),
-        (resnet(depth=3, width=16, size=8), (SAC_KIND, REGIONS_KIND), 1),
+        pytest.param(
+            resnet(depth=3, width=16, size=8), (SAC_KIND, REGIONS_KIND), 1, marks=pytest.mark.long
+        ),
     ],
     ids=["two kinds, accumulated", "resnet"],
 )
@@ -326,7 +329,10 @@ def test_a_plan_makes_what_the_page_for_agents_lists_in_that_order(monkeypatch):
 # The planned model is the same one.
 
 
-@pytest.mark.parametrize("name", ["transformer", "mlp", "two kinds", "loop", "resnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["transformer", "mlp", "two kinds", "loop", pytest.param("resnet", marks=pytest.mark.long)],
+)
 def test_the_planned_model_trains_as_before_under_the_same_names(name):
     workload, _, _, (poorest, middle) = plans(name)
     case = Case(workload)

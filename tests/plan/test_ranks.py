@@ -31,21 +31,17 @@ from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 from ranks import predict, small
 
-# One of each way at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
+# Some at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
 COMPARED = (
     "fsdp2",
-    "fsdp2, parameters stay gathered",
     "fsdp2, window, recompute, bfloat16",
     "fsdp2, uneven shards",
-    "fsdp2, frozen base",
     "ddp, window",
     "tp",
 )
 # Mistakes in a program, each beside the program without it.
 MISTAKES = {
     "fsdp2, norms left out": "fsdp2",
-    "fsdp2, root not sharded": "fsdp2",
-    "fsdp2, nothing ahead in backward": "fsdp2",
     "fsdp2, window, never synced": "fsdp2, window",
 }
 predicted = functools.cache(predict)

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -149,22 +148,6 @@ def test_a_command_runs_from_the_users_folder(name, pattern, read_only, elsewher
     run(command_of(name, pattern, read_only), user, elsewhere[1])
     written = {path.name for path in user.iterdir()} - {"my_package", "mymodel.py", "__pycache__"}
     assert bool(written) == ("--plot" in pattern), "its output must be in the user's folder"
-
-
-def test_blocks_and_commands_run_once_installed(cloned, elsewhere, user):
-    folder, environment = elsewhere
-    target = folder / "installed"
-    install = re.search(r"`(python -m pip install ROOT)`", ORIENTATION)[1]
-    options = "--no-deps --no-build-isolation --no-index --quiet --target"
-    python = shlex.quote(sys.executable)
-    command = install.replace("ROOT", f'"{cloned}"').replace("python", python, 1)
-    run(f'{command} {options} "{target}"', folder, environment)
-    environment = environment | {"PYTHONPATH": str(target)}
-    page = (ROOT / "skills/grad-accum/SKILL.md").read_text()
-    (user / "block.py").write_text(fenced_blocks(page, language="python")[0].text)
-    run("python block.py", user, environment)
-    gate = "validate --model mymodel:build --gate grad-accum/equal"
-    assert "grad-accum/equal" in run(f'"{target}/bin/curry-train" {gate}', user, environment)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -101,6 +101,7 @@ def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
     assert own == figures(tmp_path / "trainer")
 
 
+@pytest.mark.long  # ranks of the trainer are tested in test_training, and torchrun with `train`
 def test_two_ranks_train_with_fsdp2(project, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     words = ["train.py", "parallel=fsdp2", *WORDS, f"runs={tmp_path}"]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def folder(tmp_path, monkeypatch):
     """Return a folder with the module that the scripts share, and go there.
 
-    Accelerate keeps one state in a process: what an earlier test left there is undone.
+    Accelerate keeps one state in a process: what an earlier test left is undone.
     """
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,218 @@
+"""Symptoms on the skills' pages that no other test shows: reproduced, cured, and a wrong fix.
+
+Messages and refusals stand in the tests of their technique, and what torch's own recompute gets
+wrong in tests/peers.
+
+python -m pytest tests/skills/test_symptoms.py
+"""
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.bench.report import measure_levers
+from curry_train.bench.steps import find_lever
+from curry_train.core.measure import measure_memory
+from curry_train.core.parity import compare, record_step
+from curry_train.gates import grad_accum
+from curry_train.gates.memory_plan import measured_peak
+from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.plan import Planner
+from curry_train.primitives import (
+    Recompute,
+    apply_chunked_loss,
+    chunked_loss_report,
+    recompute_blocks,
+    recompute_segments,
+)
+from curry_train.runs import saving
+from curry_train.workloads.models import mlp, transformer
+from curry_train.workloads.workload import Case, Workload
+
+SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
+ROWS = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+
+
+def blocks(*layers, depth=8):
+    """Build a chain of equal blocks; `layers` build the layers after the linear one."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 16), *[layer() for layer in layers]) for _ in range(depth)]
+    )
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def memory(model):
+    return measure_memory(model, ROWS, mean_square)
+
+
+def step(model):
+    torch.manual_seed(0)
+    return record_step(model, ROWS, mean_square)
+
+
+# Recompute.
+
+
+def test_linear_and_relu_save_nothing_alone_and_something_in_segments():
+    plain, model = memory(blocks(nn.ReLU)), blocks(nn.ReLU)
+    recompute_blocks(model, preserve_rng_state=False)
+    assert memory(model) == plain
+    model = blocks(nn.ReLU)
+    recompute_segments(model, 3, preserve_rng_state=False)
+    assert memory(model).held_bytes < 0.7 * plain.held_bytes
+    assert compare(step(blocks(nn.ReLU)), step(model)).bit_equal
+
+
+def test_fine_tuning_in_eval_mode_recomputes_nothing():
+    build = partial(blocks, nn.GELU, partial(nn.Dropout, 0.5), depth=4)
+    plain, model, trained = build().eval(), build(), build()
+    recompute_blocks(model)
+    recompute_blocks(trained)
+    assert memory(model.eval()) == memory(plain)
+    # The wrong fix: in training mode dropout is on again.
+    assert not compare(step(plain), step(trained)).holds
+    for module in model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    assert memory(model).held_bytes < 0.6 * memory(plain).held_bytes
+    assert compare(step(plain), step(model)).bit_equal
+
+
+def wrapping_around_ddp():
+    wrapped = DistributedDataParallel(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="wrap the blocks before DistributedDataParallel"):
+        Recompute(wrapped)
+
+
+def test_recompute_around_ddp_is_refused():
+    run_on_ranks(f"{__file__}:wrapping_around_ddp")
+
+
+# Plans.
+
+
+def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recompute_does_not():
+    def peak(optimizer, change=None):
+        options = {"device": "cpu", "without": ["sac"], "chunked_loss": False}
+        with Planner(mlp(), optimizer=optimizer, **options) as planner:
+            return planner.sketch.step(4, change=change)
+
+    plain = peak("adamw")
+    assert plain.timeline.peak.phase == "step"
+    assert peak("adamw", recompute_blocks).peak_bytes == plain.peak_bytes
+    assert peak("adamw-8bit").peak_bytes < 0.8 * plain.peak_bytes
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+        self.proj = nn.Linear(16, 512)
+
+    def forward(self, x):
+        return self.proj(self.body(x))
+
+
+def peak_of_loss(loss, **options):
+    batch = torch.randn(256, 16), torch.zeros(256, dtype=torch.int64)
+    workload = Workload(
+        "classifier",
+        Classifier,
+        lambda size: batch,
+        lambda module, batch: loss(module(batch[0]), batch[1]),
+    )
+    model = Classifier()
+    apply_chunked_loss(model, **options)
+    workload.mean_loss(model, batch).backward()
+    peak = measured_peak(
+        Case(workload, batch_size=256),
+        lambda module: apply_chunked_loss(module, **options) if options else None,
+    )
+    return peak, str(chunked_loss_report(model)["proj"])
+
+
+def test_a_loss_that_reads_the_logits_allocates_them_whole():
+    def by_hand(logits, targets):
+        return F.nll_loss(logits.log_softmax(-1), targets)
+
+    plain, _ = peak_of_loss(by_hand)
+    whole, message = peak_of_loss(by_hand, chunk_tokens=16)
+    assert "all logits made for log_softmax" in message
+    assert whole >= 0.95 * plain
+    chunked, message = peak_of_loss(F.cross_entropy, chunk_tokens=16)
+    assert "in chunks" in message
+    assert chunked < 0.4 * plain
+
+
+# Bench.
+
+
+def figures(case, *levers, rounds=1, warmup=0, **options):
+    chosen = [find_lever(name) for name in levers]
+    return measure_levers(case, chosen, rounds=rounds, warmup=warmup, **options)
+
+
+def ticking(*seconds):
+    times = itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
+    return lambda: next(times)
+
+
+def test_warm_up_steps_are_left_out_and_not_averaged_in():
+    seconds = [10.0] * 4 + [1.0] * 100  # two configurations, two rounds
+    cold = figures(Case(SMALL), "full", rounds=6, clock=ticking(*seconds))
+    assert any("raise --warmup" in note for note in cold.notes)
+    warm = figures(Case(SMALL), "full", rounds=6, warmup=2, clock=ticking(*seconds))
+    assert warm.rows[0].seconds == [1.0] * 6
+    assert not any("raise --warmup" in note for note in warm.notes)
+
+
+def test_utilisation_above_100_percent_comes_from_a_wrong_peak():
+    found = figures(Case(SMALL), peak=1e6, clock=ticking(0.1)).plain
+    assert found.mfu > 1
+    assert "give --peak" in found.notes[0]
+    right = figures(Case(SMALL), peak=1e12, clock=ticking(0.1)).plain
+    assert right.mfu < 1
+    assert right.notes == []
+
+
+def test_accumulation_with_dropout_draws_other_numbers_and_its_gate_still_holds():
+    dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
+    assert "unless random numbers" in figures(Case(dropout), "accumulate=2").rows[1].notes[0]
+    assert grad_accum.equal_windows(Case(dropout)).passed
+
+
+# Loss spikes.
+
+
+def test_nan_is_never_saved_and_a_watched_run_ends_with_status_75(tmp_path):
+    def run_night(folder, **options):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with saving(model, optimizer, runs=folder, rollback_every=1, **options) as run:
+            for number, inputs in enumerate(run.batches(torch.randn(6, 8, 4))):
+                loss = model(inputs).square().mean() * (math.nan if number == 3 else 1.0)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.step(loss=loss)
+        return model
+
+    unwatched = run_night(tmp_path / "unwatched")  # ends without an error
+    assert unwatched.weight.isnan().any()
+    with pytest.raises(SystemExit) as ended:
+        run_night(tmp_path / "watched", spike={"action": "rollback"})
+    assert ended.value.code == 75
+    for folder in ("unwatched", "watched"):
+        saved = sorted(path.name for path in tmp_path.glob(f"{folder}/**/rollback/step-*"))
+        assert saved[-1] == "step-00000003.dcp"
