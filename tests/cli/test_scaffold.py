@@ -107,6 +107,7 @@ def test_real_project_owns_its_rooms_too() -> None:
 def test_new_writes_the_project_and_refuses_a_folder_with_files(
     bundle: Bundle, tmp_path: Path
 ) -> None:
+    (tmp_path / "my-run").mkdir()  # one without files is taken
     first = scaffold(bundle, "new", "my-run", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     made = tree(tmp_path / "my-run")

@@ -88,7 +88,8 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
 
 def _check_new_folder(root: Path) -> None:
     """Refuse a place that can't become a new project."""
-    if os.path.lexists(root):
+    is_empty = root.is_dir() and not root.is_symlink() and not any(root.iterdir())
+    if os.path.lexists(root) and (not is_empty or root == Path.cwd()):
         raise ScaffoldError(
             f"{root} exists; name a new folder, use 'curry-train update' for a project, or "
             "'curry-train add' for a repository"
