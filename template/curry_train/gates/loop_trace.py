@@ -34,10 +34,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from ..core.digest import is_plain
+from ..runs.fingerprints import LoaderIterator
 from .loop_growth import LiveTensors
 from .loop_loss import ON_CLASSES, ON_VALUES, LossFacts, Term, loss_facts, terms_of
 from .verdict import LIBRARIES
@@ -378,7 +378,7 @@ class Observer:
         for name in ("scale", "unscale_", "step", "update"):
             yield torch.amp.GradScaler, name, self._scaling
         yield DataLoader, "__iter__", self._loader
-        yield _BaseDataLoaderIter, "__next__", self._fetch
+        yield LoaderIterator, "__next__", self._fetch
         yield torch, "manual_seed", self._seed
         yield RemovableHandle, "__init__", self._hook
 
