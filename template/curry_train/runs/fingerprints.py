@@ -491,7 +491,9 @@ def _environment() -> dict[str, Any]:
         ],
     }
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
-    return {**run_facts({}, device=device), "switches": switches, "variables": variables}
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    facts = run_facts({}, device=device, world_size=num_ranks)
+    return {**facts, "switches": switches, "variables": variables}
 
 
 def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dict[str, Any]]:
