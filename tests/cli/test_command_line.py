@@ -13,6 +13,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from recorded_training import recorded
 from tree import ROOT
 
 from curry_train.cli.main import COMMANDS, main
@@ -212,6 +213,8 @@ def folder_with_runs(tmp_path_factory):
         for arguments in (trained, trained, ["new", "my-run"]):
             ended = CliRunner().invoke(main, arguments)
             assert ended.exit_code == 0, ended.output
+    for name in "AB":
+        recorded(folder / name)
     return folder
 
 

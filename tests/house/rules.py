@@ -32,7 +32,7 @@ PUBLIC_NAMES = {
     "curry_train.primitives.recompute": "recompute_blocks",
     "curry_train.primitives.sac": "apply_sac",
     "curry_train.plan": "MemoryProfiler ProfileReport SelectiveCheckpointer plan Plan",
-    "curry_train.runs": "saving commit_checkpoints newest_whole record_training",
+    "curry_train.runs": "saving commit_checkpoints newest_whole record_training record_run",
     "curry_train.loop": "run_training_steps save_checkpoint equip",
     "curry_train.benchmark": "run_accumulated_step",
 }

@@ -164,6 +164,14 @@ IN_MODULES = {
         "Inspect anybody's checkpoint without unpickling it.",
     ),
     "diff": ("runs_diff:runs_diff_command", "Compare two runs by their journals."),
+    "record": (
+        "runs_locate:record_command",
+        "Record digests of what a script or Trainer computes.",
+    ),
+    "locate": (
+        "runs_locate:locate_command",
+        "Name the first place at which two recorded runs differ.",
+    ),
     "plot": ("runs_plot:runs_plot_command", "Draw runs from their journals."),
     "resume-check": (
         "resume_check:resume_check_command",

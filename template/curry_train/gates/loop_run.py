@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,31 +47,9 @@ class LoopFailed(RuntimeError):
 def preflight_program(
     kind: str, words: Sequence[str], *, num_steps: int, num_ranks: int = 1
 ) -> list[Verdict]:
-    """Check the loop of a `script` with its arguments, or of a `trainer` factory.
-
-    Several ranks are started as torchrun starts them, with each its own process.
-    """
-    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        results = [Path(folder, f"verdicts_{rank}.json") for rank in range(num_ranks)]
-        port = _free_port() if num_ranks > 1 else 0
-        processes = []
-        for rank, result in enumerate(results):
-            command = [sys.executable, "-m", str(__spec__.name), str(result), str(num_steps), kind]
-            environment = os.environ | OFFLINE
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-            if num_ranks > 1:
-                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-                environment |= {name: str(number) for name, number in numbers.items()}
-                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            # Standard output is for the result; the script prints to standard error.
-            processes.append(subprocess.Popen([*command, *words], env=environment, stdout=2))
-        _wait(processes)
-        found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
-    for one in found:
-        if "error" in one:
-            raise LoopFailed(one["error"])
-    if not found[0]:
-        raise LoopFailed("its process ended before a step, as where memory runs out")
+    """Check the loop of a `script` with its arguments, or of a `trainer` factory."""
+    module = str(__spec__.name)
+    found = run_ranks(module, [str(num_steps), kind, *words], num_ranks=num_ranks)
     verdicts = [
         [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
         for one in found
@@ -82,6 +60,35 @@ def preflight_program(
         for of_ranks in zip(*filter(None, verdicts), strict=True)
     ]
     return [*merged, judge_ranks([one.get("ranks") for one in found])] if num_ranks > 1 else merged
+
+
+def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[dict[str, Any]]:
+    """Run `python -m MODULE RESULT WORDS` for each rank, and return what they have written.
+
+    Several ranks are started as torchrun starts them. The module calls `run_watched`.
+    """
+    with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
+        results = [Path(folder, f"found_{rank}.json") for rank in range(num_ranks)]
+        port = _free_port() if num_ranks > 1 else 0
+        processes = []
+        for rank, result in enumerate(results):
+            environment = os.environ | OFFLINE
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+            if num_ranks > 1:
+                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+                environment |= {name: str(number) for name, number in numbers.items()}
+                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            command = [sys.executable, "-m", module, str(result), *words]
+            # Standard output is for the result; the script prints to standard error.
+            processes.append(subprocess.Popen(command, env=environment, stdout=2))
+        _wait(processes)
+        found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
+    for one in found:
+        if "error" in one:
+            raise LoopFailed(one["error"])
+    if not found[0]:
+        raise LoopFailed("its process ended before a step, as where memory runs out")
+    return found
 
 
 def _free_port() -> int:
@@ -113,10 +120,25 @@ def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]
         return [not_applicable("loop/run", required="a loop", why=str(error))]
 
 
-def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
-    files = ChangedFiles()
+Found = dict[str, Any]
 
-    def end(found: dict[str, Any]) -> NoReturn:
+
+def run_watched(
+    result: str,
+    kind: str,
+    words: Sequence[str],
+    watch: Callable[[Callable[[], None], Callable[[Found], NoReturn]], None],
+    *,
+    writes_to: str | None = None,
+) -> NoReturn:
+    """Run a script or trainer by `watch(run, end)` in this process, and end it.
+
+    `end` writes what was found to the file `result`. Changed files are put back, except in
+    the folder `writes_to`.
+    """
+    files = ChangedFiles(*filter(None, [writes_to]))
+
+    def end(found: Found) -> NoReturn:
         files.put_back()
         unfinished = Path(f"{result}.part")
         unfinished.write_text(json.dumps(found))
@@ -124,17 +146,24 @@ def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
         sys.stdout.flush()
         os._exit(0)
 
-    def when_enough(trace: Trace) -> None:
-        verdicts = [asdict(verdict) for verdict in judge(trace)]
-        end({"verdicts": verdicts, "ranks": rank_facts(trace)})
-
     run = _script if kind == "script" else _trainer
     try:
         with files.noticed(), _nothing_saved():
-            trace = observe(lambda: run(*words), num_steps=int(num_steps), when_enough=when_enough)
-        when_enough(trace)
+            watch(lambda: run(*words), end)
+        raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         end({"error": f"{error_in_a_line(error)}: {where_to_look(error)}"})
+
+
+def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
+    def watch(run: Callable[[], None], end: Callable[[Found], NoReturn]) -> None:
+        def when_enough(trace: Trace) -> None:
+            verdicts = [asdict(verdict) for verdict in judge(trace)]
+            end({"verdicts": verdicts, "ranks": rank_facts(trace)})
+
+        when_enough(observe(run, num_steps=int(num_steps), when_enough=when_enough))
+
+    run_watched(result, kind, words, watch)
 
 
 def _script(file: str, *arguments: str) -> None:
@@ -176,8 +205,10 @@ class ChangedFiles:
     or removed, nor large files changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *ignored: str) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="preflight-files-"))
+        # Folders in which every change stays.
+        self.ignored = [str(self.folder), "/dev", "/proc", *map(os.path.abspath, ignored)]
         self.is_noticing = False
         # What was there before the first change: a copy, the target of a link, or nothing.
         self.before: dict[Path, Path | str | None] = {}
@@ -221,8 +252,7 @@ class ChangedFiles:
 
     def _is_made(self, place: Path) -> bool:
         """Return whether the loop has made it, or it is noted already or no file of the user's."""
-        others = (self.folder, "/dev", "/proc")
-        if place in self.before or any(place.is_relative_to(other) for other in others):
+        if place in self.before or any(place.is_relative_to(other) for other in self.ignored):
             return True
         return any(self.before.get(parent, place) is None for parent in place.parents)
 

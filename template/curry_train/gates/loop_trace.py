@@ -34,9 +34,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
+from ..core.digest import is_plain
+from ..runs.fingerprints import LoaderIterator
 from .loop_growth import LiveTensors
 from .loop_loss import ON_CLASSES, ON_VALUES, LossFacts, Term, loss_facts, terms_of
 from .verdict import LIBRARIES
@@ -377,7 +378,7 @@ class Observer:
         for name in ("scale", "unscale_", "step", "update"):
             yield torch.amp.GradScaler, name, self._scaling
         yield DataLoader, "__iter__", self._loader
-        yield _BaseDataLoaderIter, "__next__", self._fetch
+        yield LoaderIterator, "__next__", self._fetch
         yield torch, "manual_seed", self._seed
         yield RemovableHandle, "__init__", self._hook
 
@@ -447,7 +448,7 @@ class Observer:
 
     def _note_detached(self, inputs: Sequence[Tensor]) -> None:
         for one in inputs:
-            if not one.requires_grad and _is_plain(one):
+            if not one.requires_grad and is_plain(one):
                 _, module = self.outputs.get(one.untyped_storage()._cdata, (None, None))
                 if module is not None:
                     self.trace.detached.setdefault(id(module), (module, "".join(users_lines()[:1])))
@@ -480,7 +481,7 @@ class Observer:
             training=module.training,
             has_gradients=has_gradients,
             digests=tuple(map(digest, inputs)),
-            is_finite=all(bool(one.isfinite().all()) for one in inputs if _is_plain(one)),
+            is_finite=all(bool(one.isfinite().all()) for one in inputs if is_plain(one)),
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=torch.get_autocast_dtype(device) if is_on else None,
             generator=_generator(),
@@ -491,7 +492,7 @@ class Observer:
 
     def _note_output(self, module: nn.Module, event: Forward | None, output: Any) -> None:
         for one in _tensors(output):
-            if not one.requires_grad or not _is_plain(one):
+            if not one.requires_grad or not is_plain(one):
                 continue
             storage = StorageWeakRef(one.untyped_storage())
             self.outputs[storage.cdata] = storage, module
@@ -502,7 +503,7 @@ class Observer:
 
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
-        if one.grad_fn is not None and _is_plain(one):
+        if one.grad_fn is not None and is_plain(one):
             with self.live.unseen():
                 one.register_hook(lambda _: setattr(event, name, True))
 
@@ -835,12 +836,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _is_plain(one: Tensor) -> bool:
-    """Return whether a tensor has values of its own in one storage."""
-    is_known = type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided
-    return is_known and not torch._C._functorch.is_functorch_wrapped_tensor(one)
-
-
 def _values(one: Tensor) -> Tensor:
     """Return a dense tensor of this rank's values."""
     local: Tensor = getattr(one, "_local_tensor", one)
@@ -849,7 +844,7 @@ def _values(one: Tensor) -> Tensor:
 
 def digest(one: Tensor) -> float:
     """Return a number that other values, or another order of them, hardly have."""
-    if not _is_plain(one) and not hasattr(one, "_local_tensor"):
+    if not is_plain(one) and not hasattr(one, "_local_tensor"):
         return 0.0
     flat = _values(one.detach()).flatten()
     if not flat.numel() or flat.is_complex() or flat.device.type == "meta":
@@ -859,7 +854,7 @@ def digest(one: Tensor) -> float:
 
 
 def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
-    several = [one for one in tensors if one.dim() and len(one) > 1 and _is_plain(one)]
+    several = [one for one in tensors if one.dim() and len(one) > 1 and is_plain(one)]
     labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
     return {
         "digests": () if is_end else tuple(map(digest, several)) or (0.0,),

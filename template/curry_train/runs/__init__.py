@@ -12,6 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "LoadReport",
             "Snapshot",
         ),
+        "fingerprints": ("record_run",),
         "history": (
             "History",
             "read_history",

@@ -65,6 +65,13 @@ def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module that wrappers such as DDP and `torch.compile` hold."""
+    while (wrapped := _wrapped(module)) is not None:
+        module = wrapped[1]
+    return module
+
+
 def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
     """Return the same mapping with bare names as keys."""
     renamed = {bare_name(model, name): value for name, value in names.items()}

@@ -1,0 +1,511 @@
+"""Record what each part of a training computes, as digests that two runs can be compared by.
+
+    with record_run("A", steps=3):
+        train()
+
+`A/rank-0.jsonl` gets a line for each observation, in the order of execution: batches, calls of
+modules (inputs and outputs), losses, gradients, and what the optimizer got and left. A kill leaves
+all lines but the last one. `curry-train runs locate A B` compares two such folders.
+
+Proof: `python -m pytest tests/runs/test_fingerprints.py`.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ..core.digest import digest, digest_rows
+from ..core.generators import generator_states
+from .history import run_facts
+from .optimizer_state import bare_name, inside_wrappers
+from .ranks import RunError
+
+# Iterators of a DataLoader have this class, which has no public name.
+LoaderIterator = _BaseDataLoaderIter
+FORMAT_VERSION = 1
+LEVELS = ("all", "modules")
+# Values that are recorded as they are: arguments of calls, attributes of modules, settings.
+PLAIN_TYPES = (bool, int, float, str, type(None))
+LONGEST_VALUE = 200
+# Samples of a batch that get a digest each.
+MOST_ROWS = 1024
+CONSUMERS_KEY = "curry_train_consumers"
+# Variables of the environment that may change what torch computes.
+VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "KMP", "MKL", "NCCL", "NVIDIA", "OMP", "PYTORCH_", "TORCH_")
+
+
+def record_run(
+    folder: str | os.PathLike[str],
+    *,
+    steps: int = 3,
+    level: str = "all",
+    program: Sequence[str] | None = None,
+    operations_in_step: int | None = None,
+    when_enough: Callable[[], None] | None = None,
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context that records the first steps of the training that runs inside of it.
+
+    Level "modules" leaves out parameters, gradients and the optimizer. `program` is what `runs
+    locate --op` starts again; in the step `operations_in_step` each operation is recorded too.
+    """
+    if steps < 1:
+        raise ValueError(f"record at least 1 step, got {steps}")
+    if level not in LEVELS:
+        raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
+    recorder = Recorder(
+        Path(folder), steps, level == "all", operations_in_step, when_enough or (lambda: None)
+    )
+    return recorder.running({"program": list(program) if program else None, "level": level})
+
+
+class Recorder:
+    """The replaced calls of torch, which write observations to a file."""
+
+    def __init__(
+        self,
+        folder: Path,
+        num_steps: int,
+        records_all: bool,
+        operations_in_step: int | None,
+        when_enough: Callable[[], None],
+    ) -> None:
+        self.path = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
+        self.num_steps = num_steps
+        self.records_all = records_all
+        self.operations_in_step = operations_in_step
+        self.when_enough = when_enough
+        self.is_on = False
+        # Whether digests are computed just now, which are no operations of the training.
+        self.is_noting = False
+        self.file: TextIO
+        # The step that is made now, from 1 on, and the steps of each optimizer.
+        self.step = 1
+        self.num_made = Counter[str]()
+        # Numbers of what happened in this step, by kind and place.
+        self.counts = Counter[tuple[str, str]]()
+        self.paths: dict[int, str] = {}
+        self.parameters: dict[int, str] = {}
+        # Names of models, optimizers and loaders, by id.
+        self.names: dict[int, str] = {}
+        # All that has a name, so that nothing else gets its id.
+        self.known: list[Any] = []
+        # The calls of modules that run now, one inside of the other: path and number.
+        self.calls: list[tuple[str, int]] = []
+        self.in_backward = False
+        self.stepping = 0
+
+    @contextlib.contextmanager
+    def running(self, facts: dict[str, Any]) -> Iterator[None]:
+        if self.path.exists():
+            raise RunError(f"{self.path} is there already: give another folder, or remove this one")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            self.file = stack.enter_context(self.path.open("w", encoding="utf-8"))
+            self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
+            hooks = (
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            )
+            for hook in hooks:
+                stack.callback(hook.remove)
+            for owner, name, make in (
+                (nn.Module, "__call__", self._module),
+                (torch.autograd, "backward", self._backward),
+                (LoaderIterator, "__next__", self._batch),
+            ):
+                replaced = make(getattr(owner, name))
+                stack.enter_context(mock.patch.object(owner, name, replaced))
+            if self.operations_in_step is not None:
+                stack.enter_context(Operations(self))
+            self.is_on = True
+            stack.callback(self._end)
+            yield
+
+    def _end(self) -> None:
+        self.is_on = False
+        self.known.clear()
+
+    def _write(self, observation: Mapping[str, Any]) -> None:
+        # A line is with the kernel when this returns, so a kill of this process can't lose it.
+        self.file.write(json.dumps(observation) + "\n")
+        self.file.flush()
+
+    def _note(
+        self, kind: str, path: str, call: int, values: Mapping[str, Any], **facts: Any
+    ) -> None:
+        """Write an observation: digests of tensors, and plain values as they are."""
+        place = {"kind": kind, "step": self.step, "path": path, "call": call}
+        self.is_noting = True
+        try:
+            digests = {name: digest(one) for name, one in values.items() if isinstance(one, Tensor)}
+            if kind == "batch" or (kind == "enter" and not self.calls):
+                facts["rows"] = _rows(values)
+        finally:
+            self.is_noting = False
+        others = {name: one for name, one in values.items() if name not in digests}
+        found = {"within": self._within(), "digests": digests, "values": others}
+        self._write(place | found | facts)
+
+    def _within(self) -> tuple[str, int] | None:
+        return self.calls[-1] if self.calls else None
+
+    def _count(self, kind: str, path: str) -> int:
+        self.counts[kind, path] += 1
+        return self.counts[kind, path] - 1
+
+    # The data.
+
+    def _batch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def run(batches: Any) -> Any:
+            batch = fetch(batches)
+            if self.is_on:
+                path = self._name_of(batches, "loader")
+                self._note("batch", path, self._count("batch", path), _leaves(batch))
+            return batch
+
+        return run
+
+    def _name_of(self, owner: Any, kind: str) -> str:
+        """Return a name for an object by the order in which objects of its kind appear."""
+        if id(owner) not in self.names:
+            number = sum(name.split("-")[0] == kind for name in self.names.values())
+            self.names[id(owner)] = f"{kind}-{number}" if number else kind
+            self.known.append(owner)
+        return self.names[id(owner)]
+
+    # The forward pass.
+
+    def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(module: nn.Module, *args: Any, **options: Any) -> Any:
+            # Compiled code has no calls of modules; its own call is recorded from outside.
+            if torch.compiler.is_compiling() or not self.is_on:
+                return call(module, *args, **options)
+            inner = inside_wrappers(module)
+            if inner is not module and not hasattr(module, "_orig_mod"):
+                return call(module, *args, **options)
+            return self._call(call, module, inner, args, options)
+
+        return run
+
+    def _call(
+        self, call: Callable[..., Any], module: nn.Module, inner: nn.Module, args: Any, options: Any
+    ) -> Any:
+        if not self.calls:
+            self._note_root(inner)
+        path = self._path_of(inner)
+        kind = "forward" if torch.is_grad_enabled() else "evaluation"
+        phase = "recompute" if self.in_backward else kind
+        number = self._count(phase, path)
+        inputs = _leaves({**dict(enumerate(args)), **options})
+        facts = {"phase": phase, "generator": _generator(), "training": module.training}
+        self._note("enter", path, number, inputs, **facts)
+        if phase == "forward":
+            self._watch(inputs, path, number, is_output=False)
+        self.calls.append((path, number))
+        try:
+            output = call(module, *args, **options)
+        finally:
+            self.calls.pop()
+        found = _leaves(output)
+        self._note("exit", path, number, found, phase=phase, generator=_generator())
+        if phase == "forward":
+            self._watch(found, path, number, is_output=True)
+        return output
+
+    def _path_of(self, module: nn.Module) -> str:
+        if id(module) not in self.paths:
+            parent = self.calls[-1][0] if self.calls else ""
+            self.paths[id(module)] = f"{parent}.({type(module).__name__})"
+            self.known.append(module)
+        return self.paths[id(module)]
+
+    def _note_root(self, root: nn.Module) -> None:
+        """Name the modules and parameters of a module that is called first, and note its state."""
+        if id(root) not in self.paths:
+            has_parameters = next(root.parameters(), None) is not None
+            name = self._name_of(root, "model" if has_parameters else type(root).__name__)
+            settings = {}
+            for inner, module in root.named_modules():
+                bare = bare_name(root, inner) if inner else ""
+                path = f"{name}.{bare}" if bare else name
+                if self.paths.setdefault(id(module), path) == path:
+                    settings[path] = _settings(module)
+            self.known += root.modules()
+            for inner, parameter in root.named_parameters():
+                bare = f"{name}.{bare_name(root, inner)}"
+                if self.parameters.setdefault(id(parameter), bare) == bare:
+                    self._watch_parameter(parameter, bare)
+            self._write({"kind": "settings", "step": self.step, "settings": settings})
+        path = self.paths[id(root)]
+        if self.in_backward or self.counts["state", path]:
+            return
+        state = dict(root.named_parameters()) | dict(root.named_buffers())
+        named = {f"{path}.{bare_name(root, inner)}": one for inner, one in state.items()}
+        states = {
+            # The bytes of a pickled tensor are not always the same.
+            name: _hash(pickle.dumps(one.numpy() if isinstance(one, Tensor) else one))
+            for name, one in generator_states().items()
+        }
+        number = self._count("state", path)
+        self._note("state", path, number, named if self.records_all else {}, generators=states)
+
+    # The backward pass.
+
+    def _watch(self, values: Mapping[str, Any], path: str, number: int, *, is_output: bool) -> None:
+        """Note the gradient of tensors, and which calls they are given to."""
+        if not self.records_all:
+            return
+        for name, one in values.items():
+            if not isinstance(one, Tensor) or not one.requires_grad or one.grad_fn is None:
+                continue
+            # torch annotates the property as a method.
+            metadata: dict[Any, Any] = one.grad_fn.metadata  # type: ignore[assignment]
+            key = CONSUMERS_KEY, one.output_nr
+            if key not in metadata:
+                metadata[key] = []
+                what = f"{'output' if is_output else 'input'} {name}"
+                one.register_hook(self._gradient_hook(path, number, what, metadata[key]))
+            if not is_output:
+                metadata[key].append((path, number))
+
+    def _gradient_hook(
+        self, path: str, number: int, what: str, consumers: list[tuple[str, int]]
+    ) -> Callable[[Tensor], None]:
+        within = self._within()
+
+        def note(gradient: Tensor) -> None:
+            if self.is_on and gradient is not None:
+                facts = {"consumers": consumers, "within": within}
+                self._note("gradient", path, number, {what: gradient}, **facts)
+
+        return note
+
+    def _watch_parameter(self, parameter: Tensor, path: str) -> None:
+        if not parameter.requires_grad or not self.records_all:
+            return
+
+        def note(gradient: Tensor) -> None:
+            if self.is_on and gradient is not None:
+                number = self._count("gradient", path)
+                self._note("gradient", path, number, {"parameter": gradient}, consumers=[])
+
+        parameter.register_hook(note)
+
+    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(tensors: Any, *args: Any, **options: Any) -> None:
+            if not self.is_on or self.in_backward:
+                backward(tensors, *args, **options)
+                return
+            losses = _leaves({"loss": tensors})
+            values = {
+                f"value of {name}": float(one.detach())
+                for name, one in losses.items()
+                if isinstance(one, Tensor) and one.numel() == 1
+            }
+            self._note("loss", "loss", self._count("loss", "loss"), losses | values)
+            self.in_backward = True
+            try:
+                backward(tensors, *args, **options)
+            finally:
+                self.in_backward = False
+
+        return run
+
+    # The optimizer.
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepping += 1
+        if not self.is_on or self.stepping > 1:
+            return
+        path = self._name_of(optimizer, type(optimizer).__name__)
+        found: dict[str, Any] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            settings = {name: value for name, value in group.items() if name != "params"}
+            found |= {f"{name} of group {number}": one for name, one in _leaves(settings).items()}
+        if self.records_all:
+            found |= {
+                f"gradient of {name}": one.grad
+                for name, one in self._parameters_of(optimizer, path).items()
+                if one.grad is not None
+            }
+            found |= self._state_of(optimizer, path)
+        self._note("update", path, self.num_made[path], found)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.stepping -= 1
+        if not self.is_on or self.stepping:
+            return
+        path = self._name_of(optimizer, type(optimizer).__name__)
+        if self.records_all:
+            found = self._parameters_of(optimizer, path) | self._state_of(optimizer, path)
+            self._note("updated", path, self.num_made[path], found)
+        self.num_made[path] += 1
+        if self.num_made[path] >= self.step:
+            self.step += 1
+            self.counts.clear()
+        if self.step > self.num_steps:
+            self._write({"kind": "end", "step": self.step - 1})
+            self._end()
+            self.when_enough()
+
+    def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
+        several = [one for group in optimizer.param_groups for one in group["params"]]
+        return {
+            self.parameters.get(id(one), f"{path}.{number}"): one
+            for number, one in enumerate(several)
+        }
+
+    def _state_of(self, optimizer: Optimizer, path: str) -> dict[str, Any]:
+        return {
+            f"{key} of {name}": value
+            for name, one in self._parameters_of(optimizer, path).items()
+            for key, value in optimizer.state.get(one, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+
+class Operations(TorchDispatchMode):
+    """Records each operation of a step: its arguments, its results and the line that led to it."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder = self.recorder
+        options = kwargs or {}
+        is_asked = recorder.is_on and recorder.step == recorder.operations_in_step
+        if recorder.is_noting or not is_asked:
+            return func(*args, **options)
+        phase = "optimizer" if recorder.stepping else "forward"
+        phase = "backward" if recorder.in_backward else phase
+        number = recorder._count("operation", phase)
+        output = func(*args, **options)
+        given = _leaves({**dict(enumerate(args)), **options})
+        values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
+        # What an operation of lists changes it does not return; new memory has any values.
+        found = _leaves(output) or given
+        results = {} if "empty" in str(func) else found
+        facts = {"phase": phase, "name": str(func), "line": _users_line()}
+        recorder._note(
+            "operation",
+            phase,
+            number,
+            values | {f"result {k}": v for k, v in results.items()},
+            **facts,
+        )
+        return output
+
+
+def _users_line() -> str:
+    """Return file and line of the innermost frame outside of torch and of this package."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """Return tensors and plain values of nested containers, by the way to them."""
+    if isinstance(value, Tensor):
+        return {name or "0": value}
+    if isinstance(value, PLAIN_TYPES):
+        return {name or "0": value[:LONGEST_VALUE] if isinstance(value, str) else value}
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list | tuple):
+        items = list(enumerate(value))
+    found: dict[str, Any] = {}
+    for key, one in items:
+        found |= _leaves(one, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _rows(values: Mapping[str, Any]) -> list[str]:
+    """Return a digest of each sample of a batch, whose tensors have a row for each."""
+    tensors = [one for one in values.values() if isinstance(one, Tensor) and one.dim()]
+    if not tensors or not 1 < len(tensors[0]) <= MOST_ROWS:
+        return []
+    digests = [digest_rows(one) for one in tensors if len(one) == len(tensors[0])]
+    return [_hash("".join(row).encode()) for row in zip(*filter(None, digests), strict=True)]
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the class of a module and its attributes that are plain values."""
+    attributes = {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and isinstance(value, (*PLAIN_TYPES, tuple))
+    }
+    return {"class": type(module).__name__, **_leaves(attributes)}
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _generator() -> str:
+    """Return what identifies the states of torch's generators on the CPU and this GPU."""
+    state = torch.get_rng_state().numpy().tobytes()
+    if torch.cuda.is_initialized():
+        state += torch.cuda.get_rng_state().numpy().tobytes()
+    return _hash(state)
+
+
+def _environment() -> dict[str, Any]:
+    """Return versions, switches and variables that may change what torch computes."""
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    switches = {
+        "default dtype": str(torch.get_default_dtype()),
+        "kernels of the CPU": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32],
+        "TF32 in matmul": cuda.matmul.allow_tf32,
+        "attention: flash, efficient, math": [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+        ],
+    }
+    variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    facts = run_facts({}, device=device, world_size=num_ranks)
+    return {**facts, "switches": switches, "variables": variables}
+
+
+def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dict[str, Any]]:
+    """Return the observations of a rank, without a last line that a kill has cut off."""
+    path = Path(folder, f"rank-{rank}.jsonl")
+    if not path.is_file():
+        raise RunError(f"there is no {path}: record a run by `curry-train runs record`")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        found = [json.loads(line) for line in lines[:-1]]
+    except ValueError as error:
+        raise RunError(f"{path} is damaged, record it again: {error}") from error
+    if not found or found[0].get("version") != FORMAT_VERSION:
+        raise RunError(f"{path} holds no record of a run in this version: record it again")
+    return found

@@ -1,0 +1,185 @@
+"""`runs record` runs a script untouched, and `runs locate` names where two records differ.
+
+Run: `python -m pytest tests/cli/test_runs_locate.py`.
+"""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+from recorded_training import recorded
+
+from curry_train.cli.runs import runs_command
+
+SCRIPT = """\
+import sys
+
+import torch
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+scale = float(sys.argv[1])
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 8)
+        self.second = torch.nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.second(self.first(x) * scale)
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(1000):
+    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.randint(5, (4,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save(model.state_dict(), "weights.pt")
+    with open("log.txt", "a") as log:
+        log.write(str(loss.item()))
+"""
+
+RANKS = """\
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(8, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for number in range(10):
+    inputs = torch.randn(2, 4, 8)[rank]
+    if number == 1 and rank == 1 and sys.argv[1] == "wrong":
+        inputs = inputs * 1.5
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+TRAINER = """\
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+
+def make():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    tokens = torch.randint(64, (64, 17))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        "output", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=9,
+        report_to=[], use_cpu=True, disable_tqdm=True,
+    )
+    return Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows)
+
+
+def seeded():
+    torch.manual_seed(0)
+    return make()
+
+
+def other():
+    torch.manual_seed(0)
+    trainer = make()
+    trainer.model.model.layers[1].input_layernorm.variance_epsilon = 1e-3
+    return trainer
+"""
+
+
+def invoke(*words):
+    return CliRunner().invoke(runs_command, list(map(str, words)), env={"COLUMNS": "80"})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder):
+    (folder / "train.py").write_text(SCRIPT)
+    for name, scale in (("A", "1.0"), ("B", "1.5")):
+        ended = invoke("record", "--script", "train.py", "--steps", "2", "--out", name, "--", scale)
+        assert ended.exit_code == 0, ended.output
+        assert "recorded 2 steps" in ended.output
+    assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "train.py"]
+    found = invoke("locate", "A", "B", "--op", "--json", "found.json")
+    assert found.exit_code == 1, found.output
+    text = " ".join(found.output.split())
+    assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
+    assert "aten.mul.Tensor (train.py:17): 1 of its arguments is 1.0 in A and 1.5 in B" in text
+    result = json.loads((folder / "found.json").read_text())
+    place = {"step": 1, "phase": "forward", "path": "model", "call": 0}
+    assert (result["place"], result["equal"]) == (place, False)
+
+
+def test_the_rank_that_differs_is_named(folder):
+    (folder / "ranks.py").write_text(RANKS)
+    for name in ("right", "wrong"):
+        words = ["--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name]
+        ended = invoke("record", *words)
+        assert ended.exit_code == 0, ended.output
+    text = " ".join(invoke("locate", "right", "wrong").output.split())
+    start = json.loads((folder / "right" / "rank-1.jsonl").read_text().splitlines()[0])
+    assert start["environment"]["world_size"] == 2
+    assert text.startswith("step 2, data: the loop gives other data: input 0 of model, call 0")
+    assert "(rank 1 of 2)" in text
+
+
+def test_a_trainer_of_hugging_face_is_recorded(folder):
+    (folder / "trainers.py").write_text(TRAINER)
+    for name in ("seeded", "other"):
+        words = ["--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name]
+        ended = invoke("record", *words)
+        assert ended.exit_code == 0, ended.output
+    text = " ".join(invoke("locate", "seeded", "other").output.split())
+    assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
+    assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text
+    assert "in B" in text
+
+
+def test_equal_records_end_with_status_0(folder):
+    recorded(folder / "A")
+    recorded(folder / "B")
+    ended = invoke("locate", "A", "B")
+    assert ended.exit_code == 0
+    assert ended.output.startswith("equal: ")
+
+
+def test_a_loop_of_ones_own_cannot_be_run_again(folder):
+    recorded(folder / "A")
+    recorded(folder / "B", "epsilon")
+    ended = invoke("locate", "A", "B", "--op")
+    assert ended.exit_code == 2
+    assert "--op needs" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["record", "--out", "A"], "give either --script or --trainer"),
+        (["record", "--script", "gone.py", "--out", "A"], "there is no file gone.py"),
+        (["record", "--script", "train.py"], "--out"),
+        (["locate", "A", "B"], "runs record"),
+    ],
+)
+def test_wrong_usage_ends_in_one_line(folder, words, text):
+    ended = invoke(*words)
+    assert ended.exit_code == 2
+    assert text in ended.output
+
+
+def test_a_script_without_a_step_is_refused(folder):
+    (folder / "train.py").write_text("print('hello')\n")
+    ended = invoke("record", "--script", "train.py", "--out", "A")
+    assert ended.exit_code == 2
+    assert "before a step of an optimizer" in " ".join(ended.output.split())

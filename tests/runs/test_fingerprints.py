@@ -1,0 +1,102 @@
+"""A record of a run survives a kill, costs no change of the training, and has all of a step.
+
+Run: `python -m pytest tests/runs/test_fingerprints.py`.
+"""
+
+import json
+
+import pytest
+import torch
+from recorded_training import Model, recorded, train
+
+from curry_train.runs import record_run
+from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.ranks import RunError
+
+
+def kinds(record):
+    return {one["kind"] for one in record}
+
+
+def test_recording_changes_nothing(tmp_path):
+    plain = train()
+    with record_run(tmp_path / "a"):
+        assert train() == plain
+    assert train() == plain
+
+
+def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
+    record = recorded(tmp_path / "a")
+    compared = {"batch", "state", "enter", "exit", "loss", "gradient", "update", "updated"}
+    assert kinds(record) == compared | {"start", "settings", "end"}
+    assert {one["step"] for one in record[1:]} == {1, 2, 3}
+    update = next(one for one in record if one["kind"] == "update" and one["step"] == 2)
+    assert {"gradient of model.head.bias", "exp_avg of model.head.bias"} <= update["digests"].keys()
+    assert update["values"]["lr of group 0"] == 1e-3
+    assert record[0]["environment"]["torch"] == torch.__version__
+
+
+def test_recording_ends_after_its_steps_and_training_goes_on(tmp_path):
+    with record_run(tmp_path / "a", steps=2):
+        assert len(train(steps=5)) == 5
+    record = read_fingerprints(tmp_path / "a")
+    assert record[-1] == {"kind": "end", "step": 2}
+
+
+def test_level_modules_has_calls_alone(tmp_path):
+    record = recorded(tmp_path / "a", level="modules")
+    assert "gradient" not in kinds(record)
+    assert all(not one["digests"] for one in record if one["kind"] in ("state", "updated"))
+    assert sum(one["kind"] == "exit" for one in record) > 40
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
+    whole = recorded(tmp_path / "a")
+    path = tmp_path / "a" / "rank-0.jsonl"
+    path.write_text(path.read_text()[:-5])
+    assert read_fingerprints(tmp_path / "a") == whole[:-1]
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:9], *lines[2:]]))
+    with pytest.raises(RunError, match="is damaged, record it again"):
+        read_fingerprints(tmp_path / "a")
+
+
+def test_lines_are_in_the_file_while_training_runs(tmp_path):
+    with record_run(tmp_path / "a"):
+        Model("")(torch.randn(2, 16))
+        lines = (tmp_path / "a" / "rank-0.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["kind"] == "exit"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"steps": 0}, "at least 1 step, got 0"), ({"level": "some"}, "no level 'some'")],
+)
+def test_wrong_options_are_refused(tmp_path, options, text):
+    with pytest.raises(ValueError, match=text):
+        record_run(tmp_path / "a", **options)
+
+
+def test_a_folder_that_has_a_record_is_not_written_over(tmp_path):
+    recorded(tmp_path / "a")
+    with pytest.raises(RunError, match="is there already"), record_run(tmp_path / "a"):
+        pass
+    with pytest.raises(RunError, match="record a run by"):
+        read_fingerprints(tmp_path / "b")
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path):
+    model = torch.nn.DataParallel(Model(""))
+    with record_run(tmp_path / "a"):
+        model(torch.randn(2, 16))
+    calls = [one for one in read_fingerprints(tmp_path / "a") if one["kind"] == "enter"]
+    assert [(one["path"], one["call"]) for one in calls[:2]] == [("model", 0), ("model.h.0", 0)]
+
+
+def test_compiled_models_are_recorded_from_outside(tmp_path):
+    model = torch.compile(Model(""), backend="eager")
+    with record_run(tmp_path / "a"):
+        model(torch.randn(2, 16)).sum().backward()
+    record = read_fingerprints(tmp_path / "a")
+    assert [one["path"] for one in record if one["kind"] == "enter"] == ["model"]
+    assert "gradient" in kinds(record)

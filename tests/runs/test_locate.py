@@ -1,0 +1,89 @@
+"""The first place where two recorded runs differ is named, whatever differs.
+
+Run: `python -m pytest tests/runs/test_locate.py`.
+"""
+
+import pytest
+from recorded_training import located, recorded
+
+from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.locate import first_operation, locate
+
+# The fault, the step, the phase and the path of its place, and words of the text.
+FAULTS = [
+    ("epsilon", 1, "forward", "model.h.1.ln", "eps of model.h.1.ln is 1e-05 in A and 1e-06 in B"),
+    ("dropout", 1, "forward", "model.h.1.drop", "p of model.h.1.drop is 0.1 in A and 0.2 in B"),
+    ("operation", 1, "forward", "model.h.1", "in its own code after model.h.1.ln, call 0"),
+    ("kernel", 1, "forward", "model.h.1", "another input 0 of model.h.1.down, call 0"),
+    ("backward", 1, "backward", "model.h.1", "another gradient of output 0 of model.h.1.up"),
+    ("weight", 1, "state", "model.h.1.down.weight", "initialisation or loading"),
+    ("stale weight", 2, "state", "model.h.0.ln.weight", "changed between steps"),
+    ("optimizer", 1, "optimizer", "model.h.0.ln.weight", "eps of group 0 of AdamW is 1e-08 in A"),
+    ("flipped moment", 2, "optimizer", "model.head.weight", "exp_avg of model.head.weight differs"),
+    ("clipped", 1, "gradients", "model.h.0.ln.weight", "clipping, scaling"),
+    ("loss", 1, "loss", "loop", "the loss is"),
+    ("order", 1, "data", "loader", "has other samples, of which A has"),
+    ("same samples", 2, "data", "loop", "has the same samples in another order"),
+    ("drawn", 2, "forward", "model.h.0.drop", "draws from a random generator that differs"),
+]
+
+
+@pytest.mark.parametrize(("fault", "step", "phase", "path", "text"), FAULTS)
+def test_the_first_difference_is_named(tmp_path, fault, step, phase, path, text):
+    found, _ = located(tmp_path, fault)
+    place = found.place
+    assert (place["step"], place["phase"], place["path"]) == (step, phase, path), found
+    assert text in "\n".join([found.headline, *found.notes])
+    assert found.headline.startswith(f"step {step}, {phase}: ")
+
+
+def test_a_generator_that_differs_is_traced_to_where_it_began(tmp_path):
+    found, _ = located(tmp_path, "drawn")
+    assert any("the random generator of torch differs after the batch" in it for it in found.notes)
+
+
+@pytest.mark.parametrize("fault", ["", "more modules", "renamed", "recompute"])
+def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fault):
+    found, pair = located(tmp_path, fault)
+    assert found.is_equal, found
+    assert found.num_compared > 150
+    # And in the other direction.
+    assert locate(pair[1], pair[0]).is_equal
+    text = "\n".join(found.notes)
+    assert ("called in B alone: model.extra" in text) == (fault == "more modules")
+    assert ("model.h.0.up is model.h.0.widen in B" in text) == (fault == "renamed")
+
+
+def test_a_record_that_was_cut_off_is_compared_as_far_as_it_goes(tmp_path):
+    whole = recorded(tmp_path / "a")
+    lines = (tmp_path / "a" / "rank-0.jsonl").read_text()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "rank-0.jsonl").write_text(lines[: len(lines) // 2])
+    found = locate(whole, read_fingerprints(tmp_path / "b"))
+    assert found.is_equal
+    assert 0 < found.num_compared < locate(whole, whole).num_compared
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("epsilon", "aten.native_layer_norm.default"),
+        ("operation", "aten.mul.Tensor (recorded_training.py:"),
+        ("kernel", "aten.gelu.default (recorded_training.py:"),
+        ("backward", "aten.mul.Tensor"),
+        ("loss", "aten."),
+        ("optimizer", "aten."),
+        ("dropout", "aten."),
+    ],
+)
+def test_the_operation_is_named(tmp_path, fault, text):
+    found, pair = located(tmp_path, fault, operations_in_step=1)
+    assert text in first_operation(*pair, found.place)
+
+
+def test_operations_change_nothing_else(tmp_path):
+    plain = recorded(tmp_path / "plain")
+    watched = recorded(tmp_path / "watched", operations_in_step=2)
+    assert locate(plain, watched).is_equal
+    place = {"step": 2, "phase": "forward", "path": "model.h.0", "call": 0}
+    assert "does not repeat" in first_operation(watched, watched, place)
