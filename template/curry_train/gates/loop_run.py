@@ -16,16 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..workloads.from_script import run_as_main
 from ..workloads.models import load_object
+from ..workloads.shrink import shrunk_configurations
 from .loop import DEFAULT_STEPS, judge
 from .loop_ranks import judge_ranks, rank_facts
 from .loop_trace import Trace, observe
@@ -33,8 +35,13 @@ from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
 # Services that a loop may report to.
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disabled"}
-# A rank that has not ended so long after another one waits for it.
+# A rank that has made no step for so long, after another one has ended, waits for it.
 SECONDS_TO_FOLLOW = 30.0
+SMALLER = "try --shrink 2, which builds the same model with two layers"
+NOT_SHRUNK = (
+    "--shrink: no model is built from a configuration with more layers than that: leave it out, "
+    "and give your script its own option for a smaller model"
+)
 # Of files, in bytes.
 LARGEST_COPY = 2**30
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -45,33 +52,40 @@ class LoopFailed(RuntimeError):
 
 
 def preflight_program(
-    kind: str, words: Sequence[str], *, num_steps: int, num_ranks: int = 1
+    kind: str,
+    words: Sequence[str],
+    *,
+    num_steps: int = DEFAULT_STEPS,
+    num_ranks: int = 1,
+    num_layers: int = 0,
 ) -> list[Verdict]:
     """Check the loop of a `script` with its arguments, or of a `trainer` factory.
 
-    Several ranks are started as torchrun starts them, with each its own process.
+    Several ranks are started as torchrun starts them, with each its own process. With a number of
+    layers the configurations of the user's models are changed to it.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = [Path(folder, f"verdicts_{rank}.json") for rank in range(num_ranks)]
         port = _free_port() if num_ranks > 1 else 0
         processes = []
         for rank, result in enumerate(results):
-            command = [sys.executable, "-m", str(__spec__.name), str(result), str(num_steps), kind]
+            numbers = map(str, (result, num_steps, num_layers))
+            command = [sys.executable, "-m", str(__spec__.name), *numbers, kind]
             environment = os.environ | OFFLINE
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             if num_ranks > 1:
-                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-                environment |= {name: str(number) for name, number in numbers.items()}
+                own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+                environment |= {name: str(number) for name, number in own.items()}
                 environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen([*command, *words], env=environment, stdout=2))
-        _wait(processes)
+        _wait(dict(zip(results, processes, strict=True)))
         found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
             raise LoopFailed(one["error"])
     if not found[0]:
-        raise LoopFailed("its process ended before a step, as where memory runs out")
+        raise LoopFailed(f"its process ended before a step, as where memory runs out: {SMALLER}")
     verdicts = [
         [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
         for one in found
@@ -90,17 +104,23 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for all ranks; once one has ended, the others have a while to follow."""
-    while all(one.poll() is None for one in processes):
+def _wait(processes: Mapping[Path, subprocess.Popen[bytes]]) -> None:
+    """Wait for all ranks; once one has ended, for as long as the others make steps."""
+    while all(one.poll() is None for one in processes.values()):
         time.sleep(0.05)
-    until = time.monotonic() + SECONDS_TO_FOLLOW
-    for one in processes:
-        try:
-            one.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+    ended = time.time()
+    while any(one.poll() is None for one in processes.values()):
+        progress = [_progress(result) for result in processes]
+        steps = [one.stat().st_mtime for one in progress if one.exists()]
+        if time.time() - max([ended, *steps]) > SECONDS_TO_FOLLOW:
+            for one in processes.values():
+                one.kill()
+        time.sleep(0.05)
+
+
+def _progress(result: Path) -> Path:
+    """Return the file that a rank touches after each step."""
+    return result.with_suffix(".progress")
 
 
 def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
@@ -113,7 +133,7 @@ def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]
         return [not_applicable("loop/run", required="a loop", why=str(error))]
 
 
-def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
+def _main(result: str, num_steps: str, num_layers: str, kind: str, *words: str) -> None:
     files = ChangedFiles()
 
     def end(found: dict[str, Any]) -> NoReturn:
@@ -124,17 +144,33 @@ def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
         sys.stdout.flush()
         os._exit(0)
 
+    notes: list[str] = []
+
     def when_enough(trace: Trace) -> None:
+        if num_layers != "0" and not notes:
+            end({"error": NOT_SHRUNK})
+        for note in notes:
+            print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
         verdicts = [asdict(verdict) for verdict in judge(trace)]
         end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
     run = _script if kind == "script" else _trainer
     try:
-        with files.noticed(), _nothing_saved():
+        with contextlib.ExitStack() as stack:
+            progress = _progress(Path(result))
+            hook = register_optimizer_step_post_hook(lambda *_: progress.touch())
+            stack.callback(hook.remove)
+            stack.enter_context(files.noticed())
+            stack.enter_context(_nothing_saved())
+            if num_layers != "0":
+                stack.enter_context(shrunk_configurations(int(num_layers), notes))
             trace = observe(lambda: run(*words), num_steps=int(num_steps), when_enough=when_enough)
         when_enough(trace)
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
-        end({"error": f"{error_in_a_line(error)}: {where_to_look(error)}"})
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        is_memory = is_memory or "can't allocate memory" in str(error)
+        advice = SMALLER if is_memory else where_to_look(error)
+        end({"error": f"{error_in_a_line(error)}: {advice}"})
 
 
 def _script(file: str, *arguments: str) -> None:
