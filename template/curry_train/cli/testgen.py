@@ -46,6 +46,19 @@ GENERATED_LINE_WIDTH = 88  # formatters leave lines up to this length unchanged 
 AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
 
+def render_loop(script: str, arguments: Sequence[str], out: Path) -> str:
+    """Return the text of a test that checks the loop of a script."""
+    return render_template(
+        Path(__file__).with_name("test_loop.py.jinja"),
+        mark=GENERATED_FILE_MARK,
+        version=__version__,
+        command=shlex.join(["--script", script, "--out", os.path.relpath(out), "--", *arguments]),
+        script=script,
+        path=_path_expression(Path(script).resolve(), out),
+        arguments=arguments,
+    )
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Model, gates and settings of a test file, as in the options of `validate`."""
@@ -108,6 +121,7 @@ def render(recipe: Recipe, *, command: Sequence[str]) -> str:
         prefix="" if recipe.source == recipe.model else f"{literal(TRAINER_PREFIX)} + ",
         path=path and _path_expression(path, recipe.out),
         patterns=patterns,
+        is_trainer=recipe.option == "--trainer",
         device=AUTO_DEVICE if recipe.device == "auto" else literal(recipe.device),
         chosen=chosen,
     )
@@ -195,6 +209,7 @@ def _wrapped(first: str, words: Sequence[str]) -> str:
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
 @model_option("model")
 @trainer_option()
+@click.option("--script", metavar="FILE", help="Check the loop of this script in a test.")
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
@@ -216,22 +231,30 @@ def _wrapped(first: str, words: Sequence[str]) -> str:
     help="Where the gates are, such as mylib.training.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
+@click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
 @click.pass_context
 def testgen_command(
     context: click.Context,
     /,
     model: str | None,
     trainer: str | None,
+    script: str | None,
     out: str,
     overwrite: bool,
+    arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Write a pytest file that runs every gate.
+    """Write a pytest file that runs every gate, and the check of the loop of a Trainer or script.
 
-    A file that this command wrote is replaced. Exit status: 0 written, 2 wrong usage.
+    Of a script it has the loop alone. A file that this command wrote is replaced. Exit status: 0
+    written, 2 wrong usage.
     """
-    if (model is None) == (trainer is None):
-        raise click.UsageError("give either --model or --trainer")
+    if sum(one is not None for one in (model, trainer, script)) != 1:
+        raise click.UsageError("give either --model, --trainer or --script")
+    if script is not None and not Path(script).is_file():
+        raise UnusableInput(f"there is no file {script}")
+    if arguments and script is None:
+        raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
     recipe = Recipe(model or f"{TRAINER_PREFIX}{trainer}", out=Path(out), **options)
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.
@@ -240,7 +263,11 @@ def testgen_command(
         raise UnusableInput(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
-    write_output(recipe.out, render(recipe, command=_command_words(context)))
+    if script is not None:
+        text = render_loop(script, arguments, recipe.out)
+    else:
+        text = render(recipe, command=_command_words(context))
+    write_output(recipe.out, text)
     command = f"{_python_path(recipe)}python -m pytest {shlex.quote(shown)}"
     click.echo(f"wrote {shown}; run it with\n  {command}")
 
