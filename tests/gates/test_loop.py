@@ -9,6 +9,7 @@ import faulty_loops
 import healthy_loops
 import held_out_faulty_loops
 import held_out_healthy_loops
+import known_bugs
 import loops
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_a_healthy_loop_passes(train):
     ("check", "train"),
     [
         pytest.param(check, one, id=one.__name__)
-        for module in (loops, faulty_loops, held_out_faulty_loops)
+        for module in (loops, faulty_loops, held_out_faulty_loops, known_bugs)
         for check, faulty in module.FAULTY.items()
         for one in faulty
     ],

@@ -444,7 +444,7 @@ def _lost(window: Window) -> Iterator[Fault]:
     """Find gradients of the window that are set to zero before its step."""
     optimizer, events, calls = window.optimizer, window.events, window.calls
     own = _parameter_ids(optimizer)
-    of_line = [call for call in calls if call.lines == calls[-1].lines]
+    of_line = [call for call in calls if call.lines == calls[-1].lines and call.reached]
     zeros = [
         (events.index(event), event)
         for event in window.of(Zero)
@@ -767,7 +767,7 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-            if len(own) > max(1, len(tried)):
+            if own and len(own) > max(own[0].num_expected, len(tried)):
                 yield Fault(
                     own[0].place,
                     f"{len(own)} steps of the schedule per optimizer step",

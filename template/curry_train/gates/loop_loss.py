@@ -83,8 +83,6 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
     sums = given.exp() if name in ("nll_loss", "kl_div") else given
     sums = sums.float().sum(1 if sums.dim() > 1 else 0)
     made = made_by(options["input"])
-    shares = target.float().sum(1) if target.is_floating_point() and target.dim() > 1 else None
-    is_whole = shares is not None and bool(((target == 0) | (target == 1)).all())
     return LossFacts(
         name=name,
         reduction=options["reduction"],
@@ -94,7 +92,7 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         is_nowhere_negative=bool((given >= 0).all()),
         shapes=(given.shape, target.shape),
         out_of_reach=_out_of_reach(name, made, target),
-        has_several_classes=is_whole and bool((shares > 1).any()),  # type: ignore[operator]
+        has_several_classes=_has_several_classes(target),
         label_smoothing=float(options.get("label_smoothing") or 0),
         is_scrambled=_is_scrambled(options["input"]),
     )
@@ -110,6 +108,13 @@ def _out_of_reach(name: str, made: str, target: Tensor) -> float:
         return 0.0
     low, high = RANGES.get("Sigmoid" if name.startswith("binary") else made, (-math.inf, math.inf))
     return float(((target < low) | (target > high)).float().mean())
+
+
+def _has_several_classes(target: Tensor) -> bool:
+    if not target.is_floating_point() or target.dim() < 2:
+        return False
+    is_whole = bool(((target == 0) | (target == 1)).all())
+    return is_whole and bool((target.sum(1) > 1).any())
 
 
 def _is_scrambled(given: Tensor) -> bool:
@@ -231,8 +236,10 @@ def _term(
     name = "" if node is None else operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))
-        masked = _num_masked(node.next_functions[0][0]) if name == "Mean" else 0
-        return Term(name, name.lower(), num_terms, factor, divisors, masked)
+        masked = _num_masked(node.next_functions[0][0])
+        if name == "Sum":
+            return Term(name, "sum", num_terms - masked, factor, divisors)
+        return Term(name, "mean", num_terms, factor, divisors, masked)
     reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "")
     weight, given = _saved(node, "total_weight"), _saved(node, "self")
     if not reduction or given is None:

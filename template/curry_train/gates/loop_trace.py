@@ -248,6 +248,8 @@ class Schedule(Event):
     scheduler: LRScheduler
     # The learning rates after it.
     rates: list[float]
+    # Steps of it per step of the optimizer; Accelerate makes one for each process.
+    num_expected: int
 
 
 @dataclass(eq=False)
@@ -269,8 +271,15 @@ class Window:
     def __init__(self, optimizer: Optimizer, events: list[Event]) -> None:
         self.optimizer = optimizer
         self.events = events
-        # Backward calls that made gradients of the optimizer.
-        self.calls = [one for one in self.of(Backward) if id(optimizer) in one.reached]
+        # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
+        # microbatch without sync to itself.
+        calls = self.of(Backward)
+        lines = {one.lines for one in calls if id(optimizer) in one.reached}
+        self.calls: list[Backward] = [
+            one
+            for one in calls
+            if id(optimizer) in one.reached or (not one.reached and one.lines in lines)
+        ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
 
     @property
@@ -374,6 +383,7 @@ class Observer:
         self.stepping: list[Optimizer] = []
         self.before: dict[int, Tensor] = {}
         self.before_digest = 0.0
+        self.is_compared = False
         self.had_state = False
         # Leaves that models were given and that get a gradient, in this window.
         self.inputs: list[weakref.ref[Tensor]] = []
@@ -775,9 +785,11 @@ class Observer:
     def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
             event = None
-            caller = sys._getframe(1).f_code.co_name
-            if not self.schedule_depth and caller != "_initial_step":
-                event = self.note(Schedule, scheduler=scheduler, rates=[])
+            caller = sys._getframe(1)
+            if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
+                is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
+                number = int(os.environ.get("WORLD_SIZE", "1")) if is_per_process else 1
+                event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
             self.schedule_depth += 1
             try:
                 return step(scheduler, *args, **options)
@@ -792,7 +804,8 @@ class Observer:
         if not self.stepping:
             self.had_state = bool(optimizer.state)
             compared = [*_parameters(optimizer), *self._frozen()]
-            if sum(one.numel() for one in compared) <= MOST_COMPARED:
+            self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
+            if self.is_compared:
                 self.before = {id(one): one.detach().clone() for one in compared}
                 self.before_digest = sum(map(digest, _parameters(optimizer)))
         self.stepping.append(optimizer)
@@ -826,13 +839,13 @@ class Observer:
             is_finite=all(bool(_values(one).isfinite().all()) for one in gradients.values()),
             is_repeated=self.used.get(key) == versions,
             by_hand=[id(one.grad) for one in parameters] != backward,
-            moved=moved if self.before else None,
+            moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
             graded=frozenset(gradients),
             without_slope=frozenset(flat),
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
-            after=sum(map(digest, parameters)) if self.before else 0.0,
+            after=sum(map(digest, parameters)) if self.is_compared else 0.0,
             by_scaler=self.scaler_steps,
             in_backward=self.in_backward,
             generator=_generator(),
@@ -917,7 +930,8 @@ class Observer:
             return
         number = self.num_steps_made
         old = [one for one in self.graphs if one[1] <= number - 3]
-        if any(reference() is not None for reference, _, _ in old):
+        is_known = bool(self.trace.held_graphs)
+        if not is_known and any(reference() is not None for reference, _, _ in old):
             gc.collect()
             # The last one of each step; several steps, as one may wait for the next evaluation.
             held = {step: place for reference, step, place in old if reference() is not None}
