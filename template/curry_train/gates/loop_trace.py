@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
+from ..primitives.grad_flow_probe import in_transform
 from .loop_growth import Growth
 from .loop_loss import ON_CLASSES, ON_VALUES, LossFacts, Term, loss_facts, terms_of
 from .verdict import LIBRARIES
@@ -503,7 +504,7 @@ class Observer:
 
     def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if _is_transformed():
+            if in_transform():
                 return call(module, *args, **options)
             has_gradients = torch.is_grad_enabled()
             self.trace.ran[has_gradients][id(module)] = module
@@ -600,7 +601,7 @@ class Observer:
 
         def run(*args: Any, **options: Any) -> Any:
             value = function(*args, **options)
-            if _is_transformed():
+            if in_transform():
                 return value
             if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
                 bound = signature.bind(*args, **options)
@@ -643,7 +644,7 @@ class Observer:
 
     def _dropout(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(given: Tensor, p: float = 0.5, training: bool = True, *more: Any) -> Tensor:
-            if p and training and self.depth and not _is_transformed():
+            if p and training and self.depth and not in_transform():
                 self._note_dropout((given.shape, p))
             return function(given, p, training, *more)
 
@@ -973,11 +974,6 @@ def _is_plain(one: Tensor) -> bool:
     """Return whether a tensor has values of its own in one storage."""
     is_known = type(one) in (Tensor, nn.Parameter) and one.layout is torch.strided
     return is_known and not torch._C._functorch.is_functorch_wrapped_tensor(one)
-
-
-def _is_transformed() -> bool:
-    """Return whether a transform of torch.func runs, inside of which tensors have no values."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _values(one: Tensor) -> Tensor:
