@@ -305,3 +305,29 @@ def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path, script, 
     assert ended.returncode == 0, ended.stderr
     text = (tmp_path / "test_mlp.py").read_text()
     assert f"    python {Path(path).parent}/{shown} \\\n" in text
+
+
+LOOP = """
+import sys
+import torch
+
+assert sys.argv[1:] == ["--rate", "0.1"]
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(20):
+    model(torch.randn(2, 8)).square().mean().backward()
+    optimizer.step()
+    {zero}
+"""
+
+
+@pytest.mark.parametrize(("zero", "status"), [("optimizer.zero_grad()", 0), ("pass", 1)])
+def test_the_loop_of_a_script_becomes_a_test(run, repository, zero, status):
+    (repository / "train.py").write_text(LOOP.format(zero=zero))
+    out = repository / "tests" / "test_loop.py"
+    written = run("--script", "train.py", "--out", out, "--", "--rate", "0.1")
+    assert written.exit_code == 0, written.output
+    ended = pytest_run(repository, str(out), path=TEMPLATE)
+    assert ended.returncode == status, ended.stdout
+    if status:
+        assert "loop/zeroed: train.py:10: a step with gradients of the step before" in ended.stdout

@@ -32,9 +32,9 @@ def run(tmp_path, monkeypatch):
     script.write_text("")
 
     def invoke(found, *words):
-        def program(kind, arguments, *, num_steps, num_ranks):
+        def program(kind, arguments, *, num_steps, num_ranks, num_layers):
             assert (kind, arguments) == ("script", [str(script), "--rate", "1"])
-            assert (num_steps, num_ranks) == (8, 1)
+            assert (num_steps, num_ranks, num_layers) == (8, 1, 0)
             if isinstance(found, Exception):
                 raise found
             return found

@@ -687,8 +687,8 @@ def detached_loss():
     optimizer = adamw(model)
     for inputs, labels in loader():
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).detach().requires_grad_().backward()
-        optimizer.step()  # here
+        F.cross_entropy(model(inputs), labels).detach().requires_grad_().backward()  # here
+        optimizer.step()
 
 
 def clipped_another_model():

@@ -76,6 +76,29 @@ for epoch in range(9):
             optimizer.zero_grad()
 """
 
+SHARDED = """\
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+torch.distributed.init_process_group("gloo")
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
+for layer in (model[0], model[2], model):
+    fully_shard(layer, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+torch.manual_seed(torch.distributed.get_rank())
+for number in range(40):
+    model.set_requires_gradient_sync(number % 2 == 1)
+    (F.cross_entropy(model(torch.randn(4, 8)), torch.randint(5, (4,))) / 2).backward()
+    if number % 2:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
 HUGGING_FACE = """\
 import torch
 from torch.nn import functional as F
@@ -89,10 +112,10 @@ class OwnLoss(Trainer):
         return F.cross_entropy(logits, labels[:, 1:].flatten())
 
 
-def trainer(kind):
+def trainer(kind, **options):
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2,
+        num_attention_heads=2, tie_word_embeddings=False, **options,
     )
     rows = []
     for length in torch.randint(4, 16, (64,)).tolist():
@@ -107,12 +130,40 @@ def trainer(kind):
     return kind(LlamaForCausalLM(config), arguments, train_dataset=rows)
 
 
+class LeftInEvalMode(Trainer):
+    def compute_loss(self, model, *args, **options):
+        return super().compute_loss(model.eval(), *args, **options)
+
+
+class OfTheHeadAlone(Trainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.AdamW(self.model.lm_head.parameters())
+        return self.optimizer
+
+
 def right():
     return trainer(Trainer)
 
 
 def wrong():
     return trainer(OwnLoss)
+
+
+def eval_mode():
+    return trainer(LeftInEvalMode, attention_dropout=0.1)
+
+
+def head_alone():
+    return trainer(OfTheHeadAlone)
+
+
+# As with adapters: blocks recompute from a frozen embedding.
+def reentrant():
+    made = trainer(Trainer)
+    made.model.model.embed_tokens.requires_grad_(False)
+    made.model.gradient_checkpointing_enable({"use_reentrant": True})
+    made.model.disable_input_require_grads()
+    return made
 """
 
 LIGHTNING = """\
@@ -153,12 +204,66 @@ def trainer(module, **options):
     return made, module, DataLoader(data, 8, shuffle=True)
 
 
+class OfProbabilities(Module):
+    def training_step(self, batch, index):
+        inputs, labels = batch
+        return F.cross_entropy(self.layer(inputs).softmax(1), labels)
+
+
+class Divided(Module):
+    def training_step(self, batch, index):
+        return super().training_step(batch, index) / 2
+
+
+class Scheduled(Module):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
 def right():
-    return trainer(Module(), accumulate_grad_batches=2, gradient_clip_val=1.0)
+    return trainer(Scheduled(), accumulate_grad_batches=2, gradient_clip_val=1.0)
 
 
 def wrong():
     return trainer(ByHand())
+
+
+def probabilities():
+    return trainer(OfProbabilities())
+
+
+def divided():
+    return trainer(Divided(), accumulate_grad_batches=2)
+"""
+
+ACCELERATE = """\
+import sys
+
+import torch
+from accelerate import Accelerator
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+kind = sys.argv[1]
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+data = DataLoader(TensorDataset(torch.randn(64, 8), torch.randint(5, (64,))), 4, shuffle=True)
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+bare = optimizer
+model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+for _ in range(9):
+    for inputs, labels in data:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(inputs), labels)
+            accelerator.backward(loss / 2 if kind == "divided" else loss)
+            if accelerator.sync_gradients or kind == "clipped":
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            (bare if kind == "bare" else optimizer).step()
+            scheduler.step()
+            optimizer.zero_grad()
 """
 
 
@@ -211,6 +316,12 @@ def test_ranks_are_compared(folder, kind, expected):
     assert {verdict.measured for verdict in failed} == expected
 
 
+def test_a_sharded_model_is_checked_on_two_ranks(folder):
+    Path("sharded.py").write_text(SHARDED)
+    verdicts = preflight_program("script", ["sharded.py"], num_steps=3, num_ranks=2)
+    assert [verdict for verdict in verdicts if verdict.passed is False] == []
+
+
 def test_a_script_of_a_package_has_its_relative_imports(folder):
     Path("mine").mkdir()
     Path("mine/__init__.py").touch()
@@ -225,20 +336,103 @@ def test_an_error_of_the_script_names_its_line(folder):
     assert Path("log.txt").read_text() == "before\n"
 
 
+# Of each framework a healthy program and faults: the check that finds it.
+PROGRAMS = [
+    (HUGGING_FACE, "right", set()),
+    (HUGGING_FACE, "wrong", {"loop/accumulation"}),
+    (HUGGING_FACE, "eval_mode", {"loop/mode"}),
+    (HUGGING_FACE, "head_alone", {"loop/optimizer"}),
+    (HUGGING_FACE, "reentrant", {"loop/moves"}),
+    (LIGHTNING, "right", set()),
+    (LIGHTNING, "wrong", {"loop/zeroed"}),
+    (LIGHTNING, "probabilities", {"loop/logits"}),
+    (LIGHTNING, "divided", {"loop/accumulation"}),
+    (ACCELERATE, "right", set()),
+    (ACCELERATE, "divided", {"loop/accumulation"}),
+    (ACCELERATE, "clipped", {"loop/clipping"}),
+    (ACCELERATE, "bare", {"loop/zeroed", "loop/accumulation"}),
+]
+NAMES = {HUGGING_FACE: "Trainer", LIGHTNING: "Lightning", ACCELERATE: "Accelerate"}
+
+
 @pytest.mark.parametrize(
     ("source", "kind", "expected"),
-    [
-        (HUGGING_FACE, "right", set()),
-        (HUGGING_FACE, "wrong", {"loop/accumulation"}),
-        (LIGHTNING, "right", set()),
-        (LIGHTNING, "wrong", {"loop/zeroed"}),
-    ],
-    ids=["Trainer", "a Trainer that ignores num_items_in_batch", "Lightning", "manual Lightning"],
+    PROGRAMS,
+    ids=[f"{NAMES[source]}-{kind}" for source, kind, _ in PROGRAMS],
 )
-def test_the_loop_of_a_trainer_is_checked(folder, source, kind, expected):
+def test_the_loop_of_a_framework_is_checked(folder, source, kind, expected):
     Path("mine.py").write_text(source)
-    assert set(failed("trainer", f"mine.py:{kind}")) == expected
+    is_script = source == ACCELERATE
+    words = ["script", "mine.py", kind] if is_script else ["trainer", f"mine.py:{kind}"]
+    assert set(failed(*words)) == expected
     assert files(folder) == {"train.py", "log.txt", "mine.py"}
+
+
+def test_the_schedule_of_accelerate_steps_once_for_each_process(folder):
+    Path("mine.py").write_text(ACCELERATE)
+    verdicts = preflight_program("script", ["mine.py", "right"], num_steps=3, num_ranks=2)
+    assert [verdict for verdict in verdicts if verdict.passed is False] == []
+
+
+BEHIND = """\
+import os
+import time
+
+import torch
+
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(12 if os.environ["RANK"] == "1" else 2):
+    optimizer.zero_grad()
+    model(torch.randn(2, 8)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.4)
+"""
+
+
+def test_a_rank_that_is_behind_is_waited_for_while_it_makes_steps(folder, monkeypatch):
+    monkeypatch.setattr(loop_run, "SECONDS_TO_FOLLOW", 3.0)
+    Path("behind.py").write_text(BEHIND)
+    verdicts = preflight_program("script", ["behind.py"], num_steps=20, num_ranks=2)
+    measured = next(verdict.measured for verdict in verdicts if verdict.gate == "loop/ranks")
+    assert measured == "behind.py:11: steps [2, 12]"
+
+
+DEEP = """\
+import sys
+from types import SimpleNamespace
+
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        layers = [torch.nn.Linear(config.width, config.width) for _ in range(config.num_layers)]
+        self.layers = torch.nn.Sequential(*layers)
+
+    def forward(self, given):
+        return self.layers(given)
+
+
+# The whole model has 134 GB.
+model = Model(SimpleNamespace(num_layers=int(sys.argv[1]), width=int(sys.argv[2])))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(20):
+    optimizer.zero_grad()
+    model(torch.randn(2, int(sys.argv[2]))).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_model_too_large_for_the_machine_is_built_with_fewer_layers(folder):
+    Path("deep.py").write_text(DEEP)
+    words = ["deep.py", "2000", "4096"]
+    assert preflight_program("script", words, num_steps=3, num_layers=2)
+    with pytest.raises(LoopFailed, match=r"--shrink: no model is built from a configuration"):
+        preflight_program("script", ["deep.py", "2", "8"], num_steps=3, num_layers=2)
+    with pytest.raises(LoopFailed, match="try --shrink 2"):
+        preflight_program("script", ["deep.py", "1", "10000000"], num_steps=3)
 
 
 # Changes of what was there before, and whether the loop goes on.

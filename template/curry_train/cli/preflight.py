@@ -46,6 +46,12 @@ from .screen import ScreenCommand, UnusableInput, fill_screen
     show_default=True,
     help="Start so many processes, as torchrun does, and compare them.",
 )
+@click.option(
+    "--shrink",
+    "num_layers",
+    type=click.IntRange(1),
+    help="Build models that have a configuration with so many layers, where they are too large.",
+)
 @json_option()
 @click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
 def preflight_command(
@@ -53,6 +59,7 @@ def preflight_command(
     trainer: str | None,
     num_steps: int,
     num_ranks: int,
+    num_layers: int | None,
     json_path: str | None,
     arguments: tuple[str, ...],
 ) -> None:
@@ -68,7 +75,9 @@ def preflight_command(
     kind, words = ("script", [script, *arguments]) if script else ("trainer", [str(trainer)])
     try:
         given = [str(word) for word in words]
-        verdicts = preflight_program(kind, given, num_steps=num_steps, num_ranks=num_ranks)
+        verdicts = preflight_program(
+            kind, given, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
+        )
     except LoopFailed as error:
         raise UnusableInput(str(error)) from error
     _print(shlex.join(map(str, words)), num_steps, verdicts)

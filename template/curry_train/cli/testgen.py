@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -41,6 +41,19 @@ from .screen import ScreenCommand, UnusableInput, literal, render_template, writ
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
 AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
+
+
+def render_loop(script: str, arguments: Sequence[str], out: Path, *, command: str) -> str:
+    """Return the text of a test that checks the loop of a script."""
+    return render_template(
+        Path(__file__).with_name("test_loop.py.jinja"),
+        mark=GENERATED_FILE_MARK,
+        version=__version__,
+        command=command,
+        script=script,
+        path=_path_expression(Path(script).resolve(), out),
+        arguments=arguments,
+    )
 
 
 def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
@@ -75,6 +88,7 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
         prefix="" if source == spec else f"{literal(TRAINER_PREFIX)} + ",
         path=_path_expression(Path(source).expanduser().resolve(), out) if is_file else None,
         patterns=patterns,
+        is_trainer=source != spec,
         device=AUTO_DEVICE if device == "auto" else literal(device),
         # Blocks that the model's containers don't give are chosen again in each run of the tests.
         chosen=settle_blocks(case)[0].blocks != case.blocks,
@@ -133,6 +147,7 @@ def _path_expression(path: Path, out: Path) -> str:
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
 @model_option("model")
 @trainer_option()
+@click.option("--script", metavar="FILE", help="Check the loop of this script in a test.")
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
@@ -154,22 +169,30 @@ def _path_expression(path: Path, out: Path) -> str:
     help="Where the gates are, such as mylib.training.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
+@click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
 @click.pass_context
 def testgen_command(
     context: click.Context,
     /,
     model: str | None,
     trainer: str | None,
+    script: str | None,
     out: str,
     overwrite: bool,
+    arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Write a pytest file that runs every gate.
+    """Write a pytest file that runs every gate, and the check of the loop of a Trainer or script.
 
-    A file that this command wrote is replaced. Exit status: 0 written, 2 wrong usage.
+    Of a script it has the loop alone. A file that this command wrote is replaced. Exit status: 0
+    written, 2 wrong usage.
     """
-    if (model is None) == (trainer is None):
-        raise click.UsageError("give either --model or --trainer")
+    if sum(one is not None for one in (model, trainer, script)) != 1:
+        raise click.UsageError("give either --model, --trainer or --script")
+    if script is not None and not Path(script).is_file():
+        raise UnusableInput(f"there is no file {script}")
+    if arguments and script is None:
+        raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
     spec = model or f"{TRAINER_PREFIX}{trainer}"
     path = Path(out)
     shown = PurePath(os.path.relpath(out)).as_posix()
@@ -179,7 +202,12 @@ def testgen_command(
         raise UnusableInput(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
-    write_output(path, render(spec, path, command=_command(context), **options))
+    command = _command(context)
+    if script is not None:
+        text = render_loop(script, arguments, path, command=command)
+    else:
+        text = render(spec, path, command=command, **options)
+    write_output(path, text)
     python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
     click.echo(f"wrote {shown}; run it with\n  {python_path}python -m pytest {shlex.quote(shown)}")
 
@@ -194,6 +222,8 @@ def _command(context: click.Context) -> str:
         value = context.params[str(option.name)]
         for one in value if isinstance(value, tuple) else [value]:
             lines.append(shlex.join([option.opts[0], *([] if one is True else [str(one)])]))
+    if context.params["arguments"]:
+        lines.append(shlex.join(["--", *context.params["arguments"]]))
     return "    " + " \\\n        ".join(lines)
 
 

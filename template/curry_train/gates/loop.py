@@ -25,7 +25,6 @@ from .loop_trace import (
     Backward,
     Clip,
     Dropout,
-    Event,
     Fetch,
     Forward,
     LossCall,
@@ -35,6 +34,7 @@ from .loop_trace import (
     Seeding,
     Step,
     Trace,
+    Window,
     Zero,
     observe,
 )
@@ -82,23 +82,6 @@ def judge(trace: Trace) -> list[Verdict]:
     return verdicts
 
 
-def _windows(trace: Trace) -> Iterator[tuple[Optimizer, list[Event]]]:
-    for optimizer in _stepping(trace):
-        for window in trace.windows(optimizer):
-            yield optimizer, window
-
-
-def _stepping(trace: Trace) -> list[Optimizer]:
-    """Return the optimizers that have made a step."""
-    return list({id(step.optimizer): step.optimizer for step in trace.of(Step)}.values())
-
-
-def _reaching(optimizer: Optimizer, window: Sequence[Event]) -> list[Backward]:
-    """Return the backward calls of a window that made gradients of an optimizer."""
-    calls = [event for event in window if isinstance(event, Backward)]
-    return [call for call in calls if id(optimizer) in call.reached]
-
-
 # The loss.
 
 
@@ -108,12 +91,12 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     is_known = False
     # By the lines that led to a backward call: a fault for each window with it.
     single: dict[tuple[str, ...], list[Fault | None]] = defaultdict(list)
-    for optimizer, window in _windows(trace):
-        calls = _reaching(optimizer, window)
-        for call in calls:
-            single[call.lines].append(_divided_for_nothing(call) if len(calls) == 1 else None)
-            yield from _wrong_alone(call, optimizer)
-        for several in _microbatches(trace, calls, window):
+    for window in trace.windows:
+        for call in window.calls:
+            is_single = len(window.calls) == 1
+            single[call.lines].append(_divided_for_nothing(call) if is_single else None)
+            yield from _wrong_alone(call, window.optimizer)
+        for several in [] if window.is_by_hand else _microbatches(trace, window):
             columns = _columns(several)
             is_known = is_known or bool(columns)
             yield from _unequal(several, columns, window)
@@ -126,7 +109,8 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
 
 def _wrong_alone(call: Backward, optimizer: Optimizer) -> Iterator[Fault]:
     if call.is_second and id(optimizer) not in call.clean:
-        yield Fault(call.place, "the same loss a second time", "call backward once")
+        hint = "call backward once on each loss; a running total of losses has the earlier ones too"
+        yield Fault(call.place, "the same loss a second time", hint)
     for term in call.terms:
         if term.num_masked:
             yield Fault(
@@ -136,12 +120,10 @@ def _wrong_alone(call: Backward, optimizer: Optimizer) -> Iterator[Fault]:
             )
 
 
-def _microbatches(
-    trace: Trace, calls: Sequence[Backward], window: Sequence[Event]
-) -> Iterator[list[Backward]]:
+def _microbatches(trace: Trace, window: Window) -> Iterator[list[Backward]]:
     """Yield calls of the same lines that have a batch each."""
     lines = defaultdict[tuple[str, ...], list[Backward]](list)
-    for call in calls:
+    for call in window.calls:
         lines[call.lines].append(call)
     for several in lines.values():
         # A closure that an optimizer calls several times is no accumulation.
@@ -150,9 +132,9 @@ def _microbatches(
             yield several
 
 
-def _are_microbatches(trace: Trace, calls: Sequence[Backward], window: Sequence[Event]) -> bool:
+def _are_microbatches(trace: Trace, calls: Sequence[Backward], window: Window) -> bool:
     """Return whether each call has a batch of its own, and is not one of several losses of it."""
-    forwards = [one for one in window if isinstance(one, Forward) and one.is_trained_on]
+    forwards = window.forwards
     loaders = {digest: id(one.loader) for one in trace.of(Fetch) for digest in one.digests}
     known = [loaders[digest] for one in forwards for digest in one.digests if digest in loaders]
     # Several loaders are several tasks.
@@ -172,7 +154,7 @@ def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
 
 
 def _unequal(
-    calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Sequence[Event]
+    calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Window
 ) -> Iterator[Fault]:
     strengths = [
         [term.strength / call.scale for term, call in zip(column, calls, strict=True)]
@@ -206,7 +188,8 @@ def _unequal(
                     f"the loss is divided by the {number} microbatches twice",
                     "divide once; accelerator.backward and Trainers do it themselves",
                 )
-    if _ends_with_a_short_batch(window):
+    # An epoch may end with a short batch.
+    if len({one.num_samples for one in window.forwards}) > 1:
         return
     for column in columns:
         weights = [abs(term.weight) / call.scale for term, call in zip(column, calls, strict=True)]
@@ -217,11 +200,6 @@ def _unequal(
                 f"a term of one microbatch weighs {spread:.3g} times that of another",
                 "sum each loss and divide by the number of terms of the whole window",
             )
-
-
-def _ends_with_a_short_batch(window: Sequence[Event]) -> bool:
-    sizes = [one.num_samples for one in window if isinstance(one, Forward) and one.is_trained_on]
-    return len(set(sizes)) > 1
 
 
 def _divided_for_nothing(call: Backward) -> Fault | None:
@@ -245,12 +223,12 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
 
 def _unused(trace: Trace) -> Iterator[Fault]:
     """Find a line whose losses are computed several times in each window, and used once."""
-    for optimizer in _stepping(trace):
+    for optimizer in trace.optimizers_that_step:
         used = defaultdict[tuple[str, ...], list[list[bool]]](list)
-        for window in trace.windows(optimizer):
+        for window in trace.windows_of(optimizer):
             of_window = defaultdict[tuple[str, ...], list[bool]](list)
             training = True
-            for event in window:
+            for event in window.events:
                 if isinstance(event, Forward):
                     training = event.training
                 elif isinstance(event, LossCall) and training:
@@ -278,11 +256,15 @@ def sign(trace: Trace) -> Iterator[Fault]:
                 "look for the first value that is not finite: curry-train grad-flow",
             )
     by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-    optimizers = _stepping(trace)
-    if len(optimizers) == 1 and not optimizers[0].defaults.get("maximize"):
-        for call in trace.of(Backward):
-            if call.terms and all(t.name in by_loss and t.factor < 0 for t in call.terms):
-                yield Fault(call.place, "the loss is made larger", "remove the minus of the loss")
+    if len(trace.optimizers_that_step) == 1:
+        for window in trace.windows:
+            is_up = bool(window.optimizer.defaults.get("maximize"))
+            hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
+            for call in window.calls:
+                is_known = all(term.name in by_loss for term in call.terms)
+                if is_known and {(term.factor > 0) == is_up for term in call.terms} == {True}:
+                    place = window.step.place if is_up else call.place
+                    yield Fault(place, "the loss is made larger", hint)
     steps = [step for step in trace.of(Step) if not step.is_finite]
     if steps:
         hint = "look for the first value that is not finite: curry-train grad-flow"
@@ -321,6 +303,12 @@ def logits(trace: Trace) -> Iterator[Fault]:
                 f"{facts.name} gets no log-probabilities",
                 "give it F.log_softmax(logits, dim=1), or use cross_entropy",
             )
+        if facts.is_scrambled and facts.name in ("cross_entropy", "nll_loss"):
+            yield Fault(
+                call.place,
+                "classes and positions are mixed up by a view",
+                "give it logits.transpose(1, 2), or flatten positions of logits and targets",
+            )
         given, target = facts.shapes
         is_elementwise = facts.name not in ("cross_entropy", "nll_loss")
         sizes = given.numel(), target.numel()
@@ -336,42 +324,63 @@ def logits(trace: Trace) -> Iterator[Fault]:
 
 def targets(trace: Trace) -> Iterator[Fault]:
     """Targets are the ones to learn."""
-    calls = [one for one in trace.of(LossCall) if one.facts.name in ("cross_entropy", "nll_loss")]
+    calls: list[LossCall] = trace.of(LossCall)
     if not calls:
-        raise NotApplicable("no loss function of torch on classes was called", required="one")
+        raise NotApplicable("no loss function of torch was called", required="one")
     for call in calls:
-        same = call.same_as_input
-        if call.facts.num_terms == 0:
-            yield Fault(
-                call.place,
-                "no target counts: all have the ignored index",
-                "look at how labels are made",
-            )
-        if same.get(0, 0) > 0.99 and same.get(1, 0) < 0.9:
-            yield Fault(
-                call.place,
-                "the targets are the model's own input",
-                "shift the targets by one token to the left",
-            )
-        if same.get(2, 0) > 0.99 and same.get(1, 0) < 0.9:
-            yield Fault(
-                call.place,
-                "the targets are shifted by two tokens",
-                "shift once: models of Hugging Face shift the labels themselves",
-            )
-        if call.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
-            yield Fault(
-                call.place,
-                "targets count where the attention mask is 0",
-                "set labels of padding to the ignored index, -100",
-            )
-        if same.get(1, 0) > 0.99 and id(call.model) in trace.sees_the_future:
-            yield Fault(
-                call.place,
-                "the model sees the tokens that it has to predict",
-                "mask attention to later tokens: is_causal=True",
-            )
+        for is_wrong, measured, hint in _wrong_targets(trace, call):
+            if is_wrong:
+                yield Fault(call.place, measured, hint)
     yield from _labels(trace)
+
+
+def _wrong_targets(trace: Trace, call: LossCall) -> Iterator[tuple[bool, str, str]]:
+    """Yield what may be wrong with the targets of a call, and whether it is."""
+    facts, same = call.facts, call.same_as_input
+    hint = "scale the targets, or leave out the activation behind the last layer"
+    if facts.name.startswith("binary"):
+        hint = "give it targets from 0 to 1"
+    measured = f"{facts.out_of_reach:.0%} of the targets are values that the model can't give"
+    is_far = facts.out_of_reach > (0 if facts.name.startswith("binary") else 0.25)
+    yield is_far, measured, hint
+    if facts.name not in ("cross_entropy", "nll_loss"):
+        return
+    yield (
+        facts.has_several_classes,
+        "targets of cross_entropy are several classes at once",
+        "use binary_cross_entropy_with_logits, or targets that sum to 1",
+    )
+    yield (
+        facts.label_smoothing > 0.9,
+        f"a label smoothing of {facts.label_smoothing:g} leaves nothing of the labels",
+        "use 0.1",
+    )
+    yield (
+        facts.num_terms == 0,
+        "no target counts: all have the ignored index",
+        "look at how labels are made",
+    )
+    is_next = same.get(1, 0) >= 0.9
+    yield (
+        same.get(0, 0) > 0.99 and not is_next,
+        "the targets are the model's own input",
+        "shift the targets by one token to the left",
+    )
+    yield (
+        same.get(2, 0) > 0.99 and not is_next,
+        "the targets are shifted by two tokens",
+        "shift once: models of Hugging Face shift the labels themselves",
+    )
+    yield (
+        call.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5,
+        "targets count where the attention mask is 0",
+        "set labels of padding to the ignored index, -100",
+    )
+    yield (
+        same.get(1, 0) > 0.99 and id(call.model) in trace.sees_the_future,
+        "the model sees the tokens that it has to predict",
+        "mask attention to later tokens: is_causal=True",
+    )
 
 
 def _labels(trace: Trace) -> Iterator[Fault]:
@@ -402,10 +411,8 @@ def _trained_digests(trace: Trace) -> set[float]:
 
 def zeroed(trace: Trace) -> Iterator[Fault]:
     """Gradients are set to zero once per window, before its first backward call."""
-    for optimizer, window in _windows(trace):
-        calls = _reaching(optimizer, window)
-        step = window[-1]
-        assert isinstance(step, Step)
+    for window in trace.windows:
+        optimizer, calls, step = window.optimizer, window.calls, window.step
         if not calls:
             if step.is_repeated and step.has_gradients and not step.in_backward:
                 yield Fault(
@@ -414,8 +421,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                     "call optimizer.step() once per backward of a window, then zero_grad()",
                 )
             continue
-        # Gradients that are made from those of several losses are left to the user.
-        if step.by_hand and step.has_gradients:
+        if window.is_by_hand:
             continue
         if not any(id(optimizer) in call.clean for call in calls):
             yield Fault(
@@ -423,31 +429,37 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
-        yield from _lost(optimizer, window, calls, step)
-        yield from _of_another_loss(optimizer, window, calls)
+        for attack, call in itertools.pairwise(calls):
+            if attack.of_inputs and attack.lines != call.lines and id(optimizer) not in call.clean:
+                yield Fault(
+                    attack.place,
+                    "gradients of an attack on the inputs are in the step",
+                    "take them by torch.autograd.grad(loss, inputs), or call zero_grad() after it",
+                )
+        yield from _lost(window)
+        yield from _of_another_loss(window)
 
 
-def _lost(
-    optimizer: Optimizer, window: Sequence[Event], calls: Sequence[Backward], step: Step
-) -> Iterator[Fault]:
+def _lost(window: Window) -> Iterator[Fault]:
     """Find gradients of the window that are set to zero before its step."""
+    optimizer, events, calls = window.optimizer, window.events, window.calls
     own = _parameter_ids(optimizer)
-    of_line = [call for call in calls if call.lines == calls[-1].lines]
+    of_line = [call for call in calls if call.lines == calls[-1].lines and call.reached]
     zeros = [
-        (window.index(event), event)
-        for event in window
-        if isinstance(event, Zero) and event.parameters & own and not event.in_step
+        (events.index(event), event)
+        for event in window.of(Zero)
+        if event.parameters & own and not event.in_step
     ]
-    if not step.has_gradients and any(call.value for call in calls):
-        last = window.index(calls[-1])
+    if not window.step.graded - window.step.without_slope and any(call.value for call in calls):
+        last = events.index(calls[-1])
         places = [event.place for index, event in zeros if index > last]
         if places:
             hint = "move zero_grad() behind the step"
             yield Fault(places[0], "gradients are set to zero before the step", hint)
-    first = window.index(of_line[0])
+    first = events.index(of_line[0])
     for call in of_line[1:]:
         if id(optimizer) in call.clean and not call.in_step:
-            at = window.index(call)
+            at = events.index(call)
             places = [event.place for index, event in zeros if first < index < at]
             yield Fault(
                 places[-1] if places else call.place,
@@ -456,22 +468,21 @@ def _lost(
             )
 
 
-def _of_another_loss(
-    optimizer: Optimizer, window: Sequence[Event], calls: Sequence[Backward]
-) -> Iterator[Fault]:
+def _of_another_loss(window: Window) -> Iterator[Fault]:
     """Find gradients of a loss that another optimizer has stepped on already."""
+    optimizer, events, calls = window.optimizer, window.events, window.calls
     clean = [index for index, call in enumerate(calls) if id(optimizer) in call.clean]
     used = calls[clean[-1] :] if clean else calls
     own = [call for call in used if call.reached == {id(optimizer)}]
     for call in used:
-        if call in own or not own or window.index(own[-1]) < window.index(call):
+        if call in own or not own or events.index(own[-1]) < events.index(call):
             continue
-        between = window[window.index(call) : window.index(own[0])]
+        between = events[events.index(call) : events.index(own[0])]
         if own[0].lines != call.lines and any(
             isinstance(one, Step) and id(one.optimizer) in call.reached for one in between
         ):
             yield Fault(
-                window[-1].place,
+                window.step.place,
                 f"a step with gradients of the loss at {call.place}, which another optimizer "
                 "has used",
                 "call optimizer.zero_grad() before the backward calls of its own loss",
@@ -491,6 +502,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             missing += [trace.names.get(id(one), "?") for one in own if id(one) not in held]
             missing += _of_no_module(trace, held)
     steps = trace.of(Step)
+    missing += trace.bare
     if missing:
         yield Fault(
             steps[-1].place,
@@ -498,7 +510,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
-    for one in _stepping(trace):
+    for one in trace.optimizers_that_step:
         parameters = [id(p) for group in one.param_groups for p in group["params"]]
         if len(parameters) > len(set(parameters)):
             place = next(step.place for step in steps if step.optimizer is one)
@@ -540,11 +552,19 @@ def _of_no_module(trace: Trace, held: set[int]) -> list[str]:
 
 def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer that is made again and again, and loses its moments each time."""
+    for one in trace.optimizers_that_step:
+        later = [window.step for window in trace.windows_of(one)[1:]]
+        if len(later) > 1 and all(step.has_state and not step.had_state for step in later):
+            yield Fault(
+                later[0].place,
+                f"the state of {type(one).__name__} is empty before each step",
+                "let the optimizer keep its state from step to step",
+            )
     made = defaultdict[tuple[str, frozenset[int]], list[Made]](list)
-    stepping = {id(one) for one in _stepping(trace)}
-    for one in trace.of(Made):
-        if id(one.optimizer) in stepping and one.optimizer.state:
-            made[one.place, frozenset(_parameter_ids(one.optimizer))].append(one)
+    stepping = {id(one) for one in trace.optimizers_that_step}
+    for new in trace.of(Made):
+        if id(new.optimizer) in stepping and new.optimizer.state:
+            made[new.place, frozenset(_parameter_ids(new.optimizer))].append(new)
     for (place, _), several in made.items():
         if len(several) > 2:
             yield Fault(
@@ -576,28 +596,98 @@ def moves(trace: Trace) -> Iterator[Fault]:
     yield from _without_gradient(trace)
     if any(step.moved is None for step in steps):
         raise NotApplicable("too many parameters to compare", required="a smaller model")
-    for one in _stepping(trace):
+    yield from _forgotten_loss(trace)
+    for one in trace.optimizers_that_step:
         own = [step for step in steps if step.optimizer is one]
-        if len(own) > 1 and not any(step.moved for step in own):
+        yield from _still(trace, own)
+        yield from _without_effect(own)
+    if trace.symmetric:
+        yield Fault(
+            steps[-1].place,
+            f"all rows of {_named(trace.symmetric)} are alike, and learn the same",
+            "initialize weights by random numbers",
+        )
+
+
+def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
+    """Find parameters of an optimizer that do not move, or that only decay moves."""
+    kind = type(steps[0].optimizer).__name__
+    if len(steps) > 1 and not any(step.moved for step in steps):
+        yield Fault(
+            steps[0].place,
+            f"no parameter of {kind} moves: {_why_nothing_moves(steps)}",
+            "give it the parameters of the model that is trained, and a learning rate",
+        )
+    if len(steps) < 3:
+        return
+    graded = frozenset.intersection(*(step.graded for step in steps))
+    flat = graded.intersection(*(step.without_slope for step in steps))
+    if flat and not any(step.graded - step.without_slope for step in steps):
+        yield Fault(
+            steps[-1].place,
+            f"all gradients of {kind} are 0",
+            "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss",
+        )
+    # A bias that has a gradient tells that the layer is used.
+    names = [trace.names.get(one, "") for one in graded - flat]
+    used = {name.rpartition(".")[0] for name in names if name.endswith("bias")}
+    dead = [trace.names.get(one, "") for one in flat]
+    dead = [name for name in dead if name.endswith("weight") and name.rpartition(".")[0] in used]
+    if dead:
+        yield Fault(
+            steps[-1].place,
+            f"the gradient of {_named(dead)} is 0 in each step, as where its inputs are 0",
+            "look at what comes before it: a dropout of 1, a dead activation, or a hook",
+        )
+    moved = frozenset().union(*(step.moved or () for step in steps))
+    still = [
+        trace.names.get(one, "?")
+        for one in graded - moved
+        if not any(one in step.without_slope for step in steps)
+    ]
+    if moved and still and all(any(step.rates) for step in steps):
+        yield Fault(
+            steps[-1].place,
+            f"{_named(still)} have gradients and do not move",
+            "give their group a learning rate, or freeze them by requires_grad_(False)",
+        )
+
+
+def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
+    """Find steps whose updates are rounded to nothing, or undone."""
+    half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
+    if len(half) > 1 and max(half) < 0.5:
+        yield Fault(
+            steps[0].place,
+            f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
+            "keep the parameters in float32, and use autocast",
+        )
+    for old, new in itertools.pairwise(steps):
+        if old.moved and old.before == new.before != old.after:
             yield Fault(
-                own[0].place,
-                f"no parameter of {type(one).__name__} moves: {_why_nothing_moves(own)}",
-                "give it the parameters of the model that is trained, and a learning rate",
+                new.place,
+                "parameters are at this step what they were at the one before",
+                "make or load the model once, before the loop",
             )
-        half = [step.half_moved for step in own if step.half_moved is not None and any(step.rates)]
-        if len(half) > 1 and max(half) < 0.5:
-            yield Fault(
-                own[0].place,
-                f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
-                "keep the parameters in float32, and use autocast",
-            )
-        for old, new in itertools.pairwise(own):
-            if old.moved and old.before == new.before != old.after:
-                yield Fault(
-                    new.place,
-                    "parameters are at this step what they were at the one before",
-                    "make or load the model once, before the loop",
-                )
+
+
+def _forgotten_loss(trace: Trace) -> Iterator[Fault]:
+    """Find a loss that no backward call reaches, where parameters that ran get no gradient."""
+    held = _held(trace)
+    idle = [
+        trace.names.get(id(one), name)
+        for module in trace.ran[True].values()
+        for name, one in module.named_parameters(recurse=False)
+        if one.requires_grad and id(one) in held and id(one) not in trace.with_gradient
+    ]
+    used = {call.lines for call in trace.of(LossCall) if call.is_used}
+    unused = [call for call in trace.of(LossCall) if call.lines not in used]
+    if idle and unused:
+        yield Fault(
+            unused[0].place,
+            f"no backward call reaches this loss, and {_named(idle)} get no gradient",
+            "add it to the loss that backward is called on",
+        )
 
 
 def _without_gradient(trace: Trace) -> Iterator[Fault]:
@@ -660,7 +750,7 @@ def schedule(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("no schedule of torch made a step", required="a schedule")
     for one in {id(event.scheduler): event.scheduler for event in events}.values():
         own_steps = [event for event in events if event.scheduler is one]
-        windows = trace.windows(one.optimizer)
+        windows = trace.windows_of(one.optimizer)
         if not windows and len(own_steps) > 1:
             yield Fault(
                 own_steps[0].place,
@@ -668,21 +758,43 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 "make the schedule for the optimizer that steps",
             )
         for number, window in enumerate(windows):
-            own = [e for e in window if isinstance(e, Schedule) and e.scheduler is one]
+            own = [event for event in window.of(Schedule) if event.scheduler is one]
             # A scaler may have left out steps, of which the schedule does not know.
-            tried = [e for e in window if isinstance(e, Scaling) and e.call == "step"]
-            if number == 0 and own and len(tried) < 2 and trace.events[0] is window[0]:
+            tried = [event for event in window.of(Scaling) if event.call == "step"]
+            if number == 0 and own and len(tried) < 2 and trace.events[0] is window.events[0]:
                 yield Fault(
                     own[0].place,
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-            if len(own) > max(1, len(tried)):
+            if own and len(own) > max(own[0].num_expected, len(tried)):
                 yield Fault(
                     own[0].place,
                     f"{len(own)} steps of the schedule per optimizer step",
                     "step the schedule once per optimizer step, not per microbatch",
                 )
+    for optimizer in trace.optimizers_that_step:
+        yield from _without_schedule(optimizer, trace.windows_of(optimizer), events)
+
+
+def _without_schedule(
+    optimizer: Optimizer, windows: Sequence[Window], events: Sequence[Schedule]
+) -> Iterator[Fault]:
+    """Find a schedule that has no effect, or that leaves no learning rate."""
+    own = [one for one in events if one.scheduler.optimizer.param_groups is optimizer.param_groups]
+    lines = {one.lines for one in own}
+    if len(own) > 2 and len({id(one.scheduler) for one in own}) == len(own) and len(lines) == 1:
+        hint = "make the schedule once, before the loop"
+        yield Fault(own[0].place, "a new schedule in each step begins anew", hint)
+    rates = [window.step.rates for window in windows]
+    # A schedule by epochs leaves the rate for many steps.
+    planned = {tuple(one.rates) for one in own}
+    if len(planned) > 2 and len(own) >= len(rates) - 1 and rates.count(rates[0]) == len(rates):
+        hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
+        yield Fault(own[0].place, "the loop sets its own rate over that of the schedule", hint)
+    if own and len(rates) > 3 and any(rates[0]) and not any(map(any, rates[-3:])):
+        hint = "count the steps of the optimizer for the length of the schedule, not epochs"
+        yield Fault(own[0].place, "the schedule has ended at a rate of 0, and steps go on", hint)
 
 
 def clipping(trace: Trace) -> Iterator[Fault]:
@@ -698,18 +810,22 @@ def clipping(trace: Trace) -> Iterator[Fault]:
         elif not clip.parameters & held:
             hint = "clip the parameters of the model that is trained"
             yield Fault(clip.place, "it clips parameters that no optimizer has", hint)
+        if not clip.limit:
+            hint = "a norm of 1.0 is usual; leave the clipping out for none"
+            yield Fault(clip.place, "gradients are clipped to 0", hint)
         if clip.is_scaled:
             hint = "call scaler.unscale_(optimizer) before it"
             yield Fault(clip.place, "gradients are clipped while they are scaled", hint)
-    for one, window in _windows(trace):
-        yield from _clipped_too_late_or_early(one, window)
+    for window in trace.windows:
+        if not window.is_by_hand:
+            yield from _clipped_too_late_or_early(window)
 
 
-def _clipped_too_late_or_early(optimizer: Optimizer, window: Sequence[Event]) -> Iterator[Fault]:
-    own = _parameter_ids(optimizer)
+def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
+    own = _parameter_ids(window.optimizer)
     before: list[tuple[str, ...]] = []  # of the backward calls so far
-    after = [event.lines for event in window if isinstance(event, Backward)]
-    for event in window:
+    after = [event.lines for event in window.of(Backward)]
+    for event in window.events:
         if isinstance(event, Backward):
             before.append(after.pop(0))
         elif isinstance(event, Clip) and event.parameters & own:
@@ -756,17 +872,18 @@ def scaler(trace: Trace) -> Iterator[Fault]:
 
 def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
     """Find losses of a window that are not scaled, and gradients that are unscaled too early."""
-    for one, window in _windows(trace):
-        reaching = _reaching(one, window)
-        plain = [call for call in reaching if call.scale == 1]
-        if plain and len(plain) < len(reaching):
+    for window in trace.windows:
+        calls, events = window.calls, window.events
+        plain = [call for call in calls if call.scale == 1]
+        if plain and len(plain) < len(calls):
             hint = "call scaler.scale(loss).backward() for each loss"
             yield Fault(plain[0].place, "one loss is scaled and another is not", hint)
-        for index, event in enumerate(window):
-            if not isinstance(event, Scaling) or event.call not in ("unscale_", "update"):
+        for event in window.of(Scaling):
+            index = events.index(event)
+            if event.call not in ("unscale_", "update"):
                 continue
-            is_between = any(call in reaching for call in window[:index])
-            if is_between and any(call in reaching for call in window[index:]):
+            is_between = any(call in calls for call in events[:index])
+            if is_between and any(call in calls for call in events[index:]):
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield Fault(event.place, f"{event.call} within the window of a step", hint)
 
@@ -813,11 +930,13 @@ def mode(trace: Trace) -> Iterator[Fault]:
                 "call model.eval() before evaluation, and model.train() after it",
             )
     for event in trace.of(Dropout):
-        yield Fault(
-            event.place,
-            "dropout acts in evaluation mode",
-            "pass training=self.training to F.dropout, or use nn.Dropout",
-        )
+        if event.is_recomputed:
+            measured = "dropout is recomputed with other random numbers"
+            hint = "leave out preserve_rng_state=False of the checkpoint"
+        else:
+            measured = "dropout acts in evaluation mode"
+            hint = "pass training=self.training to F.dropout, or use nn.Dropout"
+        yield Fault(event.place, measured, hint)
 
 
 def _acts(model: nn.Module) -> bool:
@@ -849,10 +968,7 @@ def data(trace: Trace) -> Iterator[Fault]:
         own = [fetch for fetch in fetches if fetch.loader is one]
         if any(trained & set(fetch.digests) for fetch in own):
             yield from _epochs(own)
-    windows = [
-        [event.digests for event in window if isinstance(event, Forward) and event.is_trained_on]
-        for _, window in _windows(trace)
-    ]
+    windows = [[one.digests for one in window.forwards] for window in trace.windows]
     windows = [one for one in windows if any(one)]
     # A batch that the loop fetched only once is repeated on purpose.
     is_fetched_again = sum(1 for one in fetches if one.digests) >= len(windows)
@@ -898,16 +1014,10 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
 def _same_randomness(trace: Trace) -> Iterator[Fault]:
     """Find a generator that is set to the same state before each step."""
     seeds = trace.of(Seeding)
-    for one in _stepping(trace):
-        begins = []
-        moves = False
-        for window in trace.windows(one):
-            forwards = [e for e in window if isinstance(e, Forward) and e.is_trained_on]
-            step = window[-1]
-            assert isinstance(step, Step)
-            if forwards:
-                begins.append(forwards[0].generator)
-                moves = moves or step.generator != forwards[0].generator
+    for one in trace.optimizers_that_step:
+        windows = [window for window in trace.windows_of(one) if window.forwards]
+        begins = [window.forwards[0].generator for window in windows]
+        moves = any(window.step.generator != window.forwards[0].generator for window in windows)
         if len(begins) > 2 and len(set(begins)) == 1 and moves:
             place = seeds[-1].place if seeds else trace.of(Step)[0].place
             hint = "set seeds once, before the loop"
@@ -932,7 +1042,7 @@ def graph(trace: Trace) -> Iterator[Fault]:
 
 
 def growth(trace: Trace) -> Iterator[Fault]:
-    """No tensor and no hook is added in each step."""
+    """Nothing large and no hook is added in each step."""
     for place, measured in trace.growth:
         hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
         yield Fault(place, measured, hint)
@@ -954,5 +1064,5 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "mode": ("training mode in training, and only there", mode),
     "data": ("new samples and random numbers at each step", data),
     "graph": ("no graph outlives its step", graph),
-    "growth": ("no tensor or hook more in each step", growth),
+    "growth": ("nothing large and no hook more in each step", growth),
 }

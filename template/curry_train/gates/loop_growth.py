@@ -1,4 +1,4 @@
-"""Find tensors and hooks that a loop keeps from step to step, and the line that keeps them.
+"""Find what a loop keeps from step to step, tensors or other large objects, and the line.
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
@@ -6,38 +6,40 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import gc
 import inspect
-import itertools
 import linecache
 import re
 import sys
 import types
 import weakref
-from collections import Counter, deque
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .verdict import LIBRARIES
 
-# Steps after which tensors are counted: the first one makes the optimizer's state.
+# Steps after which containers are looked at: the first one makes the optimizer's state.
 FIRST_STEP = 2
 LAST_STEP = 8
 # Growth over so many steps is taken for one that has no end.
 FEWEST_INTERVALS = 4
+# Objects other than tensors may grow by so much in a step, as texts of a log do.
+FEWEST_BYTES = 2**16
+CONTAINERS = (list, dict, set, deque)
 
-Kind = tuple[tuple[int, ...], torch.dtype]
 
-
-class LiveTensors:
-    """Tensors by shape and type at equal points of the steps, and hooks that were registered."""
+class Growth:
+    """Containers that have more entries after each step, and hooks that were registered."""
 
     def __init__(self) -> None:
-        self.counts: dict[int, Counter[Kind]] = {}
-        self.places: dict[Kind, str] = {}
+        # Numbers of entries after each step, by the ids of containers that have grown so far.
+        self.sizes: dict[int, list[int]] = {}
+        self.num_steps = 0
+        # By the ids of those that grow without end: the place and a description.
+        self.found: dict[int, tuple[str, str]] = {}
         self.hooks: list[tuple[weakref.ref[Any], int, str, int]] = []
         self._is_ours = False
 
@@ -55,34 +57,36 @@ class LiveTensors:
             self.hooks.append((handle.hooks_dict_ref, handle.id, place, num_steps))
 
     def count(self, num_steps: int) -> None:
-        if not FIRST_STEP <= num_steps <= LAST_STEP or num_steps in self.counts:
-            # Past the first epoch it is seen whether they are let go again.
-            if num_steps > LAST_STEP and self.places:
-                now = _tensors_by_kind()
-                most = self.counts[max(self.counts)]
-                self.places = {k: place for k, place in self.places.items() if now[k] >= most[k]}
+        if num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
-        self.counts[num_steps] = _tensors_by_kind()
-        if len(self.counts) == FEWEST_INTERVALS + 1:
-            for kind in self._growing_kinds():
-                if place := _line_that_keeps(kind):
-                    self.places[kind] = place
-
-    def _growing_kinds(self) -> list[Kind]:
-        counts = [self.counts[number] for number in sorted(self.counts)]
-        if len(counts) <= FEWEST_INTERVALS:
-            return []
-        pairs = list(itertools.pairwise(counts))
-        return [kind for kind in counts[-1] if all(new[kind] > old[kind] for old, new in pairs)]
+        if num_steps > LAST_STEP and not self.found:
+            return
+        containers = {
+            id(one): one
+            for one in gc.get_objects()
+            if type(one) in CONTAINERS and getattr(one, "maxlen", None) is None
+        }
+        if not self.num_steps:
+            self.sizes = {key: [] for key in containers}
+        # Past the first epoch it is seen whether they are emptied again.
+        by_least = int(num_steps <= LAST_STEP)
+        self.sizes = {
+            key: [*before, len(containers[key])]
+            for key, before in self.sizes.items()
+            if key in containers and (not before or len(containers[key]) >= before[-1] + by_least)
+        }
+        self.num_steps = num_steps
+        self.found = {key: found for key, found in self.found.items() if key in self.sizes}
+        if num_steps == FIRST_STEP + FEWEST_INTERVALS:
+            for key, (first, *_, last) in self.sizes.items():
+                one = containers[key]
+                measured = _description(one, (last - first) / FEWEST_INTERVALS)
+                if measured and (place := _line_that_keeps(one)):
+                    self.found[key] = place, measured
 
     def growing(self) -> list[tuple[str, str]]:
         """Return the place and a description of what grew in each step."""
-        kinds = set(self._growing_kinds())
-        found = [
-            (place, f"keeps a tensor of shape {list(kind[0])} more in each step")
-            for kind, place in self.places.items()
-            if kind in kinds
-        ]
+        found = list(self.found.values())
         steps: dict[str, set[int]] = {}
         for reference, number, place, num_steps in self.hooks:
             hooks = reference()
@@ -96,44 +100,34 @@ class LiveTensors:
         return list(dict.fromkeys(found))
 
 
-def _tensors_by_kind() -> Counter[Kind]:
-    # Numbers are left out: a history of losses may grow.
-    return Counter(_kind(one) for one in _tensors() if one.dim())
+def _description(container: Any, num_entries: float) -> str:
+    """Describe what a container keeps in each step; nothing if that is little."""
+    values = list(container.values() if isinstance(container, dict) else container)
+    newest = list(_leaves(values[-1:], depth=3))
+    shapes = [list(one.shape) for one in newest if isinstance(one, Tensor) and one.dim()]
+    num_bytes = num_entries * sum(getattr(one, "nbytes", 0) or sys.getsizeof(one) for one in newest)
+    if shapes:
+        return f"keeps a tensor of shape {shapes[0]} more in each step"
+    if num_bytes < FEWEST_BYTES:
+        return ""
+    kind = type(newest[0]).__name__
+    return f"keeps {num_bytes / 2**20:.2g} MiB more in each step, of objects such as {kind}"
 
 
-def _kind(one: Tensor) -> Kind:
-    return tuple(one.shape), one.dtype
-
-
-def _tensors() -> list[Tensor]:
-    return [one for one in gc.get_objects() if type(one) is Tensor]
-
-
-def _line_that_keeps(kind: Kind) -> str | None:
-    """Return the line of the user's that puts tensors of a kind into a container."""
-    containers: Counter[int] = Counter()
-    objects: dict[int, Any] = {}
-    for tensor in _tensors():
-        if _kind(tensor) != kind or not tensor.dim():
-            continue
-        for container in _containers(tensor):
-            containers[id(container)] += 1
-            objects[id(container)] = container
-    for key, number in containers.most_common(3):
-        one = objects[key]
-        if number > 2 and not (isinstance(one, deque) and one.maxlen is not None):
-            for name in _names(one):
-                if place := _line_that_adds_to(name):
-                    return place
-    return None
-
-
-def _containers(tensor: Tensor) -> Iterator[Any]:
-    for one in gc.get_referrers(tensor):
-        if isinstance(one, list | deque | dict | set):
+def _leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
+    for one in values:
+        if depth and isinstance(one, dict):
+            yield from _leaves(one.values(), depth - 1)
+        elif depth and isinstance(one, list | tuple | set | deque):
+            yield from _leaves(one, depth - 1)
+        else:
             yield one
-        elif type(one) is tuple:
-            yield from (o for o in gc.get_referrers(one) if isinstance(o, list | deque | dict))
+
+
+def _line_that_keeps(container: Any) -> str | None:
+    """Return the line of the user's that adds to a container."""
+    places = (_line_that_adds_to(name) for name in _names(container))
+    return next(filter(None, places), None)
 
 
 def _names(container: Any) -> Iterator[str]:
@@ -162,7 +156,7 @@ def _names(container: Any) -> Iterator[str]:
 
 def _line_that_adds_to(name: str) -> str | None:
     adds = re.compile(
-        rf"\b{re.escape(name)}\b(\.(append|add|extend|insert|appendleft|update|setdefault)\("
+        rf"\b{re.escape(name)}\b[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
         r"|\[.*\](\.append\(|\s*=[^=])|\s*\+=)"
     )
     for file in _files_of_the_user():

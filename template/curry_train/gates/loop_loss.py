@@ -1,6 +1,6 @@
 """Read off a loss, and off its graph, what it is made of.
 
-    for term in terms_of(loss, {}):
+    for term in terms_of(loss, {})[0]:
         print(term.name, term.reduction, term.num_terms, term.factor)
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
@@ -60,8 +60,13 @@ class LossFacts:
     row_sums: tuple[float, float]
     is_nowhere_negative: bool
     shapes: tuple[torch.Size, torch.Size]
-    # The first target, if all are this one.
-    only_target: float | None
+    # Of targets that are values or shares of classes: the part that no input can reach.
+    out_of_reach: float
+    # Whether targets are several whole classes at once.
+    has_several_classes: bool
+    label_smoothing: float
+    # Whether the values were given another shape where their classes had to be moved.
+    is_scrambled: bool
 
 
 def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
@@ -77,18 +82,49 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
     sums = given.exp() if name in ("nll_loss", "kl_div") else given
     sums = sums.float().sum(1 if sums.dim() > 1 else 0)
-    values = counted.flatten()[:1].tolist()
-    is_same = bool(values) and bool((counted == values[0]).all())
+    made = made_by(options["input"])
     return LossFacts(
         name=name,
         reduction=options["reduction"],
         num_terms=num_terms,
-        made_by=made_by(options["input"]),
+        made_by=made,
         row_sums=(float(sums.min()), float(sums.max())) if sums.numel() else (1.0, 1.0),
         is_nowhere_negative=bool((given >= 0).all()),
         shapes=(given.shape, target.shape),
-        only_target=float(values[0]) if is_same else None,
+        out_of_reach=_out_of_reach(name, made, target),
+        has_several_classes=_has_several_classes(target),
+        label_smoothing=float(options.get("label_smoothing") or 0),
+        is_scrambled=_is_scrambled(options["input"]),
     )
+
+
+# What values lie between, by the operation that made them; all where it is another one.
+RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
+
+
+def _out_of_reach(name: str, made: str, target: Tensor) -> float:
+    """Return the share of targets that the values before a loss can't have."""
+    if not target.is_floating_point() or name not in (*ON_VALUES, ON_CLASSES[2]):
+        return 0.0
+    low, high = RANGES.get("Sigmoid" if name.startswith("binary") else made, (-math.inf, math.inf))
+    return float(((target < low) | (target > high)).float().mean())
+
+
+def _has_several_classes(target: Tensor) -> bool:
+    if not target.is_floating_point() or target.dim() < 2:
+        return False
+    is_whole = bool(((target == 0) | (target == 1)).all())
+    return is_whole and bool((target.sum(1) > 1).any())
+
+
+def _is_scrambled(given: Tensor) -> bool:
+    """Return whether classes that were last are second now, by a view alone."""
+    node: Any = given.grad_fn
+    if given.dim() < 3 or node is None or operation(node) not in ("View", "UnsafeView", "Reshape"):
+        return False
+    before = tuple(_saved(node, "self_sym_sizes") or ())
+    moved = (given.shape[0], *given.shape[2:], given.shape[1])
+    return before == moved and before != tuple(given.shape)
 
 
 # Operations that change the shape or type of values alone.
@@ -122,23 +158,29 @@ def made_by(tensor: Tensor) -> str:
     return "" if node is None else operation(node)
 
 
-def terms_of(loss: Tensor, calls: Mapping[Any, LossFacts]) -> list[Term]:
-    """Return the parts of a loss, behind factors and sums; `calls` are by the node that they made.
+def terms_of(loss: Tensor, calls: Mapping[Any, LossFacts]) -> tuple[list[Term], bool]:
+    """Return the parts of a loss, behind factors and sums, and whether one was returned before.
 
-    It reads what torch's nodes saved, so it must be called before the backward pass.
+    `calls` are by the node that they made. It reads what torch's nodes saved, so it must be called
+    before the backward pass.
     """
     found: list[Term] = []
+    is_second = False
     left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
     while left:
         node, factor, divisors = left.pop()
         inner = None if node is None or node in calls else _inside(node)
         if inner is None:
             found.append(_term(node, factor, divisors, calls))
+            # A parameter's own node stays from step to step.
+            if node is not None and not operation(node).endswith("AccumulateGrad"):
+                is_second = is_second or "read" in node.metadata
+                node.metadata["read"] = True
             continue
         for one, times in inner:
             by = (1 / times,) if 0 < abs(times) < 1 else ()
             left.append((one, factor * times, (*divisors, *by)))
-    return found
+    return found, is_second
 
 
 def _inside(node: Any) -> list[tuple[Any, float]] | None:
@@ -194,8 +236,10 @@ def _term(
     name = "" if node is None else operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))
-        masked = _num_masked(node.next_functions[0][0]) if name == "Mean" else 0
-        return Term(name, name.lower(), num_terms, factor, divisors, masked)
+        masked = _num_masked(node.next_functions[0][0])
+        if name == "Sum":
+            return Term(name, "sum", num_terms - masked, factor, divisors)
+        return Term(name, "mean", num_terms, factor, divisors, masked)
     reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "")
     weight, given = _saved(node, "total_weight"), _saved(node, "self")
     if not reduction or given is None:

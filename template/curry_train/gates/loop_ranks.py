@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .loop_trace import Forward, Step, Trace
+from .loop_trace import Step, Trace
 from .verdict import Verdict
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
@@ -17,9 +17,9 @@ REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync
 def rank_facts(trace: Trace) -> dict[str, Any]:
     """Return what a rank did, as JSON: for each step its line, weights, samples and syncs."""
     steps = []
+    windows = {window.step: window for window in trace.windows}
     for step in trace.of(Step):
-        window = next(one for one in trace.windows(step.optimizer) if one[-1] is step)
-        forwards = [one for one in window if isinstance(one, Forward) and one.is_trained_on]
+        forwards = windows[step].forwards
         parameters = [one for group in step.optimizer.param_groups for one in group["params"]]
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in parameters)

@@ -16,16 +16,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..workloads.from_script import run_as_main
 from ..workloads.models import load_object
+from ..workloads.shrink import shrunk_configurations
 from .loop import DEFAULT_STEPS, judge
 from .loop_ranks import judge_ranks, rank_facts
 from .loop_trace import Trace, observe
@@ -33,8 +35,13 @@ from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
 # Services that a loop may report to.
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disabled"}
-# A rank that has not ended so long after another one waits for it.
+# A rank that has made no step for so long, after another one has ended, waits for it.
 SECONDS_TO_FOLLOW = 30.0
+SMALLER = "try --shrink 2, which builds the same model with two layers"
+NOT_SHRUNK = (
+    "--shrink: no model is built from a configuration with more layers than that: leave it out, "
+    "and give your script its own option for a smaller model"
+)
 # Of files, in bytes.
 LARGEST_COPY = 2**30
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -45,11 +52,19 @@ class LoopFailed(RuntimeError):
 
 
 def preflight_program(
-    kind: str, words: Sequence[str], *, num_steps: int, num_ranks: int = 1
+    kind: str,
+    words: Sequence[str],
+    *,
+    num_steps: int = DEFAULT_STEPS,
+    num_ranks: int = 1,
+    num_layers: int = 0,
 ) -> list[Verdict]:
-    """Check the loop of a `script` with its arguments, or of a `trainer` factory."""
-    module = str(__spec__.name)
-    found = run_ranks(module, [str(num_steps), kind, *words], num_ranks=num_ranks)
+    """Check the loop of a `script` with its arguments, or of a `trainer` factory.
+
+    With a number of layers the configurations of the user's models are changed to it.
+    """
+    numbers = [str(num_steps), str(num_layers)]
+    found = run_ranks(str(__spec__.name), [*numbers, kind, *words], num_ranks=num_ranks)
     verdicts = [
         [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
         for one in found
@@ -81,13 +96,13 @@ def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[
             command = [sys.executable, "-m", module, str(result), *words]
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))
-        _wait(processes)
+        _wait(dict(zip(results, processes, strict=True)))
         found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
             raise LoopFailed(one["error"])
     if not found[0]:
-        raise LoopFailed("its process ended before a step, as where memory runs out")
+        raise LoopFailed(f"its process ended before a step, as where memory runs out: {SMALLER}")
     return found
 
 
@@ -97,17 +112,23 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait for all ranks; once one has ended, the others have a while to follow."""
-    while all(one.poll() is None for one in processes):
+def _wait(processes: Mapping[Path, subprocess.Popen[bytes]]) -> None:
+    """Wait for all ranks; once one has ended, for as long as the others make steps."""
+    while all(one.poll() is None for one in processes.values()):
         time.sleep(0.05)
-    until = time.monotonic() + SECONDS_TO_FOLLOW
-    for one in processes:
-        try:
-            one.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+    ended = time.time()
+    while any(one.poll() is None for one in processes.values()):
+        progress = [_progress(result) for result in processes]
+        steps = [one.stat().st_mtime for one in progress if one.exists()]
+        if time.time() - max([ended, *steps]) > SECONDS_TO_FOLLOW:
+            for one in processes.values():
+                one.kill()
+        time.sleep(0.05)
+
+
+def _progress(result: Path) -> Path:
+    """Return the file that a rank touches after each step."""
+    return result.with_suffix(".progress")
 
 
 def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
@@ -148,20 +169,44 @@ def run_watched(
 
     run = _script if kind == "script" else _trainer
     try:
-        with files.noticed(), _nothing_saved():
+        with files.noticed(), _nothing_saved(), _steps_noted(_progress(Path(result))):
             watch(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
-        end({"error": f"{error_in_a_line(error)}: {where_to_look(error)}"})
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        is_memory = is_memory or "can't allocate memory" in str(error)
+        advice = SMALLER if is_memory else where_to_look(error)
+        end({"error": f"{error_in_a_line(error)}: {advice}"})
 
 
-def _main(result: str, num_steps: str, kind: str, *words: str) -> None:
+@contextlib.contextmanager
+def _steps_noted(progress: Path) -> Iterator[None]:
+    """Touch a file after each step of an optimizer, for those who wait."""
+    hook = register_optimizer_step_post_hook(lambda *_: progress.touch())
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _main(result: str, num_steps: str, num_layers: str, kind: str, *words: str) -> None:
+    notes: list[str] = []
+
     def watch(run: Callable[[], None], end: Callable[[Found], NoReturn]) -> None:
         def when_enough(trace: Trace) -> None:
+            if num_layers != "0" and not notes:
+                end({"error": NOT_SHRUNK})
+            for note in notes:
+                print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
             verdicts = [asdict(verdict) for verdict in judge(trace)]
             end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
-        when_enough(observe(run, num_steps=int(num_steps), when_enough=when_enough))
+        small: Any = contextlib.nullcontext()
+        if num_layers != "0":
+            small = shrunk_configurations(int(num_layers), notes)
+        with small:
+            trace = observe(run, num_steps=int(num_steps), when_enough=when_enough)
+        when_enough(trace)
 
     run_watched(result, kind, words, watch)
 

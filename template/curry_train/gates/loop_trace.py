@@ -1,10 +1,9 @@
 """Record what a training loop does, in order, while it runs as it is.
 
     trace = observe(train, num_steps=8)
-    trace.windows(trace.optimizers[0])
+    trace.windows[0].calls  # the backward calls of the first step
 
-Torch's calls are replaced meanwhile by ones that record and then call the original. A window is
-what an optimizer's step is made of: all events since its step before.
+Torch's calls are replaced meanwhile by ones that record and then call the original.
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
@@ -19,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -37,8 +37,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..core.digest import is_plain
+from ..primitives.grad_flow_probe import in_transform
 from ..runs.fingerprints import LoaderIterator
-from .loop_growth import LiveTensors
+from .loop_growth import Growth
 from .loop_loss import ON_CLASSES, ON_VALUES, LossFacts, Term, loss_facts, terms_of
 from .verdict import LIBRARIES
 
@@ -47,6 +48,8 @@ CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 MOST_COMPARED = 2 * 10**8
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
+# After so many steps of an optimizer a parameter that is in none is looked for.
+STEPS_OF_A_STRAY = 3
 MORE_SECONDS = 5.0
 
 
@@ -133,7 +136,15 @@ class LossCall(Event):
 
 @dataclass(eq=False)
 class Dropout(Event):
-    """A call of dropout inside of a module in evaluation mode that drops values."""
+    """A wrong call of dropout: in evaluation mode, or recomputed with other random numbers."""
+
+    is_recomputed: bool
+    # The line of the forward pass.
+    at: str
+
+    @property
+    def place(self) -> str:
+        return self.at
 
 
 @dataclass(eq=False)
@@ -146,8 +157,10 @@ class Backward(Event):
     # Optimizers whose gradients were all None or 0 when it began.
     clean: frozenset[int]
     terms: list[Term]
-    # Whether the call before was on the same loss.
+    # Whether a part of the loss has had a backward call before.
     is_second: bool
+    # Whether it made gradients of what the model was given, as an attack does.
+    of_inputs: bool
     # The last call of a loss function before it.
     loss_call: LossCall | None
     # Optimizers whose gradients it changed.
@@ -165,6 +178,8 @@ class Clip(Event):
     """A clipping of gradients."""
 
     parameters: frozenset[int]
+    # The largest norm or value that it leaves.
+    limit: float
     # Whether these gradients are still multiplied by a scaler's scale.
     is_scaled: bool
 
@@ -189,6 +204,9 @@ class Step(Event):
 
     optimizer: Optimizer
     rates: list[float]
+    # Whether it had moments of earlier steps, and has some now.
+    had_state: bool
+    has_state: bool
     # Whether it had gradients that are not 0, and whether these are the ones of its step before.
     has_gradients: bool
     is_finite: bool
@@ -198,6 +216,9 @@ class Step(Event):
     # Parameters that changed, by id, and frozen ones that did; None where there are too many.
     moved: frozenset[int] | None
     frozen_moved: frozenset[int]
+    # Parameters with a gradient, by id, and those whose gradient is 0.
+    graded: frozenset[int]
+    without_slope: frozenset[int]
     # Of elements in half precision with a gradient, the share that changed.
     half_moved: float | None
     # What identifies the values of its parameters before and after it.
@@ -227,6 +248,10 @@ class Schedule(Event):
     """A step of a learning rate's schedule."""
 
     scheduler: LRScheduler
+    # The learning rates after it.
+    rates: list[float]
+    # Steps of it per step of the optimizer; Accelerate makes one for each process.
+    num_expected: int
 
 
 @dataclass(eq=False)
@@ -240,6 +265,38 @@ class Scaling(Event):
 @dataclass(eq=False)
 class Seeding(Event):
     """A call of torch.manual_seed."""
+
+
+class Window:
+    """The events that a step of an optimizer is made of; the step is the last one."""
+
+    def __init__(self, optimizer: Optimizer, events: list[Event]) -> None:
+        self.optimizer = optimizer
+        self.events = events
+        # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
+        # microbatch without sync to itself.
+        calls = self.of(Backward)
+        lines = {one.lines for one in calls if id(optimizer) in one.reached}
+        self.calls: list[Backward] = [
+            one
+            for one in calls
+            if id(optimizer) in one.reached or (not one.reached and one.lines in lines)
+        ]
+        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+
+    @property
+    def step(self) -> Step:
+        step = self.events[-1]
+        assert isinstance(step, Step)
+        return step
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the user made the gradients, as from those of several losses."""
+        return self.step.by_hand and self.step.has_gradients
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 class Life:
@@ -271,21 +328,37 @@ class Trace:
     growth: list[tuple[str, str]] = field(default_factory=list)
     # Models whose outputs change where a later token does, by id.
     sees_the_future: set[int] = field(default_factory=set)
+    # Parameters outside of modules that have a gradient, by their shape.
+    bare: list[str] = field(default_factory=list)
+    # Names of weights whose rows are all alike.
+    symmetric: list[str] = field(default_factory=list)
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    def windows(self, optimizer: Any) -> list[list[Event]]:
-        """Return the events of each step of an optimizer, which come last in it.
+    @cached_property
+    def optimizers_that_step(self) -> list[Optimizer]:
+        return list({id(step.optimizer): step.optimizer for step in self.of(Step)}.values())
 
-        The optimizer may be a wrapper, which shares its groups.
-        """
+    @cached_property
+    def windows(self) -> list[Window]:
+        """The windows of each optimizer, once all events are there."""
+        return [
+            Window(optimizer, events)
+            for optimizer in self.optimizers_that_step
+            for events in self._events_of_steps(optimizer)
+        ]
+
+    def windows_of(self, optimizer: Any) -> list[Window]:
+        """Return the windows of an optimizer, or of one that wraps it and shares its groups."""
+        groups = optimizer.param_groups
+        return [one for one in self.windows if one.optimizer.param_groups is groups]
+
+    def _events_of_steps(self, optimizer: Optimizer) -> list[list[Event]]:
         found: list[list[Event]] = [[]]
         for event in self.events:
             found[-1].append(event)
-            if isinstance(event, Step | Skipped):
-                if event.optimizer.param_groups is not optimizer.param_groups:
-                    continue
+            if isinstance(event, Step | Skipped) and event.optimizer is optimizer:
                 if isinstance(event, Skipped):
                     found[-1] = []
                 else:
@@ -312,6 +385,13 @@ class Observer:
         self.stepping: list[Optimizer] = []
         self.before: dict[int, Tensor] = {}
         self.before_digest = 0.0
+        self.is_compared = False
+        self.had_state = False
+        # Leaves that models were given and that get a gradient, in this window.
+        self.inputs: list[weakref.ref[Tensor]] = []
+        # States of generators at which dropout acted in the forward passes of a step, and where.
+        self.dropped: dict[int, None] = {}
+        self.dropped_at: dict[Any, str] = {}
         self.scaler: Any = None
         self.scaler_steps = False
         self.scaled: Callable[[], Tensor | None] = lambda: None
@@ -326,11 +406,10 @@ class Observer:
         self.outputs: dict[int, tuple[StorageWeakRef, nn.Module]] = {}
         # Graphs of outputs and losses: what lives as long, the number of steps before, the place.
         self.graphs: list[tuple[weakref.ref[Any], int, str]] = []
-        self.last_loss: Callable[[], Tensor | None] = lambda: None
         # Of each iterator: its loader, and how often one was made of it.
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
         self.epochs = Counter[int]()
-        self.live = LiveTensors()
+        self.growth = Growth()
 
     @property
     def num_steps_made(self) -> int:
@@ -418,7 +497,7 @@ class Observer:
         def run(handle: RemovableHandle, *args: Any, **options: Any) -> None:
             init(handle, *args, **options)
             if not self.in_backward and not self.stepping:
-                self.live.add_hook(handle, "".join(users_lines()[:1]), self.num_steps_made)
+                self.growth.add_hook(handle, "".join(users_lines()[:1]), self.num_steps_made)
 
         return run
 
@@ -426,6 +505,8 @@ class Observer:
 
     def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **options: Any) -> Any:
+            if in_transform():
+                return call(module, *args, **options)
             has_gradients = torch.is_grad_enabled()
             self.trace.ran[has_gradients][id(module)] = module
             inputs = list(_tensors((args, options)))
@@ -461,6 +542,7 @@ class Observer:
         options: Any,
         has_gradients: bool,
     ) -> Forward:
+        self.inputs += [weakref.ref(one) for one in inputs if one.requires_grad and one.is_leaf]
         trace = self.trace
         is_known = any(one is module for one in trace.roots)
         if has_gradients and not is_known and any(one.requires_grad for one in module.parameters()):
@@ -504,7 +586,7 @@ class Observer:
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
         if one.grad_fn is not None and is_plain(one):
-            with self.live.unseen():
+            with self.growth.unseen():
                 one.register_hook(lambda _: setattr(event, name, True))
 
     def _note_graph(self, one: Tensor) -> None:
@@ -520,6 +602,8 @@ class Observer:
 
         def run(*args: Any, **options: Any) -> Any:
             value = function(*args, **options)
+            if in_transform():
+                return value
             if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
                 bound = signature.bind(*args, **options)
                 bound.apply_defaults()
@@ -561,12 +645,25 @@ class Observer:
 
     def _dropout(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(given: Tensor, p: float = 0.5, training: bool = True, *more: Any) -> Tensor:
-            forward = next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
-            if p and training and self.depth and forward is not None and not forward.training:
-                self.note(Dropout)
+            if p and training and self.depth and not in_transform():
+                self._note_dropout((given.shape, p))
             return function(given, p, training, *more)
 
         return run
+
+    def _note_dropout(self, kind: Any) -> None:
+        state = _generator()
+        if self.in_backward:
+            # The states are those of the CPU's generator.
+            if self.dropped and state not in self.dropped and kind in self.dropped_at:
+                self.note(Dropout, is_recomputed=True, at=self.dropped_at[kind])
+            return
+        place = "".join(users_lines()[:1])
+        self.dropped[state] = None
+        self.dropped_at[kind] = place
+        forward = next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
+        if forward is not None and not forward.training:
+            self.note(Dropout, is_recomputed=False, at=place)
 
     # The backward pass.
 
@@ -591,6 +688,10 @@ class Observer:
                 if old != new
             )
             self.losses.clear()
+            event.of_inputs = any(
+                one is not None and one.grad is not None for one in (ref() for ref in self.inputs)
+            )
+            self.inputs.clear()
             for one in optimizers:
                 self.made_by_backward[id(one)] = [id(p.grad) for p in _parameters(one)]
             self._note_gradients()
@@ -609,16 +710,16 @@ class Observer:
     def _note_backward(self, loss: Tensor) -> Backward:
         self._note_graph(loss)
         loss_call, self.loss_call = self.loss_call, None
-        is_second = self.last_loss() is loss
-        self.last_loss = weakref.ref(loss)
+        terms, is_second = terms_of(loss, self.losses)
         return self.note(
             Backward,
             value=float(loss.detach()),
             scale=self._scale() if self.scaled() is loss else 1.0,
             in_autocast=torch.is_autocast_enabled(loss.device.type),
             clean=frozenset(id(one) for one in self.trace.optimizers if not _has_gradients(one)),
-            terms=terms_of(loss, self.losses),
+            terms=terms,
             is_second=is_second,
+            of_inputs=False,
             loss_call=loss_call,
         )
 
@@ -649,13 +750,17 @@ class Observer:
         return run
 
     def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(clip)
+
         def run(parameters: Any, *args: Any, **options: Any) -> Any:
+            limit = list(signature.bind(parameters, *args, **options).arguments.values())[1]
             given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             # One that is off has no states.
             states = getattr(self.scaler, "_per_optimizer_states", {})
             stages = [one["stage"].name for one in states.values()]
             is_scaled = self._scale() != 1 and "UNSCALED" not in stages
-            self.note(Clip, parameters=frozenset(map(id, given)), is_scaled=is_scaled)
+            own = frozenset(map(id, given))
+            self.note(Clip, parameters=own, limit=float(limit), is_scaled=is_scaled)
             return clip(given, *args, **options)
 
         return run
@@ -681,21 +786,28 @@ class Observer:
 
     def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
-            caller = sys._getframe(1).f_code.co_name
-            if not self.schedule_depth and caller != "_initial_step":
-                self.note(Schedule, scheduler=scheduler)
+            event = None
+            caller = sys._getframe(1)
+            if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
+                is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
+                number = int(os.environ.get("WORLD_SIZE", "1")) if is_per_process else 1
+                event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
             self.schedule_depth += 1
             try:
                 return step(scheduler, *args, **options)
             finally:
                 self.schedule_depth -= 1
+                if event is not None:
+                    event.rates = _rates(scheduler.optimizer)
 
         return run
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
+            self.had_state = bool(optimizer.state)
             compared = [*_parameters(optimizer), *self._frozen()]
-            if sum(one.numel() for one in compared) <= MOST_COMPARED:
+            self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
+            if self.is_compared:
                 self.before = {id(one): one.detach().clone() for one in compared}
                 self.before_digest = sum(map(digest, _parameters(optimizer)))
         self.stepping.append(optimizer)
@@ -714,23 +826,28 @@ class Observer:
             return
         key = id(optimizer)
         parameters = list(_parameters(optimizer))
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        gradients = {id(one): one.grad for one in parameters if one.grad is not None}
+        flat = [key for key, grad in gradients.items() if not bool(_values(grad).any())]
         versions = _gradient_versions(optimizer)
         backward = self.made_by_backward.get(key, [])
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
         self.note(
             Step,
             optimizer=optimizer,
-            rates=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            has_gradients=_has_gradients(optimizer),
-            is_finite=all(bool(_values(one).isfinite().all()) for one in gradients),
+            rates=_rates(optimizer),
+            had_state=self.had_state,
+            has_state=bool(optimizer.state),
+            has_gradients=len(flat) < len(gradients),
+            is_finite=all(bool(_values(one).isfinite().all()) for one in gradients.values()),
             is_repeated=self.used.get(key) == versions,
             by_hand=[id(one.grad) for one in parameters] != backward,
-            moved=moved if self.before else None,
+            moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
+            graded=frozenset(gradients),
+            without_slope=frozenset(flat),
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
-            after=sum(map(digest, parameters)) if self.before else 0.0,
+            after=sum(map(digest, parameters)) if self.is_compared else 0.0,
             by_scaler=self.scaler_steps,
             in_backward=self.in_backward,
             generator=_generator(),
@@ -738,10 +855,13 @@ class Observer:
         )
         self.before = {}
         self.outputs.clear()
+        self.dropped.clear()
         self._probe()
         self.used[key] = versions
         self.num_made[key] += 1
         self._note_held()
+        if self.num_made[key] == STEPS_OF_A_STRAY:
+            self._note_bare()
         if self._is_enough(self.num_made[key]):
             self.finish()
             self.when_enough(self.trace)
@@ -758,7 +878,7 @@ class Observer:
         modes = {one: one.training for one in module.modules()}
         self.depth += 1
         try:
-            with torch.no_grad(), torch.random.fork_rng(), self.live.unseen():
+            with torch.no_grad(), torch.random.fork_rng(), self.growth.unseen():
                 module.eval()
                 outputs = []
                 for given in (tokens, other):
@@ -812,17 +932,32 @@ class Observer:
             return
         number = self.num_steps_made
         old = [one for one in self.graphs if one[1] <= number - 3]
-        if any(reference() is not None for reference, _, _ in old):
+        is_known = bool(self.trace.held_graphs)
+        if not is_known and any(reference() is not None for reference, _, _ in old):
             gc.collect()
             # The last one of each step; several steps, as one may wait for the next evaluation.
             held = {step: place for reference, step, place in old if reference() is not None}
             if len(held) > 1:
                 self.trace.held_graphs |= dict.fromkeys(held.values())
         self.graphs = [one for one in self.graphs if one[0]() is not None]
-        self.live.count(number)
+        self.growth.count(number)
+
+    def _note_bare(self) -> None:
+        """Note parameters that have gradients, and that no module and no optimizer has."""
+        ran = {**self.trace.ran[True], **self.trace.ran[False]}.values()
+        known = {id(one) for several in map(_parameters, self.trace.optimizers) for one in several}
+        known |= {id(one) for module in ran for one in module.parameters()}
+        self.trace.bare = [
+            f"a parameter of shape {list(one.shape)}"
+            for one in _living(nn.Parameter)
+            if one.grad is not None and id(one) not in known
+        ]
 
     def finish(self) -> None:
-        self.trace.growth = self.live.growing()
+        trace = self.trace
+        trace.growth = self.growth.growing()
+        trained = [one for several in map(_parameters, trace.optimizers) for one in several]
+        trace.symmetric = [trace.names.get(id(one), "?") for one in trained if _has_equal_rows(one)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -861,6 +996,17 @@ def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
         "labels": tuple(labels[-1].tolist()) if labels else (),
         "is_one_sample": bool(several) and all(bool((one == one[:1]).all()) for one in several),
     }
+
+
+def _rates(optimizer: Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _has_equal_rows(one: Tensor) -> bool:
+    """Return whether all rows of a weight are alike, and not 0."""
+    if one.dim() < 2 or len(one) < 2 or not is_plain(one):
+        return False
+    return bool((one == one[:1]).all()) and bool(one.any())
 
 
 def _generator() -> int:

@@ -81,14 +81,7 @@ class Shrink:
         depth = max((len(run) for _, run in _runs(module)), default=0)
         if config is None or depth <= self.num_layers:
             return
-        changed = []
-        for name, value in list(vars(config).items()):
-            is_depth = any(part in name.lower() for part in NAMES_OF_DEPTHS)
-            if is_depth and value == depth and not isinstance(value, bool):
-                setattr(config, name, self.num_layers)
-                changed.append(name)
-            elif isinstance(value, list) and len(value) == depth:
-                setattr(config, name, value[: self.num_layers])
+        changed = _with_fewer_layers(config, depth, self.num_layers)
         if not changed:
             return
         with _parameters_with_values():
@@ -122,6 +115,51 @@ class Shrink:
             f"{', '.join(notes)}: the first and last of equal blocks; what the others need is not "
             "checked"
         )
+
+
+def _with_fewer_layers(config: Any, depth: int, num_layers: int) -> list[str]:
+    """Change a configuration of so many layers, and return the names of what was changed."""
+    changed = []
+    for name, value in list(vars(config).items()):
+        is_depth = any(part in name.lower() for part in NAMES_OF_DEPTHS)
+        if is_depth and value == depth and not isinstance(value, bool):
+            setattr(config, name, num_layers)
+            changed.append(name)
+        elif isinstance(value, list) and len(value) == depth:
+            setattr(config, name, value[:num_layers])
+    return changed
+
+
+@contextlib.contextmanager
+def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
+    """Give modules that are built inside so many layers, where a configuration has their number.
+
+    Each configuration that was changed adds a note. The large model is built on the meta device
+    alone, to see how many blocks it has.
+    """
+    known: dict[int, Any] = {}
+
+    def make(kind: type[nn.Module], *args: Any, **options: Any) -> Any:
+        for config in (*args, *options.values()):
+            is_object = hasattr(config, "__dict__") and not isinstance(config, nn.Module | type)
+            if is_object and id(config) not in known:
+                known[id(config)] = config
+                look(kind, config, args, options)
+        return object.__new__(kind)
+
+    def look(kind: type[nn.Module], config: Any, args: Any, options: Any) -> None:
+        depth = 0
+        with contextlib.suppress(Exception), torch.device("meta"), torch.random.fork_rng():
+            depth = max((len(run) for _, run in _runs(kind(*args, **options))), default=0)
+        if depth > num_layers and (changed := _with_fewer_layers(config, depth, num_layers)):
+            notes.append(
+                f"{kind.__name__} with {num_layers} of {depth} layers, by {', '.join(changed)} of "
+                f"its {type(config).__name__}"
+            )
+
+    # A class has no `__new__` of its own, and gets one that passes its arguments on.
+    with mock.patch.object(nn.Module, "__new__", make, create=True):
+        yield
 
 
 def split_shrink(spec: str) -> tuple[str, Shrink | None]:

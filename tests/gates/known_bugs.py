@@ -1,0 +1,131 @@
+"""Bugs that users of other projects have reported, made again as small loops.
+
+As in `loops.py`, a loop's wrong line is marked with `# here`.
+"""
+
+import torch
+from loops import Language, adamw, classifier, loader
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+def completions(lengths, width=17):
+    """Yield tokens and labels; those of the prompt and the padding are ignored."""
+    for length in lengths:
+        tokens = torch.randint(50, (2, width))
+        labels = tokens[:, 1:].clone()
+        labels[:, length:] = -100
+        yield tokens[:, :-1], labels
+
+
+def step(optimizer):
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trl_2617():
+    """Completions of unequal length, each microbatch with its own mean."""
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        for tokens, labels in completions((15, 3, 9, 4)):
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            (loss / 4).backward()  # here
+        step(optimizer)
+
+
+def trl_6024():
+    """A sum over all tokens of the window, divided by the number of microbatches too."""
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        window = list(completions((15, 3, 9, 4)))
+        num_items = sum(int((labels != -100).sum()) for _, labels in window)
+        for tokens, labels in window:
+            logits = model(tokens).transpose(1, 2)
+            losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+            loss = (losses * (labels != -100)).sum() / num_items
+            (loss / 4).backward()  # here
+        step(optimizer)
+
+
+def trl_6700():
+    """An optimizer that was made of the trained parameters of a model in which all are frozen."""
+    model, adapter = classifier().requires_grad_(False), nn.Linear(5, 5)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained}])
+    for inputs, labels in loader():
+        F.cross_entropy(adapter(model(inputs)), labels).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def accelerate_3877():
+    """The engine steps at each microbatch, and the loss is divided by the accumulation."""
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        (F.cross_entropy(model(inputs), labels) / 4).backward()  # here
+        step(optimizer)
+
+
+def accelerate_1970():
+    """The loss is divided by the loop and again by the engine."""
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        loss = F.cross_entropy(model(inputs), labels) / 2
+        (loss / 2).backward()  # here
+        if number % 2:
+            step(optimizer)
+
+
+def transformers_37766():
+    """A loss that ignores the number of items in the window, which its caller no longer divides."""
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        for tokens, labels in completions((15, 3, 9, 4)):
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()  # here
+        step(optimizer)
+
+
+def transformers_42489():
+    """Adapters in blocks whose input needs no gradient, under reentrant checkpoints."""
+    model = Language().requires_grad_(False)
+    adapters = nn.ModuleList(nn.Linear(16, 16) for _ in model.layers)
+    nn.init.zeros_(adapters[1].weight)
+    model.head.requires_grad_(True)
+    optimizer = torch.optim.AdamW([*adapters.parameters(), *model.head.parameters()])
+    for _ in range(4):
+        tokens = torch.randint(50, (2, 9))
+        hidden = model.embed(tokens[:, :-1])
+        for layer, adapter in zip(model.layers, adapters, strict=True):
+
+            def block(given, layer=layer, adapter=adapter):
+                return given + layer(given) + adapter(given)
+
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        logits = model.head(hidden).flatten(0, 1)
+        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def unsloth_3006():
+    """A microbatch without a label that counts: its mean is not a number."""
+    model = Language()
+    optimizer = adamw(model)
+    for _ in range(4):
+        for tokens, labels in completions((9, 0)):
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+            (loss / 2).backward()  # here
+        step(optimizer)
+
+
+FAULTY = {
+    "accumulation": [trl_2617, trl_6024, accelerate_3877, accelerate_1970, transformers_37766],
+    "moves": [trl_6700, transformers_42489],
+    "sign": [unsloth_3006],
+}
