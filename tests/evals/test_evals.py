@@ -8,6 +8,8 @@ Run: `python -m pytest tests/evals/test_evals.py`.
 import json
 import os
 import pickle
+import shlex
+import shutil
 import subprocess
 import sys
 
@@ -137,6 +139,20 @@ def test_a_hard_case_notes_its_commands_and_what_happened_without_them(name):
         assert first in COMMANDS
     assert set(notes["alone"]) == {"solved", "commands", "says"}
     assert len(evals_scripted.solutions(name)) >= 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", HARD)
+def test_the_commands_of_a_hard_case_run_on_its_fixture(name, tmp_path):
+    notes = evals_scripted.notes(name)
+    shutil.copytree(CASES[name].folder / "fixture", tmp_path, dirs_exist_ok=True)
+    evals_scripted.apply(notes, tmp_path)
+    for command in notes["commands"]:
+        words = [sys.executable, "-m", "curry_train", *shlex.split(command)[1:]]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it():
