@@ -8,6 +8,10 @@ A case is a folder `skills/<technique>/evals/<case>/`: `case.yaml` in the format
 eval`, the `fixture/` that the agent works on, and `graders/grade.py`. That command takes the cases
 too (`claude plugin eval skills/<technique> --scaffold`), but its own graders run no programs.
 
+Tags: a case is `hard`, if an agent needs figures that only a tool computes (its solutions note the
+commands that give them, and how an attempt without them ended), or `smoke`, if a capable agent
+solves it alone: at most twelve, which notice an agent or a page that got worse.
+
 Arms: `none` has no plugin, `gutted` the same folders and scripts with the text of every skill cut
 out, `whole` the plugin as it is, `index` no skills but the command on PATH and the lines of
 `curry-train agents-md` in AGENTS.md and CLAUDE.md. `{prompt}`, `{plugin}` and `{case}` are replaced

@@ -14,10 +14,20 @@ import yaml
 
 SOLUTIONS = Path(__file__).resolve().parents[1] / "tests/evals/solutions"
 IDLE = "idle"
+NOTES = "notes"
 
 
 def solutions(case: str) -> dict[str, dict[str, Any]]:
     """Return the solutions of a case by name: `reference`, and each that begins with `wrong-`."""
+    return {name: one for name, one in _read(case).items() if name != NOTES}
+
+
+def notes(case: str) -> dict[str, Any]:
+    """Return the notes of a hard case: the commands that solve it, and what happened without."""
+    return _read(case)[NOTES]
+
+
+def _read(case: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = yaml.safe_load(
         (SOLUTIONS / f"{case}.yaml").read_text(encoding="utf-8")
     )

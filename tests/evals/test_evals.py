@@ -7,20 +7,29 @@ Run: `python -m pytest tests/evals/test_evals.py`.
 
 import json
 import os
+import pickle
+import shlex
+import shutil
 import subprocess
 import sys
 
 import pytest
+import varying_training
 import yaml
 from tree import ROOT, skills
 
 import evals
 import evals_grading
 import evals_scripted
+from curry_train.cli.main import COMMANDS
 
 CASES = {case.name: case for case in evals.cases()}
-SHORT = [name for name, case in CASES.items() if evals.SHORT in case.settings["tags"]]
+SHORT, SMOKE, HARD = (
+    [name for name, case in CASES.items() if tag in case.settings["tags"]]
+    for tag in (evals.SHORT, "smoke", "hard")
+)
 QUICK = SHORT[0]
+MOST_COMMANDS = 6  # of curry-train, that solve a hard case
 SKILLS = [skill.name for skill in skills(ROOT)]
 RECORD_KEYS = {"schema", "command", "date", "versions", "rows", "scores"}
 ROW_KEYS = {
@@ -113,11 +122,45 @@ def test_a_dry_run_ends_with_0_and_records_versions_and_points(quick_record):
     assert all(set(one) == POINT_KEYS for one in points)
 
 
-def test_each_skill_has_three_cases_and_one_that_is_short():
-    assert len(CASES) >= 30
-    by_skill = {skill: [c for c in CASES.values() if c.skill == skill] for skill in SKILLS}
-    assert [skill for skill, found in by_skill.items() if len(found) < 3] == []
+def test_each_skill_has_a_short_case_and_no_more_than_twelve_are_easy():
     assert sorted(CASES[name].skill for name in SHORT) == SKILLS
+    assert set(SHORT) <= set(SMOKE)
+    assert len(SMOKE) <= 12
+    assert sorted([*SMOKE, *HARD]) == sorted(CASES)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_hard_case_notes_its_commands_and_what_happened_without_them(name):
+    notes = evals_scripted.notes(name)
+    assert 1 <= len(notes["commands"]) <= MOST_COMMANDS
+    for command in notes["commands"]:
+        program, first, *_ = command.split()
+        assert program == "curry-train"
+        assert first in COMMANDS
+    assert set(notes["alone"]) == {"solved", "commands", "says"}
+    assert len(evals_scripted.solutions(name)) >= 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", HARD)
+def test_the_commands_of_a_hard_case_run_on_its_fixture(name, tmp_path):
+    notes = evals_scripted.notes(name)
+    shutil.copytree(CASES[name].folder / "fixture", tmp_path, dirs_exist_ok=True)
+    evals_scripted.apply(notes, tmp_path)
+    for command in notes["commands"]:
+        words = [sys.executable, "-m", "curry_train", *shlex.split(command)[1:]]
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it():
+    case = CASES["memory-plan-which-change-fits"]
+    required = evals_grading.checks(case.folder)["checkpoint"].__globals__["RESERVED_MIB"]
+    assert varying_training.reserved_mib() == required
+    written = pickle.loads(varying_training.FILE.read_bytes())
+    assert written == varying_training.trained().snapshot()
 
 
 @pytest.mark.parametrize("name", CASES)
