@@ -219,6 +219,8 @@ def _command(context: click.Context) -> str:
         script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
         lines = [" ".join(["python", script, *context.command_path.split()[2:]])]
     for option in typed_options():
+        if isinstance(option, click.Argument):
+            continue
         value = context.params[str(option.name)]
         for one in value if isinstance(value, tuple) else [value]:
             lines.append(shlex.join([option.opts[0], *([] if one is True else [str(one)])]))
