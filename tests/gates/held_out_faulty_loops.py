@@ -1,4 +1,4 @@
-"""Faulty loops of kinds that were written down before the checks were looked at.
+"""Faulty loops of kinds that no test had, written before the rules that find them.
 
 As in `loops.py`, a loop's wrong line is marked with `# here`.
 """

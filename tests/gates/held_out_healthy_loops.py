@@ -1,4 +1,4 @@
-"""Healthy loops of other kinds, written down before the checks were looked at."""
+"""Healthy loops of other kinds, written before the rules were mended for them."""
 
 import copy
 from collections import deque

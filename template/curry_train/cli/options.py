@@ -360,6 +360,58 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
+def program_options(default_steps: int, *, least_steps: int) -> OptionDecorator:
+    """Add the options by which a user's program runs its first steps in processes of its own."""
+    added = [
+        click.option(
+            "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
+        ),
+        click.option(
+            "--trainer",
+            metavar="FACTORY",
+            help="pkg.module:function that returns a Trainer of Hugging Face, or Lightning's with "
+            "its module.",
+        ),
+        click.option(
+            "--steps",
+            "num_steps",
+            type=click.IntRange(least_steps),
+            default=default_steps,
+            show_default=True,
+            help="Steps of an optimizer, after which the loop ends.",
+        ),
+        click.option(
+            "--ranks",
+            "num_ranks",
+            type=click.IntRange(1),
+            default=1,
+            show_default=True,
+            help="Start so many processes, as torchrun does.",
+        ),
+        click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+    ]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(added):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def program_of(
+    script: str | None, trainer: str | None, arguments: tuple[str, ...]
+) -> tuple[str, list[str]]:
+    """Return the kind of a program that was given by `program_options`, and its words."""
+    if (script is None) == (trainer is None):
+        raise click.UsageError("give either --script or --trainer")
+    if script is None:
+        return "trainer", [str(trainer)]
+    if not Path(script).is_file():
+        raise UnusableInput(f"there is no file {script}")
+    return "script", [script, *arguments]
+
+
 def require_matplotlib() -> None:
     """Raise RuntimeError with the install command if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:

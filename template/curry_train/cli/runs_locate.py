@@ -15,22 +15,12 @@ from ..core.wording import write_json
 from ..gates.loop_run import LoopFailed, run_ranks, run_watched
 from ..runs.fingerprints import LEVELS, read_fingerprints, record_run
 from ..runs.locate import Located, first_operation, locate
-from .options import json_option
+from .options import json_option, program_of, program_options
 from .screen import ScreenCommand, UnusableInput, fill_screen
 
 
 @click.command("record", cls=ScreenCommand, example="--script train.py --out before -- --rate 0.1")
-@click.option("--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --.")
-@click.option(
-    "--trainer", metavar="FACTORY", help="pkg.module:function that returns a Trainer to train by."
-)
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    default=3,
-    show_default=True,
-    help="Steps of an optimizer, after which the loop ends.",
-)
+@program_options(3, least_steps=1)
 @click.option(
     "--level",
     type=click.Choice(LEVELS),
@@ -38,22 +28,13 @@ from .screen import ScreenCommand, UnusableInput, fill_screen
     show_default=True,
     help="Level modules leaves out parameters, gradients and optimizer, and costs less.",
 )
-@click.option(
-    "--ranks",
-    "num_ranks",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Start so many processes, as torchrun does.",
-)
 @click.option("--out", required=True, metavar="FOLDER", help="The new folder of the record.")
-@click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
 def record_command(
     script: str | None,
     trainer: str | None,
-    steps: int,
-    level: str,
+    num_steps: int,
     num_ranks: int,
+    level: str,
     out: str,
     arguments: tuple[str, ...],
 ) -> None:
@@ -62,13 +43,9 @@ def record_command(
     It runs the first steps in a process of its own, saves nothing else, and puts changed files
     back. Compare two records by `runs locate`.
     """
-    if (script is None) == (trainer is None):
-        raise click.UsageError("give either --script or --trainer")
-    if script is not None and not Path(script).is_file():
-        raise UnusableInput(f"there is no file {script}")
-    words = ["script", script, *arguments] if script else ["trainer", str(trainer)]
-    _record(out, steps, level, num_ranks, words)
-    click.echo(fill_screen(f"recorded {steps} steps in {out}"))
+    kind, words = program_of(script, trainer, arguments)
+    _record(out, num_steps, level, num_ranks, [kind, *words])
+    click.echo(fill_screen(f"recorded {num_steps} steps in {out}"))
 
 
 def _record(

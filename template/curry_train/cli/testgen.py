@@ -182,10 +182,10 @@ def testgen_command(
     arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Write a pytest file that runs every gate, and the check of the loop of a Trainer or script.
+    """Write a pytest file that runs every gate.
 
-    Of a script it has the loop alone. A file that this command wrote is replaced. Exit status: 0
-    written, 2 wrong usage.
+    With a Trainer it checks the loop too, and with a script that alone. A file that this command
+    wrote is replaced. Exit status: 0 written, 2 wrong usage.
     """
     if sum(one is not None for one in (model, trainer, script)) != 1:
         raise click.UsageError("give either --model, --trainer or --script")
