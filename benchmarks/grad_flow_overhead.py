@@ -46,11 +46,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _between_probes(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradFlow:
+    flow = GradFlow(model, optimizer, every=UNPROBED_INTERVAL)
+    flow.next_step = 1  # the first step is probed
+    return flow
+
+
 PROBING_WAYS: dict[str, Around] = {
     "plain": lambda model, optimizer: contextlib.nullcontext(),
-    "between": lambda model, optimizer: GradFlow(
-        model, optimizer, every=UNPROBED_INTERVAL, first_step=1
-    ),
+    "between": _between_probes,
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
 }
 

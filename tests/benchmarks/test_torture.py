@@ -22,7 +22,7 @@ from torture import wrongs
 
 # A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
 # torture_hostile.COMMANDS, which tries it on hostile ones.
-OTHER_COMMANDS = {"estimate", "plot", "resume-check", "spike-check"}
+OTHER_COMMANDS = {"estimate", "locate", "plot", "record", "resume-check", "spike-check"}
 
 
 def run(*words):

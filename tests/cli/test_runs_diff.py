@@ -219,8 +219,8 @@ def test_damage_is_reported(run, tmp_path):
     [
         (None, "there is no run b; runs has a"),
         (b"", "holds no event: the run died while it started, or is starting just now"),
-        (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is not text"),
-        (b'{"v":7}\n', "is not a journal of a run: line 1 is not an event"),
+        (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is no event"),
+        (b'{"v":7}\n', "is not a journal of a run: line 1 is no event"),
     ],
 )
 def test_bad_input_is_status_2_and_no_traceback(run, tmp_path, content, message):

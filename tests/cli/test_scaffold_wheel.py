@@ -47,6 +47,10 @@ def wheel(clone: Bundle) -> bytes:
     return build_wheel(clone)
 
 
+# Of what the command writes.
+TEXTS = (".jinja", ".md")
+
+
 def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(
     clone: Bundle, wheel: bytes
 ) -> None:
@@ -54,9 +58,9 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(
     modules = [path.relative_to(clone.package.parent) for path in clone.package.rglob("*.py")]
     assert {path.as_posix() for path in modules} <= set(names)
     assert "curry_train/py.typed" in names
-    templates = [path.name for path in (clone.package / "cli").glob("*.jinja")]
-    assert len(templates) == 2
-    assert {f"curry_train/cli/{name}" for name in templates} <= set(names)
+    texts = [path.name for path in (clone.package / "cli").iterdir() if path.suffix in TEXTS]
+    assert {"test_gates.py.jinja", "agents_md.md"} <= set(texts)
+    assert {f"curry_train/cli/{name}" for name in texts} <= set(names)
     assert f"curry_train/{BUNDLED_FOLDER}/project/train.py" in names
     assert f"curry_train/{BUNDLED_FOLDER}/project/.gitignore" in names
     assert f"curry_train/{BUNDLED_FOLDER}/tests/test_sac.py" in names

@@ -98,7 +98,7 @@ PLAN --model made.py:raises                 | the factory raised KeyError: 'weig
 PLAN --model made.py:wrong                  | the factory returned int
 PLAN --model made.py:mismatch               | a forward on the batch raised
 gen-tests --model mlp                       | Missing option '--out'
-gen-tests --out t.py                        | give either --model or --trainer
+gen-tests --out t.py                        | give either --model, --trainer or --script
 gen-tests --model bert --out t.py           | no workload is called 'bert'
 gen-tests --model absent:build --out t.py   | can't import absent
 gen-tests --model mlp --out t.py --gate recompute/all | no gate matches 'recompute/all'; there are

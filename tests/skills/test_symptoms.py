@@ -167,15 +167,6 @@ def ticking(*seconds):
     return lambda: next(times)
 
 
-def test_warm_up_steps_are_left_out_and_not_averaged_in():
-    seconds = [10.0] * 4 + [1.0] * 100  # two configurations, two rounds
-    cold = figures(Case(SMALL), "full", rounds=6, clock=ticking(*seconds))
-    assert any("raise --warmup" in note for note in cold.notes)
-    warm = figures(Case(SMALL), "full", rounds=6, warmup=2, clock=ticking(*seconds))
-    assert warm.rows[0].seconds == [1.0] * 6
-    assert not any("raise --warmup" in note for note in warm.notes)
-
-
 def test_utilisation_above_100_percent_comes_from_a_wrong_peak():
     found = figures(Case(SMALL), peak=1e6, clock=ticking(0.1)).plain
     assert found.mfu > 1

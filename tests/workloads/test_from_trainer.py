@@ -289,7 +289,6 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
 REFUSING = (
     ("train", "--script"),
     ("train", "--trainer"),
-    ("gen-tests", "--script"),
     ("runs estimate", "--trainer"),
     ("runs resume-check", "--script"),
     ("runs spike-check", "--trainer"),
