@@ -68,11 +68,31 @@ def processes_in(folder):
     return found
 
 
+# A worker starts slowly, and so does the end of the command.
+SLOW_START = """
+import _posixsubprocess, pathlib, shutil, subprocess, time
+fork_exec, rmtree = _posixsubprocess.fork_exec, shutil.rmtree
+
+def slow_fork(*args):
+    pathlib.Path("starts").touch()
+    time.sleep(1)
+    return fork_exec(*args)
+
+def slow_removal(*args, **options):
+    time.sleep(2)
+    rmtree(*args, **options)
+
+_posixsubprocess.fork_exec = slow_fork
+shutil.rmtree = slow_removal
+"""
+
+
 def started(folder, *words):
     """Start `validate` with a temporary folder inside of `folder`, and return its process."""
     (folder / "deaf.py").write_text(MODEL)
     (folder / "temporary").mkdir()
-    environment = {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = os.pathsep.join([str(folder), *sys.path])
+    environment = {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": path}
     return subprocess.Popen(
         [sys.executable, "-m", "curry_train", "validate", *words],
         cwd=folder,
@@ -113,6 +133,20 @@ def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path, gates):
 
 def is_worker(command):
     return "spawn_main" in command
+
+
+@needs_proc
+def test_a_worker_that_is_about_to_start_is_ended_too(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif sys.argv[0] == '-m':\n"
+        + "".join(f"    {line}\n" for line in SLOW_START.splitlines())
+    )
+    process = started(tmp_path, "--model", "mlp")
+    wait_for((tmp_path / "starts").exists)
+    (tmp_path / "starts").unlink()
+    wait_for((tmp_path / "starts").exists)
+    os.kill(process.pid, signal.SIGINT)
+    assert_ended(process, tmp_path, 130)
 
 
 @needs_proc

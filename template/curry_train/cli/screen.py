@@ -326,6 +326,14 @@ def ended_by_interrupt() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="curry-train-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     is_over = threading.Event()
+    # Held while a worker starts, and from the end on: a worker that started after the others were
+    # ended would wait for ever. The handler of SIGTERM may run within a start.
+    starting = threading.RLock()
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_alone(*args: Any) -> int:
+        with starting:
+            return start(*args)
 
     def wait() -> None:
         signal.sigwait({signal.SIGINT})
@@ -333,8 +341,7 @@ def ended_by_interrupt() -> Iterator[None]:
             end("interrupted", INTERRUPTED_STATUS)
 
     def end(word: str, status: int) -> None:
-        # From here on no worker starts: it would be ended by nobody.
-        multiprocessing.util.spawnv_passfds = lambda *_: threading.Event().wait()
+        starting.acquire()
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{word}\n".encode())
         for child in _children():
             with suppress(ProcessLookupError):
@@ -348,13 +355,15 @@ def ended_by_interrupt() -> Iterator[None]:
     quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
     with mock.patch.dict(os.environ, PYTHONWARNINGS=quiet):
         resource_tracker.ensure_running()
+    started_alone = mock.patch.object(multiprocessing.util, "spawnv_passfds", start_alone)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     on_termination = signal.signal(
         signal.SIGTERM, lambda number, _: end("terminated", 128 + number)
     )
     waiting.start()
     try:
-        yield
+        with started_alone:
+            yield
     finally:
         is_over.set()
         signal.pthread_kill(cast(int, waiting.ident), signal.SIGINT)
