@@ -15,6 +15,8 @@ Left out by the readings alone: small MLPs, whose reading is mostly the constant
 that was full; a model from the batch size on at which it needs no more than at a smaller one, whose
 run had failed; and readings 10% away from the line through the others of the model, of moments in
 which cuDNN tried its algorithms.
+
+Proof: `python -m pytest tests/benchmarks/test_gpumemnet.py`.
 """
 
 import argparse

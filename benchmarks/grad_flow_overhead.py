@@ -1,4 +1,4 @@
-"""Overhead of grad-flow against plain steps, in a step that is probed and between such steps.
+"""Overhead of grad-flow against plain steps and against hand-written hooks.
 
     python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 
@@ -7,18 +7,20 @@ Proof: `python -m pytest tests/benchmarks/test_grad_flow_overhead.py`.
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curry_train.cli.options import json_option
 from curry_train.core.timing import time_in_turns
 from curry_train.core.wording import provenance, write_json
 from curry_train.primitives.grad_flow import GradFlow
+from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -34,6 +36,43 @@ def sizes() -> dict[str, tuple[Workload, int]]:
     """
     larger = transformer(depth=4, dim=384, heads=6, kv_heads=3, vocabulary=2048, length=128)
     return {"transformer": (transformer(), 4), "llama_like": (larger, 4)}
+
+
+class HooksByHand(contextlib.AbstractContextManager[Any]):
+    """Hooks as scripts have them: three numbers per tensor of each leaf, each a device sync."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.calls: Counter[str] = Counter()
+        self.figures: list[float] = []
+        self.handles: list[Any] = []
+        for name, module in model.named_modules():
+            if not any(True for _ in module.children()):
+                self.handles.append(module.register_forward_hook(self.hook(name)))
+        self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.gradients(model)))
+
+    def hook(self, name: str) -> Callable[..., None]:
+        def see(module: nn.Module, arguments: Any, output: Tensor) -> None:
+            self.calls[name] += 1
+            self.see(output.detach())
+
+        return see
+
+    def see(self, tensor: Tensor) -> None:
+        for figure in (
+            tensor.norm(),
+            (tensor == 0).float().mean(),
+            tensor.isfinite().float().mean(),
+        ):
+            self.figures.append(figure.item())
+
+    def gradients(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                self.see(parameter.grad)
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
 
 
 class Operations(TorchDispatchMode):
@@ -56,6 +95,7 @@ PROBING_WAYS: dict[str, Around] = {
     "plain": lambda model, optimizer: contextlib.nullcontext(),
     "between": _between_probes,
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
+    "by_hand": HooksByHand,
 }
 
 
@@ -101,6 +141,32 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
     }
 
 
+def measure_counting(case: Case) -> dict[str, Any]:
+    """Count the calls of the first block's layers in one step, with and without recompute.
+
+    Grad-flow and the hand-written hooks count the same step.
+    """
+    calls_by_case = {}
+    for recompute in (False, True):
+        module = case.build()
+        batch = case.batch()
+        if recompute:
+            recompute_blocks(module)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+        flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
+        by_hand = HooksByHand(module, optimizer)
+        with flow, by_hand:
+            case.workload.mean_loss(module, batch).backward()
+            optimizer.step()
+
+        layers = flow.records[0].layers
+        calls_by_case["recompute" if recompute else "bare"] = {
+            "grad_flow": sum(layers[name].calls for name in by_hand.calls if name in layers),
+            "by_hand": sum(calls for name, calls in by_hand.calls.items() if name in layers),
+        }
+    return calls_by_case
+
+
 @click.command()
 @click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
 @json_option(default="-")
@@ -113,6 +179,7 @@ def main(repeats: int, json_path: str) -> None:
             "batch_size": batch_size,
             "parameters": sum(parameter.numel() for parameter in case.build().parameters()),
             "cost": measure_costs(case, repeats=repeats),
+            "calls": measure_counting(case),
         }
     write_json(json_path, provenance(torch.device("cpu")) | {"repeats": repeats} | rows)
 

@@ -34,7 +34,7 @@ COMMANDS = (
     "inspect",
     "export",
 )  # commands of `runs` that read checkpoints
-GROUPS = ("calls", "paths")
+GROUPS = ("calls", "state", "paths")
 STEP = "rollback/step-00000002.dcp"
 _watched: set[str] = set()
 _opened: list[str] = []
@@ -109,8 +109,16 @@ class Ground:
                 continue
             except Exception as error:  # noqa: BLE001
                 wrong.append(f"a resume from {what} ended with {error!r}")
+        return wrong + self.commands_tried() + self.touched()
+
+    def commands_tried(self) -> list[str]:
+        wrong = []
         exported = self.root / "exported"
+        links = any(one.is_symlink() for one in (self.run / STEP, *(self.run / STEP).iterdir()))
         for command in COMMANDS:
+            # It reads through links: folders that the Hub has filled hold nothing else.
+            if command == "inspect" and links:
+                continue
             words = {
                 "list": [str(self.run.parent)],
                 "diff": [str(self.run), str(self.run)],
@@ -121,7 +129,7 @@ class Ground:
             shutil.rmtree(exported, ignore_errors=True)
             if done.exception is not None and not isinstance(done.exception, SystemExit):
                 wrong.append(f"runs {command} ended with {done.exception!r}")
-        return wrong + self.touched()
+        return wrong
 
     def touched(self) -> list[str]:
         wrong = ["the code in it was run"] if os.path.lexists(self.canary) else []
@@ -193,7 +201,7 @@ def shapes(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
                     True,
                 )
         yield (
-            "calls",
+            "state",
             f"{title} in the state",
             lambda it=call: ground.forge_index(lambda index: index.update(call=it)),
             False,

@@ -46,8 +46,11 @@ def life(
     turn: int | None,
     victim: int | None,
     change: int | None,
+    plant: Callable[[], None] | None,
 ) -> None:
     """Resume and train to the end; the victim, if any, dies at its n-th change."""
+    if plant is not None:
+        plant()
     training, state = (one := Training(rank, world)), one.state
 
     def compare() -> None:
@@ -120,6 +123,7 @@ def _one_life(
     generator: random.Random,
     found: dict[str, Any],
     longest: float,
+    plant: Callable[[], None] | None,
     *,
     wild: bool,
 ) -> tuple[bool, float]:
@@ -133,6 +137,7 @@ def _one_life(
         folder=books.folder,
         expected=books.expected,
         config=books.config,
+        plant=plant,
         turn=plan.turn,
         change=plan.change,
         victim=plan.victims[0] if plan.victims else None,
@@ -202,6 +207,8 @@ def kill_many(
     *,
     expected: Expected,
     seed: int = 0,
+    plant: Callable[[], None] | None = None,
+    until_wrong: bool = False,
     progress: Callable[[int], None] = lambda kills: None,
 ) -> dict[str, Any]:
     """Run histories until `number` trainings were killed before their end."""
@@ -215,14 +222,14 @@ def kill_many(
     }
     found |= {"histories": 0, "finished": 0, "checkpoints_checked": 0, "wrong": []}
     longest = 0.3 * world
-    while found["kills"] < num_kills:
+    while found["kills"] < num_kills and not (until_wrong and found["wrong"]):
         shutil.rmtree(folder, ignore_errors=True)
         books = Books(folder, expected, generator.choice(CONFIGS))
         found["histories"] += 1
         finished = False
-        while not finished:
+        while not finished and not (until_wrong and found["wrong"]):
             wild = found["kills"] < num_kills
-            finished, longest = _one_life(books, world, generator, found, longest, wild=wild)
+            finished, longest = _one_life(books, world, generator, found, longest, plant, wild=wild)
             progress(found["kills"])
         found["checkpoints_checked"] += books.checked
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A short torture of the checkpoint store finds nothing wrong.
+"""A short torture of the checkpoint store finds nothing wrong, and finds each planted fault.
 
     python -m pytest tests/benchmarks/test_torture.py
 
@@ -58,6 +58,29 @@ def test_damage_and_hostile_files():
     assert found["flips"]["each_file"] == 2
     assert found["swaps"]["swaps"] >= 12
     assert found["hostile"]["shapes"] >= 10
+
+
+FAULTS = {
+    "generators_stay_as_they_are": "was not as the straight run at step",
+    "renamed_before_it_is_whole": "is half there",
+    "the_older_goes_before_the_newer_is_whole": "was committed",
+    "retention_deletes_the_newest": "was committed",
+    "the_optimizer_does_not_wait": "is not what the straight run was at its step",
+    "hashes_are_not_compared": "it was taken for whole",
+    "anything_is_unpickled": "the code in it was run",
+    "links_are_followed": "was opened",
+}
+
+
+@pytest.fixture(scope="module")
+def planted():
+    return run("torture_planted", *FAULTS)[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(planted, fault):
+    assert any(FAULTS[fault] in wrong for wrong in planted[fault]), planted[fault]
 
 
 def test_every_command_that_reads_a_checkpoint_is_tried():

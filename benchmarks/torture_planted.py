@@ -1,0 +1,172 @@
+"""Plant faults in the package and print what the torture reports for each.
+
+`python -m torture_planted NAME...` writes JSON: each fault and the judge's
+findings, none where it was not caught.
+Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from curry_train.runs import SavingPolicy, Store, TrainingState, store, values
+from curry_train.runs.background import Staging
+from curry_train.runs.files import Files
+from curry_train.runs.layout import MANIFEST_FILE_NAME
+from curry_train.runs.retention import newest_first
+from curry_train.runs.store import Writing
+from torture_damage import flips, subjects
+from torture_hostile import hostile
+from torture_kills import kill_many
+from torture_ranks import QUICK
+from torture_training import Expected, straight, warm_up
+
+MOST_KILLS = 150
+
+
+def generators_stay_as_they_are() -> Any:
+    return mock.patch.object(TrainingState, "restore_random", return_value=[])
+
+
+def renamed_before_it_is_whole() -> Any:
+    """Write the manifest after the rename."""
+
+    def commit(self: Writing, parts: Any) -> Any:
+        def write_later(files: Files, key: str, data: bytes) -> None:
+            rename(self)
+            self.folder = self.final
+            write(files, f"{self.final}/{MANIFEST_FILE_NAME}", data)
+
+        with (
+            mock.patch.object(Files, "write", write_later),
+            mock.patch.object(Writing, "_rename"),
+        ):
+            return whole(self, parts)
+
+    whole, rename, write = Writing.commit, Writing._rename, Files.write
+    return mock.patch.object(Writing, "commit", commit)
+
+
+def the_older_goes_before_the_newer_is_whole() -> Any:
+    def begin(self: Store, kind: str, *arguments: Any, **options: Any) -> Any:
+        if kind != "best-k" and (newest := self.latest()) is not None:
+            self.discard(newest)
+        return whole(self, kind, *arguments, **options)
+
+    whole = Store.begin
+    return mock.patch.object(Store, "begin", begin)
+
+
+def retention_deletes_the_newest() -> Any:
+    def superseded(self: SavingPolicy) -> Any:
+        gone, line = whole(self), newest_first(self.store.all_committed())
+        return [*gone, *(one for one in line[:1] if one not in gone and len(line) > 2)]
+
+    whole = SavingPolicy._superseded
+    return mock.patch.object(SavingPolicy, "_superseded", superseded)
+
+
+def the_optimizer_does_not_wait() -> Any:
+    def slow(self: Staging, *, non_blocking: bool) -> None:
+        time.sleep(0.05)
+        whole(self, non_blocking=non_blocking)
+
+    whole = Staging._copy_all
+    return mock.patch.multiple(Staging, wait=lambda self: None, _copy_all=slow)
+
+
+def hashes_are_not_compared() -> Any:
+    return mock.patch.object(store, "verify_files")
+
+
+def anything_is_unpickled() -> Any:
+    def load(data: bytes) -> Any:
+        return torch.load(io.BytesIO(data), weights_only=False)
+
+    return mock.patch.object(values, "load", load)
+
+
+def links_are_followed() -> Any:
+    def kind(self: Files, key: str) -> str | None:
+        path = self.path(key)
+        if path.is_file():
+            return "file"
+        return "folder" if path.is_dir() else None
+
+    return mock.patch.multiple(Files, kind=kind, open=lambda self, key: self.path(key).open("rb"))
+
+
+def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    """Plant the fault in the children, but not in the judge."""
+
+    def plant() -> None:
+        contextlib.ExitStack().enter_context(fault())
+
+    found = kill_many(
+        folder / "run", 1, MOST_KILLS, expected=expected, plant=plant, until_wrong=True
+    )
+    return list(found["wrong"])
+
+
+def in_damage(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    every = subjects(folder)[:1]
+    with fault():
+        return list(flips(every, 8, progress=lambda number: None)["wrong"])
+
+
+def in_calls(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    with fault():
+        return list(hostile(folder, groups=("state",), progress=lambda number: None)["wrong"])
+
+
+def in_paths(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
+    with fault():
+        return list(hostile(folder, groups=("paths",), progress=lambda number: None)["wrong"])
+
+
+FAULTS: dict[str, tuple[Callable[..., list[str]], Callable[[], Any]]] = {
+    **{
+        fault.__name__: (in_kills, fault)
+        for fault in (
+            generators_stay_as_they_are,
+            renamed_before_it_is_whole,
+            the_older_goes_before_the_newer_is_whole,
+            retention_deletes_the_newest,
+            the_optimizer_does_not_wait,
+        )
+    },
+    "hashes_are_not_compared": (in_damage, hashes_are_not_compared),
+    "anything_is_unpickled": (in_calls, anything_is_unpickled),
+    "links_are_followed": (in_paths, links_are_followed),
+}
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    folder = Path(tempfile.mkdtemp(prefix="planted-", dir=QUICK))
+    try:
+        warm_up(folder / "warm")
+        expected, found = straight(1, folder / "straight"), {}
+        for name in sys.argv[1:] or FAULTS:
+            where, fault = FAULTS[name]
+            place = folder / name
+            place.mkdir()
+            found[name] = [finding[-400:] for finding in where(place, expected, fault)]
+        print(json.dumps(found, indent=1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
