@@ -153,6 +153,13 @@ class Work:
         shutil.copytree(self.folder, target)
         return Work(target, self.fixture, self.opened)
 
+    def answer(self) -> Any:
+        """Return what the agent wrote into `answer.json`."""
+        try:
+            return json.loads((self.folder / "answer.json").read_text())
+        except ValueError as error:
+            raise AssertionError(f"answer.json: {error}") from error
+
     def assert_unchanged(self, *names: str) -> None:
         """Raise where a file of the fixture was changed or removed."""
         for name in names:

@@ -149,7 +149,7 @@ def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, An
 def wrong_line(train: Callable[[], Any]) -> str:
     lines, first = inspect.getsourcelines(train)
     (number,) = [n for n, line in enumerate(lines, start=first) if line.endswith("# here\n")]
-    return f"{inspect.getmodule(train).__name__}.py:{number}"  # type: ignore[union-attr]
+    return f"{train.__module__}.py:{number}"
 
 
 def cases(only: str) -> Iterator[tuple[str, Callable[[], Any], str]]:
@@ -170,7 +170,7 @@ def main(only: str, json_path: str | None) -> None:
     """Record what preflight costs and finds."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    # What torch imports and allocates in the first steps of a process belongs to no loop.
+    # The first loop of a process also pays for what torch imports then; this one is not counted.
     row("", loops.plain)
     rows = [row(*case) for case in cases(only)]
     sized = []

@@ -77,7 +77,7 @@ RATIO_AXIS = "step time / that of the plain step in the same round"
 
 @dataclass(frozen=True)
 class Trade:
-    """What a setup costs, with the interval of it if there is one, and its peak memory."""
+    """The cost of a setup, its interval where there is one, and its peak memory."""
 
     name: str
     cost: float

@@ -98,7 +98,7 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
     )
 
 
-# What values lie between, by the operation that made them; all where it is another one.
+# The least and the greatest value that an operation gives. Others may give any value.
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
 
 

@@ -1,4 +1,4 @@
-"""What a step needs of a device's memory, and how much of that memory it may need.
+"""Predict how much memory a step needs on a device, and how much of it is there for the step.
 
     card = Card(find_profile("h100"), margin=0.014)
     card.bytes_needed(sketch.step(4)) <= card.limit()[0]
@@ -24,7 +24,7 @@ class Card:
 
     profile: DeviceProfile
 
-    # What a process takes besides its tensors, as measured; None for what is usual.
+    # Measured memory of a process besides its tensors; None for the usual one.
     context_bytes: int | None = None
 
     # The fraction by which a step may need more than predicted.

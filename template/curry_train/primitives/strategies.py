@@ -391,7 +391,7 @@ def _are_globs(value: Any) -> bool:
     return is_list and all(isinstance(glob, str) and glob for glob in value)
 
 
-# What a setting may be, by its type.
+# By the type of a setting: a check of its value, and the words for what is accepted.
 VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "True or False"),
     int: (_is_count, "a whole number from 1 up"),

@@ -1,9 +1,7 @@
 """Judge the bytes of one rank among many, which are measured by running that rank on shapes."""
 
 import functools
-import json
 from pathlib import Path
-from typing import Any
 
 from evals_grading import Work, guard, point
 
@@ -37,15 +35,8 @@ def measured(fixture: Path, ranks: int) -> int:
     return Work(fixture, fixture).call(peak, ranks, seconds=240)
 
 
-def answer(work: Work) -> Any:
-    try:
-        return json.loads((work.folder / "answer.json").read_text())
-    except ValueError as error:
-        raise AssertionError(f"answer.json: {error}") from error
-
-
 def assert_within(work: Work, share: float) -> None:
-    given = answer(work)["bytes"]
+    given = work.answer()["bytes"]
     for ranks in RANKS:
         mine = given[str(ranks)]
         assert isinstance(mine, int), f"the bytes of {ranks} ranks are {mine!r}"
@@ -68,7 +59,7 @@ def to_the_byte(work: Work) -> None:
 @point(2)
 def fewest_gpus(work: Work) -> None:
     """The number of GPUs is the least that stays below the limit."""
-    gpus = answer(work)["gpus"]
+    gpus = work.answer()["gpus"]
     assert gpus in range(8, 65, 8), f"gpus is {gpus!r}"
     assert measured(work.fixture, gpus) < LIMIT, (
         f"rank 0 of {gpus} takes {measured(work.fixture, gpus):,} bytes"

@@ -1,9 +1,7 @@
 """Judge the bytes of one rank of several meshes, which are measured by running it on shapes."""
 
 import functools
-import json
 from pathlib import Path
-from typing import Any
 
 from evals_grading import Work, guard, point
 
@@ -37,15 +35,8 @@ def measured(fixture: Path, mesh: str) -> int:
     return Work(fixture, fixture).call(peak, *map(int, mesh.split("x")), seconds=240)
 
 
-def answer(work: Work) -> Any:
-    try:
-        return json.loads((work.folder / "answer.json").read_text())
-    except ValueError as error:
-        raise AssertionError(f"answer.json: {error}") from error
-
-
 def assert_within(work: Work, share: float) -> None:
-    given = answer(work)["bytes"]
+    given = work.answer()["bytes"]
     for mesh in MESHES:
         mine = given[mesh]
         assert isinstance(mine, int), f"the bytes of {mesh} are {mine!r}"
@@ -68,7 +59,7 @@ def to_the_byte(work: Work) -> None:
 @point(2)
 def mesh_fits(work: Work) -> None:
     """The named mesh is the first that stays below the limit."""
-    mesh = answer(work)["mesh"]
+    mesh = work.answer()["mesh"]
     assert mesh in MESHES, f"mesh is {mesh!r}"
     assert measured(work.fixture, mesh) < LIMIT, (
         f"rank 0 of {mesh} takes {measured(work.fixture, mesh):,} bytes"

@@ -4,9 +4,6 @@ The figures are those of the program that wrote the snapshot, run again with eac
 (`tests/evals/varying_training.py`), and not those of a tool that reads it.
 """
 
-import json
-from typing import Any
-
 from evals_grading import Work, guard, point
 
 RESERVED_MIB = {"expandable_segments": 2982, "checkpoint": 2508}
@@ -14,15 +11,8 @@ CARD_MIB = 2950
 LINE, LINE_BYTES = "finetune.py:118", 582_287_360
 
 
-def answer(work: Work) -> Any:
-    try:
-        return json.loads((work.folder / "answer.json").read_text())
-    except ValueError as error:
-        raise AssertionError(f"answer.json: {error}") from error
-
-
 def assert_reserved(work: Work, name: str) -> None:
-    given, required = answer(work)["reserved_mib"][name], RESERVED_MIB[name]
+    given, required = work.answer()["reserved_mib"][name], RESERVED_MIB[name]
     assert isinstance(given, int | float), f"{name} is {given!r}"
     assert abs(given - required) <= 0.01 * required, f"{given} MiB, and {required} MiB are right"
 
@@ -30,7 +20,7 @@ def assert_reserved(work: Work, name: str) -> None:
 @point(1)
 def line_and_bytes(work: Work) -> None:
     """The line with most bytes at the peak is right, and so are the bytes."""
-    given = answer(work)
+    given = work.answer()
     measured = given["line"], given["line_bytes"]
     assert measured == (LINE, LINE_BYTES), f"{measured}"
 
@@ -51,7 +41,7 @@ def checkpoint(work: Work) -> None:
 def which_fits(work: Work) -> None:
     """Exactly the proposals are named that fit the card."""
     fits = sorted(name for name, size in RESERVED_MIB.items() if size <= CARD_MIB)
-    assert answer(work)["fits"] == fits, f"{answer(work)['fits']}, and {fits} fit"
+    assert work.answer()["fits"] == fits, f"{work.answer()['fits']}, and {fits} fit"
 
 
 @guard(1)
