@@ -116,7 +116,7 @@ def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder
     assert found.exit_code == 1, found.output
     text = " ".join(found.output.split())
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
-    assert "aten.mul.Tensor (train.py:17): 1 of its arguments is 1.0 in A and 1.5 in B" in text
+    assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
     result = json.loads((folder / "found.json").read_text())
     place = {"step": 1, "phase": "forward", "path": "model", "call": 0}
     assert (result["place"], result["equal"]) == (place, False)

@@ -295,9 +295,10 @@ def first_operation(
             alone = [*runs[0][begin_a:end_a], *runs[1][begin_b:end_b]][0]
             return f"{alone['name']} ({alone['line']}) is in {which} alone"
         for one, other in zip(runs[0][begin_a:end_a], runs[1][begin_b:end_b], strict=True):
-            what = next(_changes(one["values"], other["values"], "its arguments"), "")
-            if what or one["digests"] != other["digests"]:
-                return f"{one['name']} ({one['line']}): {what or 'another result'}"
+            changed = next(_changes(one["values"], other["values"], ""), "")
+            if changed or one["digests"] != other["digests"]:
+                what = f"argument {changed}" if changed else "another result"
+                return f"{one['name']} ({one['line']}): {what}"
     return "no operation differs there when both run again: it does not repeat"
 
 
