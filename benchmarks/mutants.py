@@ -6,8 +6,9 @@
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
-in the folder that is printed. The tests are those of the modules' rooms, and the gates' own.
-Some seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
+in the folder that is printed. The tests are those named after the technique or one of its modules;
+those in `tests/gates` run the gates. All tests that reach a mutant would take minutes for each.
+Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
 import argparse
@@ -44,8 +45,6 @@ TECHNIQUES = {
     "bench": ["bench/steps.py"],
 }
 COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
-BESIDE_ROOMS = ("template/tests", "tests/gates")
-ALL_GATES = "tests/gates/test_gates.py"
 # The compiler does not trace the function by which mutmut chooses a mutant, and modules with all
 # mutants have more lines than a copy may have.
 CONFIGURATION = """
@@ -60,12 +59,14 @@ process_isolation = "forkserver"
 
 
 def tests_of(technique: str, modules: list[str]) -> list[str]:
-    """List the tests of the modules' rooms, the gates', and those named after the technique."""
-    rooms = {Path(module).parent.name for module in modules}
-    named = {technique.replace("-", "_"), *(Path(module).stem for module in modules)}
-    patterns = [f"tests/{room}/test_*.py" for room in rooms]
-    patterns += [f"{folder}/test_{name}*.py" for folder in BESIDE_ROOMS for name in named]
-    paths = {path for pattern in (*patterns, ALL_GATES) for path in ROOT.glob(pattern)}
+    """List the tests named after a technique or one of its modules."""
+    names = {technique.replace("-", "_"), *(Path(module).stem for module in modules)}
+    paths = {
+        path
+        for name in names
+        for folder in ("tests/*", "template/tests")
+        for path in ROOT.glob(f"{folder}/test_{name}*.py")
+    }
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
 
