@@ -23,7 +23,8 @@ validate: $(run_ready)  ## run every gate on a model of the package; ARGS='--mod
 	@$(PYTHON) scripts/validate_checkpointing.py $(ARGS)
 
 test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-k grad_accum'
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
+	@# Hundreds of processes import the package: compile it once, also where the environment forbids it.
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
 
 long: .venv/finetune/.installed  ## run the variants that `make test` leaves out, and only those
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)

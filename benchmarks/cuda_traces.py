@@ -49,7 +49,7 @@ CHECK_MODULUS = 2**61 - 1
 
 @dataclass
 class Replay:
-    """Figures that the allocator model computed for one trace, beside the recorded ones."""
+    """Figures that the allocator model computed for one trace, next to the recorded ones."""
 
     name: str
     expandable: bool
@@ -466,7 +466,7 @@ PROGRAMS = (
 
 
 def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Predict the memory of a program's training step, beside what its trace recorded."""
+    """Predict the memory of a program's training step, next to what its trace recorded."""
     with Sketch(program.workload(), kernels="cuda") as sketch:
         trace = sketch.step(NUM_SAMPLES).trace
     assert trace is not None

@@ -90,13 +90,13 @@ def point(weight: int, *, guard: bool = False) -> Callable[[Check], Check]:
 
 
 def guard(weight: int) -> Callable[[Check], Check]:
-    """Mark the check of something that must stay; it counts only beside a point that is reached."""
+    """Mark the check of something that must stay; it counts only if another point is reached."""
     return point(weight, guard=True)
 
 
 @dataclass
 class Work:
-    """The folder that an agent worked in, beside the untouched fixture that it started from."""
+    """The folder that an agent worked in, and the untouched fixture that it started from."""
 
     folder: Path
     fixture: Path

@@ -3,7 +3,7 @@
     python benchmarks/finetune.py --json evidence/finetune.json   # all: minutes on two cores
     python benchmarks/finetune.py --only Lion lora mixtral        # some, printed
 
-`make finetune` installs the libraries beside the project's own environment and runs all rows. A row
+`make finetune` installs the libraries next to the project's own environment and runs all rows. A row
 is predicted from shapes alone; otherwise it has the reason why the model was measured instead, or
 why a class of the same layout was.
 

@@ -1,4 +1,4 @@
-"""Install libraries beside the project's environment, in one of their own.
+"""Install libraries in an environment of their own, next to the project's.
 
 Other libraries change their behaviour where they find each other, so the tests' environment stays
 without them. Dependencies are listed in the requirements and not resolved, since a resolver would

@@ -42,7 +42,7 @@ _hooked: list[bool] = []
 
 
 class Ground:
-    """A run with two states, the second forged, beside files that must stay unchanged."""
+    """A run with two states, the second forged, next to files that must stay unchanged."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.run = root, root / "runs/victim"
@@ -79,7 +79,7 @@ class Ground:
         )
 
     def forge_index(self, change: Callable[[dict[str, Any]], None]) -> None:
-        """Forge the index of the tensors in the state beside them."""
+        """Forge the index of the tensors in the state next to them."""
         content = load((self.run / STEP / STATE_FILE_NAME).read_bytes())
         change(content["index"])
         self.forge(STEP, STATE_FILE_NAME, dump(content))

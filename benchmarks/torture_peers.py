@@ -3,7 +3,7 @@
     python -m torture_peers --peer dcp --json evidence/peers_torture.json
     python -m torture_peers --page skills/checkpoint-policy/references/peers.md
 
-`make torture PEER=dcp` installs the library beside the project's environment first. Counts add up
+`make torture PEER=dcp` installs the library next to the project's environment first. Counts add up
 over runs with the same versions, and each run draws other kills. It forks, and needs Linux.
 
 Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.

@@ -3,7 +3,7 @@
     python benchmarks/zoo.py --json evidence/zoo.json   # all: more than an hour on two cores
     python benchmarks/zoo.py --only bert vit_pytorch    # some, printed
 
-`make zoo` installs the libraries beside the project's own environment and runs all models. Models
+`make zoo` installs the libraries next to the project's own environment and runs all models. Models
 that an earlier run recorded in the same file are skipped with `--resume`.
 Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 """

@@ -306,7 +306,7 @@ def new_run(config: Config) -> Path:
 
 
 def note_resumed(folder: Path, config: Config, *, step: int) -> None:
-    """Write the configuration of a resumed run beside the first one, if they differ."""
+    """Write the configuration of a resumed run next to the first one, if they differ."""
     text = config.to_yaml()
     first = folder / "config.yaml"
     if not first.is_file() or first.read_text(encoding="utf-8") != text:

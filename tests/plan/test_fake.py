@@ -90,7 +90,7 @@ def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
 
 
 def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
-    """Return bytes kept beside query, key and value, and the kernels of forward and backward."""
+    """Return bytes kept besides query, key and value, and the kernels of forward and backward."""
     with pretended(kernels=kernels), LiveStorages() as storages, Names() as names:
         query = torch.randn(2, 4, 96, 64, dtype=dtype, requires_grad=True)
         key, value = (

@@ -25,7 +25,7 @@ STATE = "optimizer state"
 
 
 class Lion(torch.optim.Optimizer):
-    """Sign of a moving average; it keeps an attribute beside its groups and its state."""
+    """Sign of a moving average; it keeps an attribute besides its groups and its state."""
 
     def __init__(self, parameters, lr=1e-4, slow=0.99):
         super().__init__(parameters, {"lr": lr})

@@ -39,7 +39,7 @@ COMPARED = (
     "ddp, window",
     "tp",
 )
-# Mistakes in a program, each beside the program without it.
+# Mistakes in a program, each next to the program without it.
 MISTAKES = {
     "fsdp2, norms left out": "fsdp2",
     "fsdp2, window, never synced": "fsdp2, window",

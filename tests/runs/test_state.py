@@ -239,7 +239,7 @@ def test_scaler_extra_objects_and_generators_continue(store):
 
 
 def test_a_load_writes_into_the_optimizers_tensors(store):
-    """Two sets of moments would not fit beside each other on a full GPU."""
+    """Two sets of moments would not fit next to each other on a full GPU."""
 
     def trained(seed):
         state = new_state(seed=seed)

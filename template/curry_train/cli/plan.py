@@ -60,7 +60,7 @@ def _meshes(texts: tuple[str, ...]) -> list[dict[str, int]]:
     return [parse_mesh(text) for text in texts]
 
 
-# Values of --reshard-after-forward beside a number of ranks.
+# Values of --reshard-after-forward other than a number of ranks.
 RESHARD_WORDS = {"yes": True, "no": False}
 
 

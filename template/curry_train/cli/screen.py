@@ -237,7 +237,7 @@ class ScreenCommand(click.Command):
 
 
 class LazyGroup(ScreenCommand, click.Group):
-    """A group of commands in modules beside this one, so that `--help` does not import torch.
+    """A group of commands in modules of this folder, so that `--help` does not import torch.
 
     `lazy` maps the name of a command to its place, as `module:attribute`, and its summary.
     """

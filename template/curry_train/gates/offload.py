@@ -148,7 +148,7 @@ def _held_at_best(case: Case, names: Sequence[str]) -> int:
         return storages.bytes_alive
 
 
-# A host beside the device, also where the device is a CPU.
+# A host next to the device, also where the device is a CPU.
 
 
 @contextlib.contextmanager

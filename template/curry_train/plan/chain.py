@@ -66,7 +66,7 @@ class PricedChain:
     """The blocks of a model in their order, at one microbatch size."""
 
     blocks: tuple[PricedBlock, ...]
-    head: int = 0  # bytes beside the held ones before the first backward
+    head: int = 0  # bytes besides the held ones before the first backward
     floor: int = 0  # bytes that the step takes whatever the blocks do
     plain_seconds: float = 0.0  # of forward and backward without recompute
 

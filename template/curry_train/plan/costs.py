@@ -47,7 +47,7 @@ class Measured:
     """Costs of a block under one option."""
 
     held: int  # bytes held after forward
-    transient: int  # the most bytes beside the held ones during backward
+    transient: int  # the most bytes besides the held ones during backward
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation
     again: Any  # 1 for operations of forward and recompute, which selective recompute slows down

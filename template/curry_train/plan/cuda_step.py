@@ -47,7 +47,7 @@ def workspace_of(card: str) -> int:
 
 
 def context_of(trace: "StepTrace", measured: int | None = None) -> int:
-    """Return the bytes of a process beside its tensors: as measured, or as usual."""
+    """Return the bytes of a process besides its tensors: as measured, or as usual."""
     if measured is not None:
         return measured
     return CONTEXT_BYTES + (CUDNN_BYTES if trace.convolutions else 0)

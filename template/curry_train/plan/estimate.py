@@ -185,8 +185,8 @@ class StepEstimate:
     fixed: int  # parameters, buffers, batch and optimizer state
     gradients: int  # of all trainable parameters
     head_gradients: int  # gradients that exist before the backward of the blocks starts
-    rest: int  # all other bytes outside the blocks at that moment, beside the fixed ones
-    head: int  # most bytes beside fixed and blocks from the last forward to the first backward
+    rest: int  # all other bytes outside the blocks at that moment, besides the fixed ones
+    head: int  # most bytes besides fixed and blocks from the last forward to the first backward
     step: int  # most bytes while the optimizer steps
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward

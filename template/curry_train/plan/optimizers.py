@@ -32,7 +32,7 @@ from ..primitives.grad_accum import StepInBackward
 from ..workloads.models import import_callable
 from ..workloads.optimizers import SteppedOnHost, stepped_on_host
 
-# Copies of an optimizer, with what its class keeps beside its state.
+# Copies of an optimizer, with what its class keeps besides its state.
 
 # A copy of these is part of a copied optimizer; other objects are shared.
 OWNED_TYPES = (Tensor, dict, list, set, torch.optim.Optimizer)

@@ -80,7 +80,7 @@ INNER_FRAMES = 12
 # Logits are made at most so many allocations before the loss reads them.
 LOGITS_WINDOW = 8
 SMALLEST_LOGITS = MIB
-# Numbers for each parameter that a training can hold beside it.
+# Numbers that a training can hold for each parameter, besides the parameter.
 MOST_COPIES = 8
 SMALLEST_MATRIX = 64 * 1024
 CHUNKS_OF_LOSS = 8

@@ -492,7 +492,7 @@ class Planner:
             yield "several GPUs: curry-train plan --fits h100 finds how many are enough"
 
     def _lever_peaks(self, least: Candidate, step: StepEstimate) -> Iterator[tuple[str, int]]:
-        """Yield changes beside the model, each with the peak that the least one would become."""
+        """Yield changes outside the model, each with the peak that the least one would become."""
         trace = self.card.trace_of(self.whole_steps.step(least))
         if trace is not None:
             expandable = self.card.memory(trace, EXPANDABLE).reserved_bytes

@@ -310,7 +310,7 @@ def time_of_course(
     times = profile.operation_seconds(scale * course.flops, scale * course.moved, dtype=dtype)
     times = numpy.where(course.moved > 0, times, 0.0)
     times[[*course.collectives]] = 0.0
-    # The copies around collectives run on streams of their own, beside the computation.
+    # The copies around collectives run on streams of their own, in parallel with the computation.
     compute = float(times[numpy.array(course.streams) == 0].sum())
     communication = sum(links.seconds(one) for one in course.collectives.values())
     exposed = max(0.0, _end_of_course(course, links, times.tolist()) - compute)

@@ -447,7 +447,7 @@ class _Placement:
         return self.bounds[place] if place < len(self.bounds) else address
 
     def _block_bytes(self, life: BlockLife) -> int:
-        """Return the bytes of a block, given the blocks beside it."""
+        """Return the bytes of a block, given the blocks next to it."""
         size = self.settings.rounded(life.requested_bytes)
         rest = self._bound(life.address) - life.address - size
         limit = self.settings.max_split_bytes

@@ -4,7 +4,7 @@
     optimizer = make(copy_of_module)
 
 What other libraries need is here alone: torchao's optimizer on the host, which can be made only
-where there is a GPU, and the settings that bitsandbytes keeps beside its parameter groups.
+where there is a GPU, and the settings that bitsandbytes keeps besides its parameter groups.
 
 Proof: `python -m pytest tests/workloads/test_from_trainer.py tests/workloads/test_from_script.py`.
 """
