@@ -29,7 +29,7 @@ for variable_of_make in (
 def pytest_configure(config: pytest.Config) -> None:
     """Keep each worker, and the processes that its tests start, on a core of its own.
 
-    Commands start as many processes as they find cores, and every one imports torch; next to another
+    Commands start as many processes as they find cores, and every one imports torch; with another
     worker that takes half as long again as on one core.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER")

@@ -3,8 +3,8 @@
     python benchmarks/finetune.py --json evidence/finetune.json   # all: minutes on two cores
     python benchmarks/finetune.py --only Lion lora mixtral        # some, printed
 
-`make finetune` installs the libraries next to the project's own environment and runs all rows. A row
-is predicted from shapes alone; otherwise it has the reason why the model was measured instead, or
+`make finetune` installs the libraries in an environment of their own and runs all rows. A row is
+predicted from shapes alone; otherwise it has the reason why the model was measured instead, or
 why a class of the same layout was.
 
 Proof: `python -m pytest tests/benchmarks/test_finetune.py`.

@@ -115,7 +115,9 @@ BESIDE = {"lightning_cli": "jsonargparse"}
 def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatch, name):
     """And nothing was written, in finally blocks and at the exit of Python too."""
     if name in BESIDE:
-        pytest.importorskip(BESIDE[name], reason=f"{BESIDE[name]} is in another environment: make long has it")
+        pytest.importorskip(
+            BESIDE[name], reason=f"{BESIDE[name]} is in another environment: make long has it"
+        )
     at_exit = []
     unregister = atexit.unregister
     monkeypatch.setattr(atexit, "unregister", lambda one: (at_exit.append(one), unregister(one)))
