@@ -6,6 +6,7 @@ python -m pytest tests/house/test_house.py
 import ast
 import importlib
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,26 @@ WORKPLACE_WORD = re.compile(
 TOLERATED_PRIVATE_NAMES = ("torch.utils._pytree.", "torch.utils._python_dispatch.TorchDispatchMode")
 LINK = re.compile(r"""(?:\]\(|\bsrc(?:set)?=")([^)\s#":]+)[)\s#"]""")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+
+# Thousands of Python tokens that a reader of each folder has to hold at most. Lower a number when
+# its folder has become lighter; a capability that is added takes out what it makes superfluous.
+BUDGETS = {
+    f"{PACKAGE}/core": 16,
+    f"{PACKAGE}/primitives": 46,
+    f"{PACKAGE}/runs": 58,
+    f"{PACKAGE}/workloads": 22,
+    f"{PACKAGE}/plan": 57,
+    f"{PACKAGE}/bench": 7,
+    f"{PACKAGE}/gates": 60,
+    f"{PACKAGE}/cli": 52,
+    PACKAGE: 320,
+    "tests": 350,
+    "benchmarks": 62,
+}
+LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
 
 # Names that users and their agents rely on, by the module that they import them from.
 PUBLIC_NAMES = {
@@ -60,7 +81,7 @@ def imports_inside_the_package_are_relative(root: Path) -> list[str]:
     return [
         f"{path.relative_to(root)}:{node.lineno} imports curry_train by name: write a relative "
         "import, so that a copy works under another name"
-        for path in _modules(root)
+        for path in _python_files(root, PACKAGE)
         for node in ast.walk(_parse(path))
         if "curry_train" in {name.partition(".")[0] for name in _absolute_imports(node)}
     ]
@@ -69,7 +90,7 @@ def imports_inside_the_package_are_relative(root: Path) -> list[str]:
 def private_torch_names_stay_in_one_module(root: Path) -> list[str]:
     """A private name of torch is used in one module, so that a new torch breaks one place."""
     users: dict[str, set[str]] = defaultdict(set)
-    for path in _modules(root):
+    for path in _python_files(root, PACKAGE):
         for name in _private_torch_names(_parse(path)):
             users[name].add(path.relative_to(root).as_posix())
     return [
@@ -116,13 +137,35 @@ def techniques_are_complete(root: Path) -> list[str]:
     return violations
 
 
+def rooms_keep_their_budgets(root: Path) -> list[str]:
+    """A folder has no more tokens than its budget; comments, docstrings and layout are free."""
+    violations = []
+    for folder, budget in BUDGETS.items():
+        weight = sum(map(_num_tokens, _python_files(root, folder)))
+        if weight > 1000 * budget:
+            violations.append(
+                f"{folder} has {weight:,} tokens of {budget},000: take out what is superfluous"
+            )
+    return violations
+
+
 RULES = (
     imports_inside_the_package_are_relative,
     private_torch_names_stay_in_one_module,
     nothing_mentions_the_workplace,
     links_lead_somewhere,
     techniques_are_complete,
+    rooms_keep_their_budgets,
 )
+
+
+def _num_tokens(path: Path) -> int:
+    with tokenize.open(path) as file:
+        tokens = [one.type for one in tokenize.generate_tokens(file.readline)]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(_parse(path)) if isinstance(node, documented)]
+    num_docstrings = sum(ast.get_docstring(node, clean=False) is not None for node in nodes)
+    return sum(one not in LAYOUT for one in tokens) - num_docstrings
 
 
 def _gaps(skill: Skill, root: Path) -> Iterator[str]:
@@ -140,8 +183,8 @@ def _binds_gates(path: Path) -> bool:
     return path.is_file() and re.search(r"^GATES\b", path.read_text(), re.MULTILINE) is not None
 
 
-def _modules(root: Path) -> list[Path]:
-    return [path for path in files(root, PACKAGE) if path.suffix == ".py"]
+def _python_files(root: Path, folder: str) -> list[Path]:
+    return [path for path in files(root, folder) if path.suffix == ".py"]
 
 
 def _parse(path: Path) -> ast.Module:

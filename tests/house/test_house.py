@@ -14,6 +14,7 @@ from rules import (
     missing_names,
     nothing_mentions_the_workplace,
     private_torch_names_stay_in_one_module,
+    rooms_keep_their_budgets,
     techniques_are_complete,
 )
 from tree import ROOT, files, skills
@@ -79,6 +80,11 @@ PLANTED = [
         techniques_are_complete,
         {f"{PACKAGE}/gates/other.py": "GATES: tuple = ()\n"},
         "gates/other.py binds GATES and has no skill",
+    ),
+    (
+        rooms_keep_their_budgets,
+        {f"{PACKAGE}/bench/new.py": '"""Free."""\n# Free.\n' + "x = 1\n" * 2500},
+        "bench has 7,500 tokens of",
     ),
 ]
 
