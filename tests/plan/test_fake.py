@@ -52,7 +52,7 @@ class Names(TorchDispatchMode):
 # What CUDA's kernels keep.
 
 
-def check_block_of_8b():
+def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
     tokens = 4096
     width = 4096
     heads = 32
@@ -83,10 +83,6 @@ def check_block_of_8b():
     assert [block.held for block in blocks.values()] == [kept + stream] * 2  # and its own output
     norms, matrices = 2 * width, 2 * width * width + 2 * width * kv_heads * row + 3 * width * hidden
     assert {block.gradients for block in blocks.values()} == {half * (norms + matrices)}
-
-
-def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
-    check_block_of_8b()
 
 
 def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
