@@ -66,7 +66,7 @@ def copy_steps(original: torch.optim.Optimizer, copied: torch.optim.Optimizer) -
         return
     modes = function_modes()
     for part in copied.parts.values():
-        part.step = _in_modes(part.step, modes)  # type: ignore[method-assign]
+        part.step = in_modes(part.step, modes)  # type: ignore[method-assign]
     copied.attach()
     try:
         with original.paused():
@@ -75,12 +75,12 @@ def copy_steps(original: torch.optim.Optimizer, copied: torch.optim.Optimizer) -
         copied.detach()
 
 
-def _in_modes(step: Callable[..., Any], modes: list[Any]) -> Callable[..., Any]:
-    """Return a step in these function modes, which torch leaves while it runs backward."""
+def in_modes(function: Callable[..., Any], modes: list[Any]) -> Callable[..., Any]:
+    """Return a function in these function modes, which torch leaves while it runs backward."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with function_modes_as(modes):
-            return step(*args)
+            return function(*args, **kwargs)
 
     return run
 

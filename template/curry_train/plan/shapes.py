@@ -33,14 +33,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded
 from ..core.measure import local_tensors
+from ..core.rerun import function_modes
 from ..core.wording import format_bytes
 from ..workloads.optimizers import SteppedOnHost
 from ..workloads.workload import Case, map_tensors
-from .optimizers import ValuesInSteps, capturable_anywhere, take_eagerly
+from .optimizers import ValuesInSteps, capturable_anywhere, in_modes, take_eagerly
 
 # Corrections of fake tensor kernels that differ from the real ones.
 
@@ -442,6 +444,8 @@ def pretended(
         mock.patch.object(nn.Module, "_apply", _apply),
         # In torch 2.13 this redraws until all values are in range, which never ends without values.
         mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
+        _recomputes_in_modes(checkpoint, "_checkpoint_without_reentrant_generator"),
+        _recomputes_in_modes(checkpoint.CheckpointFunction, "apply"),
         mode,
         as_on_cuda(here.copies) if here.cuda else nothing,
         capturable_anywhere() if here.cuda else nothing,
@@ -449,6 +453,19 @@ def pretended(
         here,
     ):
         yield mode
+
+
+def _recomputes_in_modes(owner: Any, name: str) -> Any:
+    """Patch a function of torch's checkpoint: the first argument runs in the modes of its forward.
+
+    Torch recomputes in backward, where `_Here` and the user's function modes are not active.
+    """
+    original = getattr(owner, name)
+
+    def patched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(in_modes(function, function_modes()), *args, **kwargs)
+
+    return mock.patch.object(owner, name, patched)
 
 
 def host_bytes(optimizer: torch.optim.Optimizer) -> int:
