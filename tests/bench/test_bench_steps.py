@@ -132,7 +132,7 @@ def test_accumulation_lowers_the_peak_and_does_the_same_work():
 def test_a_batch_that_does_not_divide_has_uneven_microbatches_without_a_sample_lost():
     step = TrainingStep(Case(SMALL, batch_size=5), find_lever("accumulate=3"))
     assert [len(each["tokens"]) for each in step.window] == [2, 2, 1]
-    assert step.num_terms == 5 * 16
+    assert step.window.num_terms == 5 * 16
 
 
 def test_steps_share_weights_and_moments_and_leave_them():

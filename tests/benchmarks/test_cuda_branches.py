@@ -13,9 +13,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from curry_train.bench import savings
-from curry_train.bench.steps import TrainingStep
 from curry_train.core import generators as core_generators
 from curry_train.core import measure, parity
+from curry_train.core.timing import wait_for
 from curry_train.core.wording import provenance
 from curry_train.gates import memory_plan
 from curry_train.gates.verdict import NotApplicable
@@ -288,11 +288,9 @@ def test_what_no_layer_owns_is_the_rest_of_what_the_allocator_counts(counted, mo
 
 
 def test_a_step_waits_for_its_device_and_a_record_names_the_card(counted, monkeypatch):
-    step = TrainingStep(Case(mlp(depth=1, width=4)))
-    step.wait()
+    wait_for(torch.device("cpu"))
     assert counted.calls == []
-    step.device = CUDA
-    step.wait()
+    wait_for(CUDA)
     assert counted.calls == ["synchronize"]
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")

@@ -67,6 +67,9 @@ grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
 train --trainer made.py:blocks              | takes no --trainer, give a factory
 memory                                      | give either --model or --snapshot
+memory --model bert                         | no workload is called 'bert'
+memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
+memory --model mlp --plot absent/step.png   | create it first
 plan --model mlp                            | a plan needs a --budget
 PLAN --budget 24                            | '24' has no unit: write 24GiB
 PLAN --budget 0                             | must be at least 1 byte

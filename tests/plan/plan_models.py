@@ -100,3 +100,19 @@ def gpt2():
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     )
+
+
+class MomentsMadeAnew(torch.optim.Optimizer):
+    """Replace both moments in each step instead of changing them in place."""
+
+    def __init__(self, module):
+        super().__init__(module.parameters(), {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            for name in ("first", "second"):
+                before = state.get(name, torch.zeros_like(parameter))
+                state[name] = 0.9 * before + parameter.grad
+            parameter -= state["first"]

@@ -48,7 +48,7 @@ class Recorder:
             if grown:
                 action = "segment_map" if self.expandable else "segment_alloc"
                 self.event(action, base + before.get(base, 0), grown, stream, frames)
-                self.segments[base] = (stream, block.pool.small)
+                self.segments[base] = stream
         self.event("alloc", block.address, num_bytes, stream, frames)
         self.live[block.address] = (block, num_bytes, stream, [*frames])
         return block
@@ -62,7 +62,7 @@ class Recorder:
     def empty_cache(self):
         before = dict(self.allocator.segments)
         for base in self.allocator.empty_cache():
-            stream, _ = self.segments[base]
+            stream = self.segments[base]
             left = self.allocator.segments.get(base, 0)
             action = "segment_unmap" if self.expandable else "segment_free"
             self.event(action, base + left, before[base] - left, stream)
@@ -76,7 +76,6 @@ class Recorder:
         for base, size in sorted(self.allocator.segments.items()):
             if not size:
                 continue
-            stream, small = self.segments[base]
             blocks = []
             position = base
             first = bisect.bisect_left(addresses, base)
@@ -96,20 +95,14 @@ class Recorder:
                 position = address + block.num_bytes
             if position < base + size:
                 blocks.append(free_block(position, base + size - position))
-            used = sum(b["size"] for b in blocks if b["state"] != "inactive")
             rows.append(
                 {
                     "device": self.device,
                     "address": base,
                     "total_size": size,
-                    "allocated_size": used,
-                    "active_size": used,
-                    "requested_size": sum(b["requested_size"] for b in blocks),
-                    "stream": stream,
-                    "segment_type": "small" if small else "large",
+                    "stream": self.segments[base],
                     "segment_pool_id": (0, 0),
                     "is_expandable": self.expandable,
-                    "frames": [],
                     "blocks": blocks,
                 }
             )
@@ -150,14 +143,13 @@ def from_trace(trace):
             continue
         address, num_bytes, stream, used = item
         base = address * ADDRESS_UNIT
-        small = num_bytes == SMALL_SEGMENT
-        recorder.segments[base] = (stream, small)
+        recorder.segments[base] = stream
         found = add_segment(
             recorder.allocator,
             base,
             num_bytes,
             stream=stream,
-            small=small,
+            small=num_bytes == SMALL_SEGMENT,
             used=[(base + offset * ADDRESS_UNIT, size) for offset, size in used],
         )
         for block in found:
@@ -185,8 +177,8 @@ def from_trace(trace):
     return recorder.snapshot()
 
 
-def write(path, snapshot, *, protocol=4):
-    path.write_bytes(pickle.dumps(snapshot, protocol=protocol))
+def write(path, snapshot):
+    path.write_bytes(pickle.dumps(snapshot, protocol=4))
     return path
 
 

@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
+from plan_models import MomentsMadeAnew
 from torch import nn
 
 from curry_train.cli.main import main
@@ -145,25 +146,6 @@ def adamw(**options):
     return lambda module: torch.optim.AdamW(module.parameters(), **options)
 
 
-class MomentsMadeAnew(torch.optim.Optimizer):
-    """Replace both moments in each step instead of changing them in place."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                for name in ("first", "second"):
-                    before = state.get(name)
-                    if before is None:
-                        before = torch.zeros_like(parameter.grad)
-                    state[name] = 0.9 * before + parameter.grad
-                parameter -= state["first"]
-
-
 def test_foreach_copies_all_parameters_for_a_moment_and_fused_does_not():
     depth = 8
     found = {
@@ -181,7 +163,7 @@ def test_foreach_copies_all_parameters_for_a_moment_and_fused_does_not():
 
 
 def test_state_that_is_made_anew_does_not_pile_up():
-    workload = squares(lambda module: MomentsMadeAnew(module.parameters()), depth=4)
+    workload = squares(MomentsMadeAnew, depth=4)
     trace = trace_of_step(workload)
     few = cuda_memory(trace, num_steps=2)
     many = cuda_memory(trace, num_steps=6)
@@ -231,15 +213,10 @@ def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
 
 
 def test_the_budget_of_a_card_is_what_cuda_gives_of_it():
-    with Planner(mlp(depth=2, width=64), device="rtx4090", chunked_loss=False) as planner:
+    options = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 2**30}
+    with Planner(mlp(depth=2, width=64), **options) as planner:
         plan = planner.plan(24 * 2**30, global_batch=2)
     assert plan.cuda["limit_bytes"] == round(23.6 * 2**30)
-
-
-def test_the_context_is_an_option():
-    options = {"device": "h100", "chunked_loss": False}
-    with Planner(mlp(depth=2, width=64), context_bytes=2**30, **options) as planner:
-        plan = planner.plan(2**32, global_batch=2)
     assert plan.peak_bytes == plan.cuda["reserved_bytes"] + 2**30
 
 

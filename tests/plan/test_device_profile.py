@@ -3,7 +3,6 @@
 python -m pytest tests/plan/test_device_profile.py
 """
 
-import dataclasses
 import time
 
 import numpy
@@ -23,9 +22,9 @@ NO_GPU = "needs a CUDA device, and torch sees none"
 GIB = 2**30
 
 
-def plain_profile(**changes):
+def plain_profile():
     """Return a profile of 10 or 20 FLOP/s, 5 bytes/s, and at least half a second."""
-    profile = DeviceProfile(
+    return DeviceProfile(
         name="plain",
         flops_per_second={"float32": 10.0, "bfloat16": 20.0},
         bytes_per_second=5.0,
@@ -36,7 +35,6 @@ def plain_profile(**changes):
         memory_bytes=None,
         source="measured",
     )
-    return dataclasses.replace(profile, **changes)
 
 
 @pytest.fixture
@@ -95,6 +93,7 @@ def test_the_data_sheets_are_as_published():
     )
     for name, (single, half, bandwidth, link, memory) in sheets.items():
         profile = PROFILES[name]
+        assert profile.name == name
         rates = {"float32": 0.7 * single, "bfloat16": 0.7 * half, "float16": 0.7 * half}
         assert profile.flops_per_second == pytest.approx(rates)
         assert profile.bytes_per_second == pytest.approx(0.85 * bandwidth)
@@ -102,25 +101,9 @@ def test_the_data_sheets_are_as_published():
         assert profile.memory_bytes == memory * GIB
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_profiles_have_possible_values_only(name):
-    profile = PROFILES[name]
-    rates = profile.flops_per_second
-    assert profile.name == name
-    assert set(rates) == {"float32", "bfloat16", "float16"}
-    assert 1e9 < min(rates.values()) <= max(rates.values()) < 1e15
-    assert 1e9 < profile.bytes_per_second < 1e13
-    assert 0 < profile.regions_seconds < profile.sac_seconds / 8
-    assert 1e-6 <= profile.dispatch_seconds <= profile.sac_seconds <= 1e-4
-    if name == "cpu":
-        assert (profile.source, profile.host_bytes_per_second, profile.memory_bytes) == (
-            "measured",
-            None,
-            None,
-        )
-    else:
-        assert rates["bfloat16"] == rates["float16"] > rates["float32"]
-        assert 1e9 < profile.host_bytes_per_second < profile.bytes_per_second
+def test_regions_add_less_to_an_operation_than_policies():
+    for profile in PROFILES.values():
+        assert 0 < profile.regions_seconds < profile.sac_seconds / 8
 
 
 def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
@@ -136,26 +119,6 @@ def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
         ValueError, match=r"there is no profile 'zzz'. Use one of: .*rtx4090, cpu, measured"
     ):
         find_profile("zzz")
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"flops_per_second": {}}, "flops_per_second of the profile 'plain' must be a mapping"),
-        (
-            {"flops_per_second": {"float32": 0.0}},
-            "flops_per_second of float32 .* must be a number above 0, got 0.0",
-        ),
-        ({"bytes_per_second": float("nan")}, "bytes_per_second .* got nan"),
-        ({"host_bytes_per_second": -1.0}, "host_bytes_per_second .* got -1.0"),
-        ({"dispatch_seconds": "1"}, "dispatch_seconds .* got '1'"),
-        ({"sac_seconds": -1.0}, "sac_seconds .* must be a number of at least 0, got -1.0"),
-        ({"memory_bytes": 0}, "memory_bytes .* got 0"),
-    ],
-)
-def test_impossible_figures_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        plain_profile(**changes)
 
 
 # Devices of this machine.

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_models import MomentsMadeAnew
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -303,20 +304,6 @@ def test_optimizers_are_torchs_own(optimizer, kernels):
         check(sketch, real, 3)
 
 
-class MomentsMadeAnew(torch.optim.Optimizer):
-    """Replace its moment in each step, and free the old one."""
-
-    def __init__(self, module):
-        super().__init__(module.parameters(), {})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            before = self.state[parameter].get("moment", torch.zeros_like(parameter))
-            self.state[parameter]["moment"] = 0.9 * before + parameter.grad
-            parameter -= self.state[parameter]["moment"]
-
-
 @pytest.mark.parametrize(
     "optimizer",
     [MomentsMadeAnew, lambda module: torch.optim.AdamW(module.parameters(), amsgrad=True)],
@@ -437,7 +424,8 @@ TOLD = {
 }
 
 
-def check_reason(name):
+@pytest.mark.parametrize("name", TOLD)
+def test_steps_that_depend_on_values_are_measured_with_the_reason(name):
     build, message = TOLD[name]
     optimizer = (
         "sgd-momentum" if name == "sparse rows" else "adamw"
@@ -445,11 +433,6 @@ def check_reason(name):
     sketch = check_workload(from_factory(lambda: (build(), ROWS)), optimizer=optimizer)
     assert sketch.why_real is not None
     assert re.search(message, sketch.why_real), sketch.why_real
-
-
-@pytest.mark.parametrize("name", TOLD)
-def test_steps_that_depend_on_values_are_measured_with_the_reason(name):
-    check_reason(name)
 
 
 def test_token_ids_have_values_and_shapes_may_depend_on_them():

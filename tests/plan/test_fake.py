@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from warm_python import warm_python
 
 import curry_train
@@ -52,7 +53,7 @@ class Names(TorchDispatchMode):
 # What CUDA's kernels keep.
 
 
-def check_block_of_8b():
+def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
     tokens = 4096
     width = 4096
     heads = 32
@@ -83,10 +84,6 @@ def check_block_of_8b():
     assert [block.held for block in blocks.values()] == [kept + stream] * 2  # and its own output
     norms, matrices = 2 * width, 2 * width * width + 2 * width * kv_heads * row + 3 * width * hidden
     assert {block.gradients for block in blocks.values()} == {half * (norms + matrices)}
-
-
-def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
-    check_block_of_8b()
 
 
 def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
@@ -153,6 +150,50 @@ def test_rms_norm_keeps_its_input_and_a_number_for_each_row(entry):
             output.sum().backward()
             assert weight.grad.shape == (64,)
         assert found == kept if kept else found >= 3 * 2 * 96 * 64
+
+
+def test_torchs_checkpoint_recomputes_an_rms_norm_as_it_ran():
+    layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.GELU())
+    shapes_alone = Workload("own", lambda: Checkpointed(layer), rows_of_64, square)
+    with Sketch(shapes_alone, kernels="cuda") as sketch:
+        held = sketch.step(4).timeline.after["forward"]
+        plain = sketch.step(4, change=lambda module: setattr(module, "recomputes", False))
+    assert sketch.why_real is None
+    # The norm's number for each row, the inputs of Linear and of GELU; GELU's output is the loss's.
+    assert plain.timeline.after["forward"] - held == 4 * (1 + 64 + 64) * 4
+
+
+class Checkpointed(nn.Module):
+    """Call a layer in torch's own checkpoint."""
+
+    recomputes = True
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        x = x * 1
+        return checkpoint(self.layer, x, use_reentrant=False) if self.recomputes else self.layer(x)
+
+
+def rows_of_64(size):
+    return torch.randn(size, 64)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_torchs_checkpoint_recomputes_under_the_autocast_of_cuda(use_reentrant):
+    """Autocast of the CPU runs the norm in bfloat16."""
+    dtypes = []
+
+    def normed(x):
+        dtypes.append(F.layer_norm(x @ x, (64,)).dtype)
+        return x @ x
+
+    with pretended(kernels="cuda"), torch.autocast("cuda", dtype=torch.bfloat16):
+        x = torch.randn(64, 64, requires_grad=True)
+        checkpoint(normed, x, use_reentrant=use_reentrant).sum().backward()
+    assert dtypes == [torch.float32, torch.float32]
 
 
 def test_autocast_for_cuda_is_on_where_cuda_is_meant():

@@ -21,7 +21,7 @@ def theirs():
 
 
 def ours():
-    return KernelsAsTheyRun(allow_non_fake_inputs=True)
+    return KernelsAsTheyRun()
 
 
 def test_a_view_of_a_tensor_with_values_has_them():

@@ -107,11 +107,8 @@ class PlantedPeaks:
         count = self.of(sketch.sharding, change, search.card.limit()[0])
         _, peaks, _ = self.table[sketch.sharding.mesh_text]
         # What the change needs with chunks and without them.
-        floor = min(
-            peak for one, peak in peaks.items() if {*one} - {CHUNKED} == {*change} - {CHUNKED}
-        )
-        blocks = {"": SimpleNamespace(held=floor)}
-        return count, SimpleNamespace(trace=None, fixed=0, blocks=blocks)
+        whole = {*change} - {CHUNKED}
+        return count, min(peak for one, peak in peaks.items() if {*one} - {CHUNKED} == whole)
 
     def of(self, sharding, change, limit):
         key = sharding.mesh_text

@@ -226,19 +226,6 @@ def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
             planner.plan(2**40, global_batch=4, microbatch=1)
 
 
-@pytest.mark.long  # test_chain has the same share for chains
-def test_a_budget_that_binds_a_deep_model_is_used():
-    workload = transformer(depth=6, dim=64, length=32)
-    with Planner(workload, without=(SAC_KIND,), chunked_loss=False) as planner:
-        plain = planner.plan(2**40, global_batch=MICRO, microbatch=MICRO).peak_bytes
-        full = dict.fromkeys((f"layers.{index}" for index in range(6)), Option(FULL_KIND))
-        least = planner.whole_steps.whole(Candidate(MICRO, 1, False, 0, None, full)).peak_bytes
-        for share in (0.2, 0.5):
-            budget = round(least + share * (plain - least))
-            found = planner.plan(budget, global_batch=MICRO, microbatch=MICRO)
-            assert 0.97 * budget <= found.peak_bytes <= budget, share
-
-
 # No combination that fits is faster.
 
 

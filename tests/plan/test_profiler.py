@@ -161,15 +161,11 @@ class Caller(nn.Module):
         return torch.sigmoid(self.own(self.others[0](x)))
 
 
-def call_within_a_call():
-    torch.manual_seed(0)
+def test_bytes_belong_to_the_innermost_layer():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Identity())
     model.append(Caller(model[0]))
-    return {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
-
-
-def test_bytes_belong_to_the_innermost_layer():
-    assert call_within_a_call() == {"0": 2 * 128, "2": 128, "1": 0, REST_LAYER: 4}
+    held = {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
+    assert held == {"0": 2 * 128, "2": 128, "1": 0, REST_LAYER: 4}
 
 
 def test_a_module_shared_by_blocks_counts_where_it_is_called():

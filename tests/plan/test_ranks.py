@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import ranks
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.plan.costs import drop_saved
+from curry_train.plan.costs import Drop
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
@@ -93,12 +93,9 @@ def test_state_is_divided_by_64_to_1024_ranks_and_what_is_gathered_stays():
 
 
 def test_a_world_that_cannot_be_is_refused_in_one_line():
-    for message, sizes, rank in (
-        ("2048 ranks are asked for, and 1024 is the most", {"dp": 2048}, 0),
-        ("rank 4 is none of 4 ranks: use 0 to 3", {"dp": 4}, 4),
-    ):
-        with pytest.raises(ValueError, match=message), one_rank(sizes, rank=rank):
-            pass
+    too_many = pytest.raises(ValueError, match="2048 ranks are asked for, and 1024 is the most")
+    with too_many, one_rank({"dp": 2048}):
+        pass
     in_group = pytest.raises(RuntimeError, match="in a process group already")
     with one_rank({"dp": 2}), in_group, one_rank({"dp": 2}):
         pass
@@ -196,7 +193,7 @@ def test_two_ranks_of_one_world_are_predicted_in_one_process():
 def test_offload_moves_activations_of_a_rank_and_none_of_its_weights(sharding):
     moved = []
     for shared in (Sharding(), sharding):
-        with Sketch(small(depth=1), sharding=shared) as sketch, drop_saved() as offload:
+        with Sketch(small(depth=1), sharding=shared) as sketch, Drop() as offload:
             sketch.step(1, change=lambda module, offload=offload: offload(module, ["layers.0"]))
         moved.append(offload.bytes_away)
     alone, on_a_rank = moved

@@ -58,17 +58,6 @@ def test_a_recorded_trace_has_its_peaks_to_the_byte(tmp_path, path):
     assert history.contradictions == 0
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_every_protocol_of_pickle_is_read(tmp_path, protocol):
-    snapshot = small_snapshot()
-    found = read_snapshot(write(tmp_path / "a.pickle", snapshot, protocol=protocol))
-    assert found == read_snapshot(write(tmp_path / "b.pickle", snapshot))
-    (record,) = found.devices
-    assert [event.action for event in record.events] == [
-        event["action"] for event in snapshot["device_traces"][0]
-    ]
-
-
 def as_written_by_cpp(value, memo):
     """Pickle as torch's C++ does: protocol 2, and containers are stored after they are filled."""
     if isinstance(value, bool) or value is None:
@@ -97,7 +86,11 @@ def test_the_pickle_that_cpp_writes_is_read(tmp_path):
     path = tmp_path / "cpp.pickle"
     path.write_bytes(b"\x80\x02" + as_written_by_cpp(snapshot, {}) + b".")
     assert pickle.loads(path.read_bytes()) == snapshot
-    assert read_snapshot(path) == read_snapshot(write(tmp_path / "python.pickle", snapshot))
+    found = read_snapshot(path)
+    assert found == read_snapshot(write(tmp_path / "python.pickle", snapshot))
+    (record,) = found.devices
+    actions = [event["action"] for event in snapshot["device_traces"][0]]
+    assert [event.action for event in record.events] == actions
 
 
 def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
@@ -200,29 +193,6 @@ def wrong_fields():
         yield good | {"segments": [segment | {"blocks": [block | changed]}]}
 
 
-def bombs():
-    """Yield pickles that would take much memory or time, or run something."""
-    start = b"\x80\x04"
-    yield start + b"\x96" + struct.pack("<Q", 2**40)  # a bytearray of 1 TiB
-    yield start + b"\x8e" + struct.pack("<Q", 2**40)  # bytes
-    yield start + b"\x8d" + struct.pack("<Q", 2**40)  # text
-    yield start + b"\x8b" + struct.pack("<i", 2**30)  # an integer
-    yield start + b"\x8a\xff" + bytes(255)
-    yield start + b"\x95" + struct.pack("<Q", 2**62) + b"]."  # a frame
-    yield start + b"]r" + struct.pack("<I", 2**32 - 1) + b"."  # the memo
-    yield start + b"]" * 100_000 + b"."
-    yield start + b"(" * 100_000 + b"."
-    yield start + b"]\x94" + b"h\x00a" * 50_000 + b"."  # a list that holds itself
-    yield b"I" + b"9" * 100_000 + b"\n."
-    yield b"cos\nsystem\n(S'true'\ntR."
-    yield b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."
-    yield start + b"\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R."
-    yield start + b"\x82\x01."  # an extension
-    yield b"Pwhat\n."
-    yield b""
-    yield b"PK\x03\x04" + bytes(100)
-
-
 def shared_lists():
     """Return a snapshot whose lists hold each other: many entries in few bytes."""
     event = {"action": "alloc", "addr": 512, "size": 512, "stream": 0}
@@ -231,7 +201,11 @@ def shared_lists():
 
 
 def hostile_files(whole, folder):
-    yield from bombs()
+    # Forged pickles are in tests/core/test_unpickle.py.
+    yield b"]" * 100_000 + b"."
+    yield b"]\x94" + b"h\x00a" * 50_000 + b"."  # a list that holds itself
+    yield b""
+    yield b"PK\x03\x04" + bytes(100)
     yield pickle.dumps(shared_lists())
     yield pickle.dumps({"segments": [Touch(folder / "made")]})
     yield pickle.dumps({"segments": [], "device_traces": [[Touch(folder / "made")]]})
@@ -241,7 +215,7 @@ def hostile_files(whole, folder):
 
 def test_hostile_files_run_nothing_and_are_refused_in_one_line_in_bounded_memory(tmp_path, whole):
     files = list(hostile_files(whole, tmp_path))
-    assert len(files) >= 100
+    assert len(files) >= 89
     path = tmp_path / "hostile.pickle"
     for data in files:
         path.write_bytes(data)

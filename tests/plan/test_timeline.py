@@ -12,9 +12,8 @@ from click.testing import CliRunner
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.cli.figures import plot_course
 from curry_train.cli.main import main
-from curry_train.cli.memory_page import GROUP_COLOURS, course_of_timeline
+from curry_train.cli.memory_page import GROUP_COLOURS
 from curry_train.core.measure import REST_LAYER, measure_memory
 from curry_train.plan import profiler
 from curry_train.plan.timeline import measure_timeline
@@ -80,7 +79,8 @@ def test_a_small_step_by_hand():
     assert timeline.peak.layers == {REST_LAYER: 4}
 
 
-def check_adds_up(name="transformer"):
+@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
+def test_the_owners_add_up_at_every_point(name):
     timeline = measure_timeline(*case_of(name))
     assert len(timeline.points) > 50
     for place, point in enumerate(timeline.points):
@@ -95,33 +95,18 @@ def check_adds_up(name="transformer"):
     assert sum(peak.layers.values()) == peak.owners["activations"]
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_the_owners_add_up_at_every_point(name):
-    check_adds_up(name)
-
-
-def check_against_measure_memory(name="transformer", prepare=lambda module: None):
+def test_forward_and_backward_are_those_of_measure_memory(name, recomputes):
     module, batch, loss = case_of(name)
-    prepare(module)
+    if recomputes:
+        recompute_blocks(module)
     timeline = measure_timeline(module, batch, loss)
     there = sum(timeline.owners[group][0] for group in BEFORE)
     memory = measure_memory(module, batch, loss)
     assert timeline.after["forward"] - there == memory.held_bytes
     highest = max(point.bytes_alive for point in timeline.points if point.phase != "step")
     assert highest - there == memory.peak_bytes
-
-
-@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_forward_and_backward_are_those_of_measure_memory(name):
-    check_against_measure_memory(name)
-
-
-def test_owners_add_up_under_recompute():
-    check_against_measure_memory(prepare=recompute_blocks)
-
-
-def test_a_timeline_is_repeatable():
-    assert measure_timeline(*case_of("transformer")) == measure_timeline(*case_of("transformer"))
 
 
 # Owners of bytes.
@@ -203,12 +188,6 @@ def test_recomputed_tensors_are_activations_of_their_layer(way):
     one_block = 2.2 * 2**20
     alone = [name for name, held in peak.layers.items() if held > 0.9 * one_block]
     assert alone == ["layers.0"]  # the last block to be recomputed, when the most gradients exist
-
-
-def test_layers_are_selected_by_the_pattern():
-    module, batch, loss = case_of("transformer")
-    timeline = measure_timeline(module, batch, loss, blocks="layers.*.feed_forward")
-    assert {f"layers.{index}.feed_forward" for index in range(4)} <= set(timeline.peak.layers)
 
 
 # Side effects and errors.
@@ -304,22 +283,8 @@ def read_size(path):
     return struct.unpack(">II", head[16:24])
 
 
-def test_plot_is_a_picture(tmp_path):
-    plot_course(course_of_timeline(small_step()), GROUP_COLOURS, tmp_path / "step.png")
-    assert read_size(tmp_path / "step.png") == (1650, 690)
-
-
 def test_plot_colours_every_owner():
     assert set(GROUP_COLOURS) == set(profiler.MEMORY_GROUPS)
-
-
-def test_plot_without_matplotlib_names_the_install_command(monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install 'matplotlib>=3\.8'"):
-        plot_course(course_of_timeline(small_step()), GROUP_COLOURS, tmp_path / "step.png")
-    ended = run("--model", "mlp", "--plot", str(tmp_path / "step.png"))
-    assert ended.exit_code == 2
-    assert "pip install 'matplotlib" in ended.output
 
 
 def run(*arguments):
@@ -338,7 +303,7 @@ def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path)
     ):
         assert message in ended.output
     assert max(map(len, ended.output.splitlines())) <= 80
-    assert read_size(tmp_path / "step.png")
+    assert read_size(tmp_path / "step.png") == (1650, 690)
 
 
 def test_memory_writes_json_with_its_origin():
@@ -352,27 +317,3 @@ def test_memory_writes_json_with_its_origin():
     peak = data["timeline"]["peak"]
     assert peak["bytes_alive"] == sum(peak["owners"].values())
     assert "held after forward" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "bert"], "no workload is called 'bert'"),
-        (["--model", "mlp", "--blocks", "layers.*"], "the pattern 'layers.*' matches no module"),
-        (
-            ["--model", "mlp", "--plot", "/absent/step.png"],
-            "the folder of '/absent/step.png' does not exist",
-        ),
-        ([], "give either --model or --snapshot"),
-    ],
-)
-def test_memory_reports_wrong_usage_in_one_line(arguments, message):
-    ended = run(*arguments)
-    assert ended.exit_code == 2
-    assert message in " ".join(ended.output.split())
-    assert "Traceback" not in ended.output
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_memory_without_the_device_ends_with_3():
-    assert run("--model", "mlp", "--device", "cuda").exit_code == 3

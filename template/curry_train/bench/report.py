@@ -16,7 +16,7 @@ import torch
 
 from ..core.generators import seed_generators, seeded
 from ..core.measure import is_out_of_memory
-from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns
+from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
 from ..plan.device import peak_rate
 from ..primitives.grad_accum import NonFiniteWindow
 from ..workloads.workload import Case, Workload, WorkloadError
@@ -116,11 +116,11 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
 
 def timing_notes(rows: Sequence[Figures]) -> list[str]:
     """Warn where step times spread widely."""
-    timed = [row for row in rows if row.step is not None]
-    wide = [row.name for row in timed if row.step is not None and row.step.relative > WIDE_SPREAD]
+    spreads = {row.name: row.step.relative for row in rows if row.step is not None}
+    wide = [name for name, relative in spreads.items() if relative > WIDE_SPREAD]
     if not wide:
         return []
-    which = "all steps" if len(wide) == len(timed) else f"the steps of {', '.join(wide)}"
+    which = "all steps" if len(wide) == len(spreads) else f"the steps of {', '.join(wide)}"
     return [
         f"{which} spread over more than {WIDE_SPREAD:.0%} of their median: do not rely on the "
         "seconds; use the ratios and their intervals, or run on a quiet machine"
@@ -287,7 +287,7 @@ def _time(
         rounds=rounds,
         warmup=warmup,
         clock=clock,
-        wait=alive[0][1].wait,
+        wait=functools.partial(wait_for, case.device),
         before=start_equal,
         tell=show,
     )

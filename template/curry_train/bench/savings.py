@@ -27,6 +27,7 @@ from ..core.generators import seeded, untouched
 from ..core.measure import (
     Flops,
     Memory,
+    bytes_on_device,
     count_flops,
     is_out_of_memory,
     measure_memory,
@@ -34,7 +35,7 @@ from ..core.measure import (
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
-from ..core.timing import paired_ratio, time_in_turns
+from ..core.timing import paired_ratio, time_in_turns, wait_for
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.strategies import STRATEGIES, Sample
@@ -136,12 +137,9 @@ def step_bytes(case: Case, model: nn.Module, size: int) -> int:
     batch = case.batch(size)
     tensors = [*model.parameters(), *model.buffers()]
     map_tensors(batch, tensors.append)
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
-    }
     with seeded(case.seed):
         memory = measure_memory(model, batch, case.workload.mean_loss)
-    return sum(storages.values()) + memory.peak_bytes
+    return bytes_on_device(tensors, case.device) + memory.peak_bytes
 
 
 def check_limit(limit: int, device: torch.device) -> None:
@@ -242,8 +240,11 @@ def measure_savings(
     for row, model in zip(rows, models, strict=True):
         if limit is not None:
             tell(f"{row.strategy}: largest batch")
-            if model is not None and row.outcome in (MEASURED_OUTCOME, OUT_OF_MEMORY_OUTCOME):
-                _find_largest(row, case, model, limit)
+            if model is not None:
+                try:
+                    row.largest_batch = largest_batch(case, model, limit)
+                except ValueError as error:
+                    row.why = str(error)
     return rows
 
 
@@ -355,10 +356,6 @@ def _time_strategies(
         model.zero_grad(set_to_none=True)
         case.workload.mean_loss(model, batch).backward()
 
-    def wait() -> None:
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
-
     def report(turn: int, way: int) -> None:
         tell(f"{timed[way][0].strategy}: step {turn + WARMUP_ROUNDS} of {repeats}")
 
@@ -369,7 +366,7 @@ def _time_strategies(
             [functools.partial(step, model) for _, model in timed],
             rounds=repeats,
             warmup=WARMUP_ROUNDS,
-            wait=wait,
+            wait=functools.partial(wait_for, case.device),
             tell=report,
         )
     plain = seconds[0] if timed[0][0].strategy == REFERENCE_STRATEGY else None
@@ -377,10 +374,3 @@ def _time_strategies(
         ratio = None if plain is None else paired_ratio(taken, plain)
         ratios = (ratio.median, ratio.lower, ratio.upper) if ratio else ()
         row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken), *ratios)
-
-
-def _find_largest(row: SavingsRow, case: Case, model: nn.Module, limit: int) -> None:
-    try:
-        row.largest_batch = largest_batch(case, model, limit)
-    except ValueError as error:
-        row.why = str(error)

@@ -54,10 +54,6 @@ class Lever:
     autocast: torch.dtype | None = None
 
     @property
-    def is_plain(self) -> bool:
-        return not self.changes and self.accumulate == 1 and not self.changes_precision
-
-    @property
     def changes_precision(self) -> bool:
         return self.dtype is not None or self.autocast is not None
 
@@ -222,19 +218,11 @@ class TrainingStep:
         """Drop the gradients, which would stay in memory while other steps run."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    @property
-    def num_terms(self) -> int:
-        return self.window.num_terms
-
     @property
     def unit(self) -> str:
         """The unit of the loss terms, derived from the batch: samples, tokens or terms."""
         microbatches = self.window.microbatches
-        if self.num_terms == sum(map(batch_size, microbatches)):
+        if self.window.num_terms == sum(map(batch_size, microbatches)):
             return "samples"
         matrices = [
             leaf

@@ -53,6 +53,12 @@ def order_of_rounds(num_ways: int) -> Iterator[list[int]]:
             yield row[::-1]
 
 
+def wait_for(device: torch.device) -> None:
+    """Return once the device has finished all of its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def time_in_turns(
     ways: Sequence[Act],
     *,

@@ -20,7 +20,14 @@ from ..core.generators import seeded
 from ..core.measure import FlopCount, count_flops
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, compare, record
-from ..core.timing import FASTER_VERDICT, SLOWER_VERDICT, Ratio, paired_ratio, time_in_turns
+from ..core.timing import (
+    FASTER_VERDICT,
+    SLOWER_VERDICT,
+    Ratio,
+    paired_ratio,
+    time_in_turns,
+    wait_for,
+)
 from ..plan.optimizers import make_optimizer
 from ..plan.timeline import measure_timeline
 from ..primitives.recompute import recompute_blocks
@@ -50,7 +57,7 @@ def compare_with_itself(
     steps = [TrainingStep(case)]
     steps[0]()
     steps.append(TrainingStep(case, like=steps[0]))
-    ours, theirs = time(steps, rounds=TIMED_ROUNDS, warmup=1, wait=steps[0].wait)
+    ours, theirs = time(steps, rounds=TIMED_ROUNDS, warmup=1, wait=lambda: wait_for(case.device))
 
     # The two steps are the same, so each round could as well have come out the other way round.
     pairs = list(zip(ours, theirs, strict=True))

@@ -22,7 +22,7 @@ from .. import primitives
 from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu, measure_menus
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
-from .saved import NONE_KIND, OFFLOAD_KIND, Option
+from .saved import NONE_KIND, Option
 
 # States that the search keeps after each block; its time is proportional to them.
 MOST_STATES = 2048
@@ -127,15 +127,11 @@ class PricedChain:
 
     def moments(self, options: Mapping[str, Option]) -> Integers:
         """Predict the bytes in the backward of each block, and at last those before all."""
-        places = [block.options.index(options[block.name]) for block in self.blocks]
-        held = numpy.cumsum(
-            [block.held[place] for block, place in zip(self.blocks, places, strict=True)],
-            dtype=numpy.int64,
+        chosen = [(block, block.options.index(options[block.name])) for block in self.blocks]
+        held: Integers = numpy.cumsum(
+            [block.held[place] for block, place in chosen], dtype=numpy.int64
         )
-        on_top = [
-            block.transient[place] + block.standing
-            for block, place in zip(self.blocks, places, strict=True)
-        ]
+        on_top = [block.transient[place] + block.standing for block, place in chosen]
         last = held[-1:].sum() + self.head
         return numpy.append(held + numpy.array(on_top, dtype=numpy.int64), last)
 
@@ -144,10 +140,9 @@ class PricedChain:
 
     def seconds(self, options: Mapping[str, Option]) -> float:
         """Predict the time of forward and backward under these options."""
-        extra = 0.0
-        for block in self.blocks:
-            extra += float(block.seconds[block.options.index(options[block.name])])
-        return self.plain_seconds + extra
+        places = [block.options.index(options[block.name]) for block in self.blocks]
+        extra = zip(self.blocks, places, strict=True)
+        return self.plain_seconds + sum(float(block.seconds[place]) for block, place in extra)
 
     def only(self, groups: Collection[str]) -> "PricedChain":
         """Return the chain with the options of these groups alone."""
@@ -231,49 +226,27 @@ class Chain:
 
     def _price(self, name: str, menu: Menu, microbatch: int, calls: int) -> PricedBlock:
         """Price a menu for a microbatch size."""
-        seconds = {option: self._seconds(option, measured, microbatch) for option, measured in menu}
-        plain = seconds[Option(NONE_KIND)]
-        extra = [
-            0.0 if option.kind == NONE_KIND else max(0.0, calls * (took - plain))
-            for option, took in seconds.items()
+        options = tuple(option for option, _ in menu)
+        sized = [_sized(measured, microbatch) for _, measured in menu]
+        figures = [
+            (one.held, one.transient, one.seconds(option, self.profile, self._dtype))
+            for option, one in zip(options, sized, strict=True)
         ]
-        held = [at_size(microbatch, [size.held for size in measured]) for _, measured in menu]
-        transient = [
-            at_size(microbatch, [size.transient for size in measured]) for _, measured in menu
-        ]
-        return PricedBlock(
-            name,
-            tuple(seconds),
-            calls * numpy.rint(held).astype(numpy.int64),
-            numpy.rint(transient).astype(numpy.int64),
-            numpy.array(extra),
-        )
+        held, transient, seconds = numpy.array(figures).T
+        # The first option is the block as it is.
+        extra = numpy.maximum(0.0, calls * (seconds - seconds[0]))
+        return PricedBlock(name, options, calls * _whole(held), _whole(transient), extra)
 
     def plain_seconds(self, microbatch: int) -> float:
         """Predict the time of forward and backward without recompute."""
         flops = at_size(microbatch, [step.flops for step in self.steps])
         moved = at_size(microbatch, [step.moved for step in self.steps])
-        times = self.profile.operation_seconds(flops, moved, dtype=self._dtype)
-        return float(times[moved > 0].sum())
+        return self.profile.work_seconds(flops, moved, dtype=self._dtype)
 
     @property
     def optimizer_seconds(self) -> float:
         step = self.steps[0]
         return self.profile.optimizer_seconds(step.fixed, step.gradients)
-
-    def _seconds(self, option: Option, measured: tuple[Measured, ...], microbatch: int) -> float:
-        """Predict the time of forward and backward of one block under an option."""
-        flops = at_size(microbatch, [size.flops for size in measured])
-        moved = at_size(microbatch, [size.moved for size in measured])
-        again = at_size(microbatch, [size.again for size in measured])
-        seconds = Measured(0, 0, flops, moved, again).seconds(option, self.profile, self._dtype)
-
-        # Offload copies to the host and back; the copies overlap with the computation.
-        link = self.profile.host_bytes_per_second
-        if option.kind == OFFLOAD_KIND and link is not None:
-            away = float(at_size(microbatch, [size.moved_away for size in measured]))
-            return max(seconds, 2 * away / link)
-        return seconds
 
     @property
     def _dtype(self) -> str:
@@ -282,6 +255,16 @@ class Chain:
     def _bytes(self, microbatch: int, figure: Callable[[StepEstimate], int]) -> int:
         """Extrapolate a figure of the whole step to a microbatch size."""
         return round(float(at_size(microbatch, [figure(step) for step in self.steps])))
+
+
+def _sized(measured: Sequence[Measured], microbatch: int) -> Measured:
+    """Return the costs of an option at a microbatch size."""
+    pairs = zip(*(vars(size).values() for size in measured), strict=True)
+    return Measured(*(at_size(microbatch, pair) for pair in pairs))
+
+
+def _whole(figures: Floats) -> Integers:
+    return numpy.rint(figures).astype(numpy.int64)
 
 
 def at_size(microbatch: int, figures: Sequence[Any]) -> Any:

@@ -3,13 +3,13 @@
 Proof: `python -m pytest tests/plan/test_menu.py`.
 """
 
-import contextlib
 import functools
 import gc
 import itertools
+import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from ..core.blocks import match_inside
 from ..core.generators import seeded
-from ..core.measure import LiveStorages, OperationMode, has_wrapper, operation_flops, tensors_in
+from ..core.measure import LiveStorages, OperationMode, has_wrapper, operands, tensors_in
 from ..primitives import sac
 from ..primitives.block_state import TORCH_ATTRIBUTES
 from .device import DeviceProfile
@@ -46,22 +46,26 @@ from .shapes import NEEDS_VALUES_ERRORS
 class Measured:
     """Costs of a block under one option."""
 
-    held: int  # bytes held after forward
-    transient: int  # the most bytes besides the held ones during backward
+    held: Any  # bytes held after forward
+    transient: Any  # the most bytes besides the held ones during backward
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation
     again: Any  # 1 for operations of forward and recompute, which selective recompute slows down
-    moved_away: int = 0  # bytes that offload moves to the host
+    moved_away: Any = 0  # bytes that offload moves to the host
 
     def seconds(self, option: Option, profile: DeviceProfile, dtype: str) -> float:
-        """Predict the time of forward and backward; views, which move no bytes, take none."""
+        """Predict the time of forward and backward.
+
+        Offload copies to the host and back; the copies overlap with the computation.
+        """
         extra = {SAC_KIND: profile.sac_seconds, REGIONS_KIND: profile.regions_seconds}.get(
             option.kind, 0.0
         )
-        times = profile.operation_seconds(
+        seconds = profile.work_seconds(
             self.flops, self.moved, dtype=dtype, extra_seconds=extra * self.again
         )
-        return float(times[self.moved > 0].sum())
+        copies = 2 * self.moved_away / (profile.host_bytes_per_second or math.inf)
+        return max(seconds, copies)
 
 
 class BlockLives(LiveStorages):
@@ -88,19 +92,11 @@ class BlockLives(LiveStorages):
 
         family = sac.family_of(func) if isinstance(func, sac.Operation) else None
         if self.forward and family:
-            self._add_call(family, func, args, kwargs, out)
+            made = sum(value.untyped_storage().nbytes() for value in operands(out))
+            # A call that draws random numbers must not be kept: keeping 0 FLOPs gains nothing.
+            drawn = sac.draws(func, args, kwargs)
+            self.calls.append((family, 0, 0) if drawn else (family, made, flops))
         return out
-
-    def _add_call(self, family: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        made = sum(
-            value.untyped_storage().nbytes()
-            for value in tree_iter(out)
-            if isinstance(value, Tensor)
-        )
-        flops = operation_flops(func, args, kwargs, out)
-        # A call that draws random numbers must not be kept: with 0 FLOPs, keeping it gains nothing.
-        drawn = sac.draws(func, args, kwargs)
-        self.calls.append((family, 0, 0) if drawn else (family, made, flops))
 
     def watch(self, path: str, module: nn.Module) -> list[Any]:
         """Check that a module can be recomputed: it draws no random numbers, changes no buffer.
@@ -122,24 +118,18 @@ class BlockLives(LiveStorages):
             raise ValueError(
                 f"{self.again} draws random numbers, and would draw others the second time"
             )
-        written = [args[0]] if args and sac.writes_in_place(func) else []
-        if any(
-            isinstance(value, Tensor) and value.untyped_storage()._cdata in self.remembered
-            for value in written
-        ):
+        written = operands(*args[:1]) if sac.writes_in_place(func) else []
+        if any(value.untyped_storage()._cdata in self.remembered for value in written):
             raise ValueError(f"{self.again} changes a buffer, and would change it a second time")
 
 
-# Whether autocast is on, its dtype, and whether it caches converted weights.
-Autocast = tuple[bool, torch.dtype, bool]
-
-
-def _autocast_now() -> Autocast:
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-    )
+def _autocast_now() -> dict[str, Any]:
+    """Return the arguments of `torch.autocast` for the context that is active."""
+    return {
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "enabled": torch.is_autocast_enabled("cpu"),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
 
 
 class FirstAttributes:
@@ -151,7 +141,8 @@ class FirstAttributes:
     def __init__(self, block: nn.Module) -> None:
         # Mapping a tree copies its dictionaries, lists and tuples.
         self._found = [
-            (module, tree_map(_leaf, _plain_attributes(module))) for module in block.modules()
+            (module, tree_map_only(Tensor, _leaf, _plain_attributes(module)))
+            for module in block.modules()
         ]
 
     def hold_graph(self) -> bool:
@@ -163,7 +154,7 @@ class FirstAttributes:
         for module, attributes in self._found:
             for name in _plain_attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
-            vars(module).update(tree_map(_leaf, attributes))
+            vars(module).update(tree_map_only(Tensor, _leaf, attributes))
 
 
 PLAIN_TYPES = (bool, int, float, str, dict, list, tuple, Tensor, type(None))
@@ -186,8 +177,8 @@ class BlockKind:
     args: tuple[Any, ...]  # of the first call of the block
     kwargs: dict[str, Any]
     names: tuple[str, ...]  # of all blocks of the kind
-    autocast: Autocast = (False, torch.bfloat16, True)  # as the model calls the block
-    attributes: FirstAttributes | None = None  # put back before each run
+    autocast: dict[str, Any]  # as the model calls the block
+    attributes: FirstAttributes | None  # put back before each run
 
     @functools.cached_property
     def plain(self) -> tuple[Measured, list[tuple[str, int, int]]]:
@@ -203,21 +194,20 @@ class BlockKind:
         trained = [p for p in self.block.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.grad = None
-        leaves = tree_map(_leaf, (self.args, self.kwargs))
+        leaves = tree_map_only(Tensor, _leaf, (self.args, self.kwargs))
         if self.attributes is not None:
             self.attributes.put_back()
         handles = list[Any]()
 
         try:
-            with drop_saved() as drop:
+            with Drop() as drop:
                 apply_options(holder, {"0": option}, offload=drop)
                 gc.collect()
                 with seeded(0), torch.enable_grad(), BlockLives() as lives:
                     for path in option.also:
                         handles += lives.watch(path, self.block.get_submodule(path))
-                    args, kwargs = tree_map(_passed_on, leaves)
-                    enabled, dtype, cached = self.autocast
-                    with torch.autocast("cpu", dtype, enabled, cache_enabled=cached):
+                    args, kwargs = tree_map_only(Tensor, _passed_on, leaves)
+                    with torch.autocast("cpu", **self.autocast):
                         output = holder[0](*args, **kwargs)
                     # Without a reference from here, inputs count only if the block holds them, and
                     # outputs only if the block holds them for its own backward.
@@ -257,13 +247,23 @@ class BlockKind:
 
 
 class Drop:
-    """Stand in for offload on tensors without values: saved tensors are freed until backward."""
+    """Stand in for `offload_blocks` on tensors without values, until the end of its context.
+
+    Saved tensors are freed until backward.
+    """
 
     def __init__(self) -> None:
         self.bytes_away = 0
         # By address, which a later storage may reuse once the first one is freed.
         self.known: dict[int, weakref.ref[Any]] = {}
         self.changed: list[nn.Module] = []
+
+    def __enter__(self) -> "Drop":
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        for block in self.changed:
+            del block.forward
 
     def __call__(self, model: nn.Module, names: Sequence[str]) -> None:
         """Wrap the forward of the named blocks."""
@@ -279,19 +279,6 @@ class Drop:
         """
         forward = block.forward
 
-        def pack(parameters: set[int], tensor: Tensor) -> Any:
-            # As in `offload_blocks`, parameters stay, and so do DTensors, whose storage is below.
-            base = tensor if tensor._base is None else tensor._base
-            storage = tensor.untyped_storage()
-            is_weight = storage._cdata in parameters or isinstance(base, nn.Parameter)
-            if is_weight or has_wrapper([type(tensor)]):
-                return tensor
-            before = self.known.get(storage._cdata)
-            if before is None or before() is None:
-                self.known[storage._cdata] = weakref.ref(storage)
-                self.bytes_away += storage.nbytes()
-            return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):
                 return packed
@@ -301,33 +288,34 @@ class Drop:
         def run(*args: Any, **kwargs: Any) -> Any:
             # FSDP2 frees the storages of a block's parameters after its forward.
             parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-            with saved_tensors_hooks(functools.partial(pack, parameters), unpack):
+
+            def pack(tensor: Tensor) -> Any:
+                # As in `offload_blocks`, parameters stay, and so do DTensors with storages below.
+                base = tensor if tensor._base is None else tensor._base
+                storage = tensor.untyped_storage()
+                is_weight = storage._cdata in parameters or isinstance(base, nn.Parameter)
+                if is_weight or has_wrapper([type(tensor)]):
+                    return tensor
+                before = self.known.get(storage._cdata)
+                if before is None or before() is None:
+                    self.known[storage._cdata] = weakref.ref(storage)
+                    self.bytes_away += storage.nbytes()
+                return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+            with saved_tensors_hooks(pack, unpack):
                 return forward(*args, **kwargs)
 
         return run
 
 
-@contextlib.contextmanager
-def drop_saved() -> Iterator[Drop]:
-    """Provide a stand-in for `offload_blocks`, undone at the end of the context."""
-    drop = Drop()
-    try:
-        yield drop
-    finally:
-        for block in drop.changed:
-            del block.forward
-
-
-def _passed_on(value: Any) -> Any:
+def _passed_on(tensor: Tensor) -> Tensor:
     """Return a tensor as the previous block would pass it: no leaf, which autograd would hold."""
-    return value.clone() if isinstance(value, Tensor) and value.requires_grad else value
+    return tensor.clone() if tensor.requires_grad else tensor
 
 
-def _leaf(value: Any) -> Any:
+def _leaf(tensor: Tensor) -> Tensor:
     """Detach a tensor from its graph."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    return value
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 # Menus of options: group blocks that cost the same, and measure one block of each group.
@@ -383,18 +371,16 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
     blocks = {
         name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
     }
-    inputs: dict[str, tuple[Any, Any]] = {}
-    contexts: dict[str, Autocast] = {}
-    attributes: dict[str, FirstAttributes] = {}
+    first: dict[str, BlockKind] = {}
     record = Operations()
     handles = []
     for name, block in blocks.items():
 
-        def enter(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            inputs.setdefault(name, tree_map(_kept, (args, kwargs)))
-            contexts.setdefault(name, _autocast_now())
-            if name not in attributes:
-                attributes[name] = FirstAttributes(blocks[name])
+        def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            if name not in first:
+                args, kwargs = tree_map_only(Tensor, _kept, (args, kwargs))
+                attributes = FirstAttributes(module)
+                first[name] = BlockKind(module, args, kwargs, (name,), _autocast_now(), attributes)
             record.block = name
 
         def leave(*_: Any) -> None:
@@ -412,33 +398,22 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
             handle.remove()
 
     groups: dict[Any, list[str]] = {}
-    for name in filter(inputs.__contains__, blocks):
-        figures = step.blocks[name]
-        shapes = (_parameter_shapes(blocks[name]), _shapes(inputs[name]), contexts[name])
-        key = (type(blocks[name]), shapes, figures.held, figures.calls, record.made[name])
+    for name in filter(first.__contains__, blocks):
+        kind, figures = first[name], step.blocks[name]
+        shapes = (_class_of(blocks[name]), _shapes((kind.args, kind.kwargs)), kind.autocast)
+        key = (shapes, figures.held, figures.calls, record.made[name])
         groups.setdefault(repr(key), []).append(name)
-    for name in filter(lambda name: name not in inputs, blocks):
-        alike = [names for names in groups.values() if _is_alike(blocks[names[0]], blocks[name])]
+    for name in [name for name in blocks if name not in first]:
+        own = _class_of(blocks[name])
+        alike = [names for names in groups.values() if _class_of(blocks[names[0]]) == own]
         if alike:
             alike[0].append(name)
-    return [
-        BlockKind(
-            blocks[names[0]],
-            *inputs[names[0]],
-            tuple(names),
-            contexts[names[0]],
-            attributes[names[0]],
-        )
-        for names in groups.values()
-    ]
+    return [replace(first[names[0]], names=tuple(names)) for names in groups.values()]
 
 
-def _parameter_shapes(block: nn.Module) -> Any:
-    return _shapes(dict(block.named_parameters()))
-
-
-def _is_alike(block: nn.Module, other: nn.Module) -> bool:
-    return type(block) is type(other) and _parameter_shapes(block) == _parameter_shapes(other)
+def _class_of(block: nn.Module) -> tuple[type, Any]:
+    """Return the class of a block and the shapes of its parameters."""
+    return type(block), _shapes(dict(block.named_parameters()))
 
 
 def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
@@ -498,23 +473,20 @@ def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
         by_value = sorted(calls, key=lambda call: -call[2] / max(1, call[1]))
         sets = [tuple(by_value[:number]) for number in range(len(calls) + 1)]
 
-    total_flops = sum(flops for _, _, flops in calls)
-    points = []
-    for index, keep in enumerate(sets):
-        kept_bytes = sum(made for _, made, _ in keep)
-        kept_flops = sum(flops for _, _, flops in keep)
-        points.append((kept_bytes, total_flops - kept_flops, index))
+    def bytes_and_flops(keep: Sequence[Named]) -> tuple[int, int]:
+        return sum(made for _, made, _ in keep), -sum(flops for _, _, flops in keep)
 
     best = []
-    least = total_flops + 1
-    for _, recomputed, index in sorted(points):
-        if recomputed < least:
-            best.append(index)
-            least = recomputed
+    beaten = 1
+    for keep in sorted(sets, key=bytes_and_flops):
+        _, negative_flops = bytes_and_flops(keep)
+        if negative_flops < beaten:
+            best.append(keep)
+            beaten = negative_flops
 
     spread = numpy.linspace(0, len(best) - 1, min(MOST_SETS, len(best)))
     places = sorted({round(place) for place in spread})
-    return [tuple(name for name, _, _ in sets[best[place]]) for place in places]
+    return [tuple(name for name, _, _ in best[place]) for place in places]
 
 
 def measure_menus(
@@ -537,7 +509,6 @@ def measure_menus(
     )
     kinds = []
     left_out = []
-    unwanted = {*without} - {NONE_KIND}
     for number, kind in enumerate(large):
         same = next((other for other in small if {*kind.names} & {*other.names}), None)
         if same is None:
@@ -555,10 +526,10 @@ def measure_menus(
         menu: dict[Option, tuple[Measured, ...]] = {}
         options = candidates(kind, offload=offload, also=replayed)
         for place, option in enumerate(options):
-            if option.kind in without and option.kind not in (NONE_KIND, FULL_KIND):
+            is_unwanted = option.kind in without and option.kind not in (NONE_KIND, FULL_KIND)
+            # Where full recompute failed, the reason is in left_out.
+            if is_unwanted or (option.kind == SAC_KIND and Option(FULL_KIND) not in menu):
                 continue
-            if option.kind == SAC_KIND and Option(FULL_KIND) not in menu:
-                continue  # full recompute failed, and the reason is in left_out
             done = (number + place / len(options)) / len(large)
             tell(f"measuring {kind.names[0]} with {option}", done)
             try:
@@ -575,8 +546,9 @@ def measure_menus(
                 left_out.append(
                     f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}"
                 )
-        allowed = tuple(pair for pair in menu.items() if pair[0].kind not in unwanted)
-        kinds.append((kind.names, allowed))
+        if FULL_KIND in without:
+            menu.pop(Option(FULL_KIND), None)
+        kinds.append((kind.names, tuple(menu.items())))
     return tuple(kinds), tuple(left_out)
 
 
@@ -615,11 +587,9 @@ def _smaller(found: Measured, plain: tuple[Measured, ...], full: tuple[Measured,
     )
 
 
-def _kept(value: Any) -> Any:
+def _kept(tensor: Tensor) -> Tensor:
     """Copy a tensor out of its graph."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    return value
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _shapes(value: Any) -> Any:
@@ -627,10 +597,10 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _shapes(item) for key, item in value.items()}
     leaves, structure = tree_flatten(value)
-    return [_shape(leaf) for leaf in leaves], str(structure)
-
-
-def _shape(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    return type(value)
+    shapes = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else type(leaf)
+        for leaf in leaves
+    ]
+    return shapes, str(structure)

@@ -45,22 +45,12 @@ class AllocatorSettings:
     # Sizes are rounded up to a power of 2 divided by this many steps; None rounds to 512 bytes.
     power_of_2_divisions: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.max_split_bytes is not None and self.max_split_bytes <= LARGE_SEGMENT:
-            raise ValueError(
-                f"max_split_bytes must be above {LARGE_SEGMENT} (20 MiB), as torch requires, "
-                f"got {self.max_split_bytes}"
-            )
-        divisions = self.power_of_2_divisions
-        if divisions is not None and (divisions < 1 or divisions & (divisions - 1)):
-            raise ValueError(f"power_of_2_divisions must be a power of 2, got {divisions}")
-
     def rounded(self, num_bytes: int) -> int:
         """Return the bytes of the block that an allocation of `num_bytes` asks for."""
         if num_bytes < SMALLEST_BLOCK:
             return SMALLEST_BLOCK
         divisions = self.power_of_2_divisions
-        if divisions is not None and divisions > 1 and num_bytes > SMALLEST_BLOCK * divisions:
+        if divisions is not None and num_bytes > SMALLEST_BLOCK * divisions:
             floor = 1 << (num_bytes.bit_length() - 1)
             return _round_up(num_bytes, floor // divisions)
         return _round_up(num_bytes, SMALLEST_BLOCK)

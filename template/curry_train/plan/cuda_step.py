@@ -200,20 +200,13 @@ class TrainingReplay:
         """Let state that the optimizer made anew be the state of the next step."""
         trace = self.trace
         gone = [number for number in trace.state if number not in self._blocks]
-        known = {*trace.given, *trace.state}
-        made = [event for event in trace.events[trace.step_start :] if event in self._blocks]
+        new = self._blocks.keys() - {*trace.given, *trace.state}
+        made = [event for event in trace.events[trace.step_start :] if event in new]
         for number in gone:
-            new = next(
-                (
-                    event
-                    for event in made
-                    if event not in known and trace.sizes[event] == trace.sizes[number]
-                ),
-                None,
-            )
-            if new is not None:
-                made.remove(new)
-                self._blocks[number] = self._blocks.pop(new)
+            same = [event for event in made if trace.sizes[event] == trace.sizes[number]]
+            if same:
+                made.remove(same[0])
+                self._blocks[number] = self._blocks.pop(same[0])
 
     def _make(self, number: int, num_bytes: int) -> None:
         streams = self.trace.streams

@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/plan/test_device_profile.py tests/bench/test_benc
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from ..core.timing import wait_for
 from ..core.wording import nearest
 
 # Time a device: matrix products, elementwise operations, host copies and dispatch.
@@ -96,17 +96,12 @@ def _least_seconds(device: torch.device, operation: Callable[[], object]) -> flo
     seconds = []
     with torch.no_grad():
         for _ in range(1 + TIMED_RUNS):
-            _wait(device)
+            wait_for(device)
             start = time.perf_counter()
             operation()
-            _wait(device)
+            wait_for(device)
             seconds.append(time.perf_counter() - start)
     return min(seconds[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # Device profiles: rates from which a planner predicts the time of each operation.
@@ -128,12 +123,6 @@ REGIONS_SECONDS = SAC_SECONDS * (2866 - 370) / (23690 - 370)
 GPU_DISPATCH_SECONDS = 6e-6
 
 
-# Fields of a profile that are numbers.
-OPTIONAL_RATES = ("host_bytes_per_second", "memory_bytes")
-RATES = ("bytes_per_second", "dispatch_seconds", *OPTIONAL_RATES)
-EXTRA_SECONDS = ("sac_seconds", "regions_seconds")
-
-
 @dataclass(frozen=True)
 class DeviceProfile:
     """Rates that large operations reach, and the least time of any operation."""
@@ -148,26 +137,6 @@ class DeviceProfile:
     memory_bytes: int | None  # nominal size, of which the driver takes a part; None if unknown
     source: str  # data sheet or measured
     usable_bytes: int | None = None  # of the memory, what CUDA gives to processes; None if unknown
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.flops_per_second, Mapping) or not self.flops_per_second:
-            raise ValueError(
-                f"flops_per_second of the profile {self.name!r} must be a mapping of dtypes to "
-                f"rates, at least for float32, got {self.flops_per_second!r}"
-            )
-
-        numbers: dict[str, Any] = {
-            f"flops_per_second of {dtype}": rate for dtype, rate in self.flops_per_second.items()
-        }
-        numbers |= {name: getattr(self, name) for name in (*RATES, *EXTRA_SECONDS)}
-        for what, value in numbers.items():
-            is_optional = value is None and what in OPTIONAL_RATES
-            least = "a number of at least 0" if what in EXTRA_SECONDS else "a number above 0"
-            is_right = _is_number(value) and (value > 0 or (value == 0 and what in EXTRA_SECONDS))
-            if not is_optional and not is_right:
-                raise ValueError(
-                    f"{what} of the profile {self.name!r} must be {least}, got {value!r}"
-                )
 
     def operation_seconds(
         self,
@@ -192,16 +161,20 @@ class DeviceProfile:
         dispatch = self.dispatch_seconds + numpy.asarray(extra_seconds, dtype=numpy.float64)
         return numpy.asarray(numpy.maximum(numpy.maximum(products, moves), dispatch))
 
+    def work_seconds(self, flops: Any, moved: Any, **options: Any) -> float:
+        """Predict the time of all operations; views, which move no bytes, take none.
+
+        `options` are those of `operation_seconds`.
+        """
+        times = self.operation_seconds(flops, moved, **options)
+        return float(times[moved > 0].sum())
+
     def optimizer_seconds(self, fixed_bytes: int, gradient_bytes: int) -> float:
         """Predict the time of the optimizer step, which is limited by bandwidth.
 
         It reads gradients and parameters, and writes state and parameters.
         """
         return (2 * fixed_bytes + gradient_bytes) / self.bytes_per_second
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 # Bytes/s of sixteen lanes in one direction.
@@ -269,7 +242,7 @@ def find_profile(name: str) -> DeviceProfile:
 
     "measured" measures the current GPU, or the CPU if there is no GPU.
     """
-    key = _plain(name)
+    key = "".join(letter for letter in name.lower() if letter.isalnum())
     if key in {"measured", "measure"}:
         return measure_profile()
     if key not in PROFILES:
@@ -339,10 +312,6 @@ def _checked(device: torch.device | str) -> torch.device:
             f"torch sees no GPU for the device {str(device)!r}: use 'cpu', or find_profile('h100')"
         )
     return device
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 # Peak FLOP/s of a device, as the reference for MFU and HFU.

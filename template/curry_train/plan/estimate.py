@@ -124,7 +124,7 @@ def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
             loss = case.workload.mean_loss(module, batch)
             held[value] = storages.bytes_alive
         del loss
-    draws.value = max(held, key=lambda value: held[value])
+    draws.value = max(held, key=held.__getitem__)
 
 
 class StorageCheck(OperationMode):
@@ -260,8 +260,6 @@ class Sketch:
                 if not needs_rehearsal(self.case):
                     self._optimizer_steps = OptimizerSteps(self._values)
                 self._try_optimizer(module)
-                if self.draws.drawn:
-                    _let_layers_run(self.case, self.draws)
                 self._settle_blocks()
                 self._stack = stack.pop_all()
         except (RuntimeError, WorkloadError, *NEEDS_VALUES_ERRORS) as error:
@@ -279,8 +277,6 @@ class Sketch:
             self._optimizer_steps = None
             self.case = Case(self._load(), **self._options)
             self._stack.enter_context(self.draws)
-            if self.draws.drawn:
-                _let_layers_run(self.case, self.draws)
             self._settle_blocks()
         return self
 
@@ -308,7 +304,9 @@ class Sketch:
         take_eagerly(optimizer)
 
     def _settle_blocks(self) -> None:
-        """Choose the blocks by one forward of a small batch."""
+        """Let all layers run, and choose the blocks by one forward of a small batch."""
+        if self.draws.drawn:
+            _let_layers_run(self.case, self.draws)
         workload = self.case.workload
         size = self.case.batch_size if workload.is_divisible else workload.own_batch
         sized = replace(self.case, batch_size=size or self.case.batch_size)
@@ -362,24 +360,19 @@ class Sketch:
         `change` modifies the model first, for example to recompute blocks; the estimate without it
         is cached. `alone`: of the model without the sharding.
         """
-        is_cached = change is None
         is_rank = self.sharding.is_shared and not alone
+        estimate = self._rank_step if is_rank else self._step_alone
         key = batch_size, accumulated, is_rank
-        if is_cached and key in self._plain:
-            return self._plain[key]
-        if is_rank:
-            found = self._rank_step(batch_size, accumulated=accumulated, change=change)
-        else:
-            found = self._step_alone(batch_size, accumulated=accumulated, change=change)
-        if is_cached:
-            self._plain[key] = found
-        return found
+        if change is not None:
+            return estimate(batch_size, accumulated=accumulated, change=change)
+        if key not in self._plain:
+            self._plain[key] = estimate(batch_size, accumulated=accumulated)
+        return self._plain[key]
 
     def _step_alone(
-        self, batch_size: int, *, accumulated: bool, change: ModelChange | None
+        self, batch_size: int, *, accumulated: bool, change: ModelChange | None = None
     ) -> StepEstimate:
         """Estimate a step of the model without a sharding."""
-        steps = self._optimizer_steps
         batch = self.batch(batch_size)
         module = self.build()
         blocks = self.blocks(module)
@@ -393,16 +386,15 @@ class Sketch:
             optimizer=optimizer,
             blocks=list(blocks) or None,
             accumulated=accumulated,
-            steps=steps,
+            steps=self._optimizer_steps,
             keeps_output=self.kernels == "cuda",
         )
         return _estimate(lives, blocks, kernels=self.kernels)
 
     def _rank_step(
-        self, batch_size: int, *, accumulated: bool, change: ModelChange | None
+        self, batch_size: int, *, accumulated: bool, change: ModelChange | None = None
     ) -> StepEstimate:
         """Estimate a step of one rank of the sharding."""
-        steps = self._optimizer_steps
         blocks: dict[str, nn.Module] = {}
 
         def make_program(record: RankStorages) -> RankProgram:
@@ -428,7 +420,7 @@ class Sketch:
         lives, middle = record_rank_step(
             make_program,
             self.case.workload.mean_loss,
-            steps=steps,
+            steps=self._optimizer_steps,
             blocks=blocks,
             accumulated=accumulated,
             syncs_each=self.sharding.sync_each_microbatch,
@@ -470,11 +462,7 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str
     beside = totals - curves.get("", none) - fixed
     head_gradients = int(curves.get(GRADIENTS_GROUP, none)[first_death - 1])
     block_bytes = {
-        name: BlockBytes(
-            held[name],
-            _bytes(block),
-            lives.running.calls[name],
-        )
+        name: BlockBytes(held[name], _bytes(block), lives.running.calls[name])
         for name, block in blocks.items()
     }
     return StepEstimate(
@@ -513,8 +501,8 @@ def time_of_window(
     """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
     optimizer = profile.optimizer_seconds(step.fixed, step.gradients)
     if step.course is None:
-        times = profile.operation_seconds(step.flops, step.moved, dtype=dtype)
-        return RankSeconds(steps * float(times[step.moved > 0].sum()), optimizer=optimizer)
+        seconds = profile.work_seconds(step.flops, step.moved, dtype=dtype)
+        return RankSeconds(steps * seconds, optimizer=optimizer)
     last, middle = (
         time_of_course(course, profile, links, dtype=dtype, scale=scale)
         for course in (step.course, step.middle_course or step.course)

@@ -12,7 +12,6 @@ change is tried.
 Proof: `python -m pytest tests/plan/test_fewest.py`.
 """
 
-import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,24 +148,16 @@ class FewestGpus:
                 change = f"too large with {'any change' if one.is_hopeless else change}"
             more = textwrap.wrap(change, TABLE_WIDTH - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
-        one = self._shown_several
-        lines += ["", *textwrap.wrap(self._time_note(one), TABLE_WIDTH)]
-        lines += textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)
-        return "\n".join(lines)
-
-    @property
-    def _shown_several(self) -> GpuCount:
-        """The fewest GPUs that fit, if they are several; else the most that were tried."""
+        # The fewest GPUs that fit, if they are several; else the most that were tried.
         several = [one for one in self.attempts if one.fits and one.num_gpus > 1]
-        return several[0] if several else self.attempts[-1]
-
-    def _time_note(self, one: GpuCount) -> str:
-        """Describe the communication in a step."""
-        exposed = format_seconds(one.seconds.exposed)
-        return (
-            f"Step times are estimated, not measured: with {one.num_gpus}, {exposed} wait for "
+        one = several[0] if several else self.attempts[-1]
+        note = (
+            f"Step times are estimated, not measured: with {one.num_gpus}, "
+            f"{format_seconds(one.seconds.exposed)} wait for "
             f"{format_seconds(one.seconds.communication)} of communication. Links: {self.links}."
         )
+        lines += ["", *textwrap.wrap(note, TABLE_WIDTH), *textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)]
+        return "\n".join(lines)
 
     def _verdict(self) -> str:
         best = self.best
@@ -309,10 +300,9 @@ class _Search:
         """
         found: list[GpuCount] = []
         num_more = 0
-        ordered = sorted(candidates, key=lambda one: one.ranks)
-        for _, group in itertools.groupby(ordered, key=lambda one: one.ranks):
-            meshes = {(one.name, one.mesh_text): one for one in group}
-            tried = [self.attempt(one) for one in meshes.values()]
+        meshes = {(one.ranks, one.name, one.mesh_text): one for one in candidates}
+        for ranks in sorted({one.ranks for one in candidates}):
+            tried = [self.attempt(one) for key, one in meshes.items() if key[0] == ranks]
             num_more += any(one.fits for one in found)
             found += sorted(tried, key=lambda one: (not one.fits, one.seconds.total))
             if num_more == MORE_ROWS:
@@ -333,20 +323,22 @@ class _Search:
                 if floors.get(whole, 0) > limit:
                     continue
                 sketch.sharding = replace(shared, sync_each_microbatch=SYNC_EACH in change)
-                one, step = self._with(sketch, change)
-                if one is None or step is None:
+                tried = self._with(sketch, change)
+                if tried is None:
                     continue
+                one, floor = tried
                 if whole == change:
-                    floors[whole] = self.card.context(step.trace) + floor_of(step)
+                    floors[whole] = floor
                 found.append(one)
                 if one.fits or one.is_hopeless:
                     return one
         return min(found, key=lambda one: (one.peak_bytes, CHANGES.index(one.change)))
 
-    def _with(
-        self, sketch: Sketch, change: Change
-    ) -> tuple[GpuCount, StepEstimate] | tuple[None, None]:
-        """Return the attempt with a change, and its step; None if the change does nothing here."""
+    def _with(self, sketch: Sketch, change: Change) -> tuple[GpuCount, int] | None:
+        """Return the attempt with a change, and what it needs with a chunked loss at least.
+
+        None if the change does nothing here.
+        """
         sharding = sketch.sharding
         own = self.global_batch // sharding.data_ranks
         microbatch = 1 if SMALLEST in change else own
@@ -354,7 +346,7 @@ class _Search:
         is_idle = SMALLEST in change and own == 1
         is_idle |= SYNC_EACH in change and not sharding.is_shared
         if is_idle or (CHUNKED in change and not self.has_chunks):
-            return None, None
+            return None
         self.tell(f"{sharding.ranks} GPUs, change: {', '.join(change) or 'nothing'}")
 
         def apply(module: nn.Module) -> None:
@@ -368,8 +360,9 @@ class _Search:
             step = sketch.step(microbatch, **options)
         except UnsuitableHead:
             self.has_chunks = False
-            return None, None
+            return None
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
+        context = self.card.context(step.trace)
         dtype = sharding.precision or str(sketch.case.dtype).removeprefix("torch.")
         count = GpuCount(
             sharding,
@@ -379,7 +372,7 @@ class _Search:
             self.card.bytes_needed(step),
             self.card.limit()[0],
             time_of_window(step, self.card.profile, self.links, dtype=dtype, steps=steps),
-            state + self.card.context(step.trace),
+            state + context,
         )
         if sketch.routing is not None and count.fits:
             with sketch.routing.worst():
@@ -389,4 +382,4 @@ class _Search:
                 )
             if worst > count.peak_bytes:
                 count = replace(count, worst_routing_bytes=worst)
-        return count, step
+        return count, context + floor_of(step)

@@ -18,6 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def copy_steps(original: torch.optim.Optimizer, copied: torch.optim.Optimizer) -
         return
     modes = function_modes()
     for part in copied.parts.values():
-        part.step = _in_modes(part.step, modes)  # type: ignore[method-assign]
+        part.step = in_modes(part.step, modes)  # type: ignore[method-assign]
     copied.attach()
     try:
         with original.paused():
@@ -74,12 +75,12 @@ def copy_steps(original: torch.optim.Optimizer, copied: torch.optim.Optimizer) -
         copied.detach()
 
 
-def _in_modes(step: Callable[..., Any], modes: list[Any]) -> Callable[..., Any]:
-    """Return a step in these function modes, which torch leaves while it runs backward."""
+def in_modes(function: Callable[..., Any], modes: list[Any]) -> Callable[..., Any]:
+    """Return a function in these function modes, which torch leaves while it runs backward."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with function_modes_as(modes):
-            return step(*args)
+            return function(*args, **kwargs)
 
     return run
 
@@ -150,20 +151,15 @@ class ValuesInSteps:
 def capturable_anywhere() -> Iterator[None]:
     """Let `capturable=True` be used with CPU tensors, which stand for those of a CUDA device."""
     name = "_get_capturable_supported_devices"
-    found = [module for path, module in [*sys.modules.items()] if path.startswith("torch.optim.")]
-    modules = [module for module in found if name in vars(module)]
-    before = [getattr(module, name) for module in modules]
-
-    def supported(supports_xla: bool = True) -> list[str]:
-        return ["cuda", "cpu"]
-
-    try:
-        for module in modules:
-            setattr(module, name, supported)
+    with contextlib.ExitStack() as stack:
+        for path, module in [*sys.modules.items()]:
+            if path.startswith("torch.optim.") and name in vars(module):
+                stack.enter_context(mock.patch.object(module, name, _supported))
         yield
-    finally:
-        for module, function in zip(modules, before, strict=True):
-            setattr(module, name, function)
+
+
+def _supported(supports_xla: bool = True) -> list[str]:
+    return ["cuda", "cpu"]
 
 
 # Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.
@@ -184,7 +180,7 @@ class BytesForEach(torch.optim.Optimizer):
         return BytesForEach(parameters, num_bytes=self.num_bytes)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -195,7 +191,6 @@ class BytesForEach(torch.optim.Optimizer):
                         size, dtype=torch.uint8, device=parameter.device
                     )
                 parameter.grad.float()  # allocate and free
-        return None if closure is None else closure()
 
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]

@@ -13,10 +13,9 @@ Proof: `python -m pytest tests/plan/test_owners.py`.
 """
 
 import bisect
-import functools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.memory_recorder import memory_record as memory_record
@@ -95,18 +94,17 @@ MOST_REPLAYED_EVENTS = 200_000
 def _workspaces(lives: Sequence[BlockLife]) -> set[int]:
     """Return the ids of blocks that are workspaces of cuBLAS, by their stacks or sizes."""
     staying = [life for life in lives if life.freed is None]
-    found = {id(life) for life in staying if _is_workspace_stack(life)}
+    found = set[int]()
+    for life in staying:
+        inner = life.stack[:INNER_FRAMES]
+        if any("orkspace" in frame.function and not is_python(frame) for frame in inner):
+            found.add(id(life))
     for size in (WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES):
         same = [life for life in staying if life.requested_bytes == size]
         # Each thread that multiplies has one; parameters of that size are more, with their state.
         if len(same) <= MOST_WORKSPACES or size == WORKSPACE_BYTES:
             found |= {id(life) for life in same}
     return found
-
-
-def _is_workspace_stack(life: BlockLife) -> bool:
-    inner = life.stack[:INNER_FRAMES]
-    return any("orkspace" in frame.function and not is_python(frame) for frame in inner)
 
 
 # The owners of all blocks.
@@ -122,6 +120,11 @@ class LineBytes:
     num_blocks: int
 
 
+def _next(times: Sequence[int], index: int) -> int | None:
+    place = bisect.bisect_right(times, index)
+    return times[place] if place < len(times) else None
+
+
 @dataclass
 class _Clock:
     """When the phases of the record begin, as sorted indices of events."""
@@ -132,12 +135,8 @@ class _Clock:
     end: int = 0
     stops: list[int] = field(default_factory=list)  # out-of-memory errors
 
-    def next_of(self, times: Sequence[int], index: int) -> int | None:
-        place = bisect.bisect_right(times, index)
-        return times[place] if place < len(times) else None
-
     def end_after(self, index: int) -> int:
-        stop = self.next_of(self.stops, index)
+        stop = _next(self.stops, index)
         return self.end if stop is None else stop
 
 
@@ -181,14 +180,12 @@ class OwnedBlocks:
 
     def lines(self) -> list[LineBytes]:
         """Return the source lines that allocated bytes of the peak, largest first."""
-        sizes: Counter[tuple[str, str]] = Counter()
-        blocks: Counter[tuple[str, str]] = Counter()
+        sizes: dict[tuple[str, str], list[int]] = {}
         for life in self.history.alive_at(self.history.peak_index):
-            line = self.line(life)
-            if line:
-                sizes[self.owner(life), line] += self.own_bytes(life)
-                blocks[self.owner(life), line] += 1
-        return [LineBytes(*key, size, blocks[key]) for key, size in sizes.most_common()]
+            if line := self.line(life):
+                sizes.setdefault((self.owner(life), line), []).append(self.own_bytes(life))
+        found = [LineBytes(*key, sum(own), len(own)) for key, own in sizes.items()]
+        return sorted(found, key=lambda one: -one.num_bytes)
 
     def line(self, life: BlockLife) -> str:
         return origin_of(life.stack).line if life.stack else ""
@@ -204,21 +201,17 @@ class OwnedBlocks:
         """Return the first and the last event of each optimizer step, as far as it is recorded."""
         starts = [0]
         clock = self._clock
+        gradients = [life for life in self.history.lives if self.owner(life) == GRADIENTS_GROUP]
+        freed = sorted(life.freed for life in gradients if life.freed is not None)
         for start in clock.forward:
             since = starts[-1]
             between = bisect.bisect_left(clock.step, start) - bisect.bisect_left(clock.step, since)
             # An optimizer that allocates nothing is known by the gradients that are dropped.
-            freed = self._gradients_freed
             released = bisect.bisect_right(freed, start) > bisect.bisect_right(freed, since)
             if (between or released) and bisect.bisect_left(clock.backward, start):
                 starts.append(start)
         ends = [start - 1 for start in starts[1:]]
         return list(zip(starts, [*ends, clock.end - 1], strict=True))
-
-    @functools.cached_property
-    def _gradients_freed(self) -> list[int]:
-        gradients = [life for life in self.history.lives if self.owner(life) == GRADIENTS_GROUP]
-        return sorted(life.freed for life in gradients if life.freed is not None)
 
     def phase_spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield the phases of each step with their first and last event."""
@@ -227,7 +220,7 @@ class OwnedBlocks:
             times = [start]
             names = [FORWARD_PHASE]
             for name, found in ((BACKWARD_PHASE, clock.backward), (STEP_PHASE, clock.step)):
-                begins = clock.next_of(found, times[-1])
+                begins = _next(found, times[-1])
                 if begins is not None and begins <= end:
                     times.append(begins)
                     names.append(name)
@@ -286,7 +279,7 @@ class OwnedBlocks:
 
     def _of_forward(self, life: BlockLife) -> str:
         clock = self._clock
-        backward = clock.next_of(clock.backward, life.born)
+        backward = _next(clock.backward, life.born)
         if backward is None:
             is_held = life.is_alive(clock.end_after(life.born) - 1)
             return ACTIVATIONS_GROUP if is_held else FORWARD_TEMPORARIES
@@ -304,7 +297,7 @@ class OwnedBlocks:
 
     def _of_backward(self, life: BlockLife) -> str:
         clock = self._clock
-        later = [clock.next_of(times, life.born) for times in (clock.step, clock.forward)]
+        later = [_next(times, life.born) for times in (clock.step, clock.forward)]
         boundary = min((time for time in later if time is not None), default=None)
         if boundary is not None and life.is_alive(boundary):
             return GRADIENTS_GROUP
@@ -329,7 +322,7 @@ class OwnedBlocks:
 
     def _of_step(self, life: BlockLife) -> str:
         clock = self._clock
-        after = clock.next_of(clock.forward, life.born)
+        after = _next(clock.forward, life.born)
         end = clock.end_after(life.born) - 1 if after is None else after
         return OPTIMIZER_STATE_GROUP if life.is_alive(end) else STEP_TEMPORARIES
 
@@ -449,86 +442,66 @@ class SnapshotLever:
 BlockSize = Callable[[BlockLife], int]
 
 
-class LeverReplay:
-    """Runs the recorded blocks through the model of the allocator again, with other sizes."""
-
-    def __init__(self, owned: OwnedBlocks) -> None:
-        self.owned = owned
-        self.history = owned.history
-        events = self.history.record.events
-        peak = self.history.peak_index
-        self.start = max(AT_START, peak - MOST_REPLAYED_EVENTS)
-        self.end = min(len(events), peak + MOST_REPLAYED_EVENTS)
-        self.settings = self.history.record.settings
-        if self.history.record.has_expandable_segments:
-            self.settings = replace(self.settings, expandable_segments=True)
-        self._at_start = sorted(
-            self.history.alive_at(self.start), key=lambda life: (life.born, life.address)
-        )
-        self._born = {life.born: life for life in self.history.lives if life.born > self.start}
-        self._freed = {life.freed: life for life in self.history.lives if life.freed is not None}
-        self.base = self.run(_requested)
-
-    def run(self, size_of: BlockSize, *, expandable: bool | None = None) -> tuple[int, int]:
-        """Return the allocated and the reserved peak; blocks of 0 bytes are left out."""
-        settings = self.settings
-        if expandable is not None:
-            settings = replace(settings, expandable_segments=expandable)
-        allocator = CudaAllocator(settings)
-        blocks: dict[int, MemoryBlock] = {}
-
-        def make(life: BlockLife) -> None:
-            size = size_of(life)
-            if size:
-                blocks[id(life)] = allocator.allocate(size, stream=life.stream)
-
-        for life in self._at_start:
-            make(life)
-        given_back = False
-        for index in range(self.start + 1, self.end):
-            action = self.history.record.events[index].action
-            if action == "alloc":
-                make(self._born[index])
-            elif action in BLOCK_FREED and index in self._freed:
-                block = blocks.pop(id(self._freed[index]), None)
-                if block is not None:
-                    allocator.free(block)
-            elif action in SEGMENT_GIVEN_BACK and not given_back:
-                allocator.empty_cache()
-            given_back = action in SEGMENT_GIVEN_BACK
-        return allocator.peak_allocated, allocator.peak_reserved
-
-    def worth(self, owner: str, change: str, size_of: BlockSize) -> SnapshotLever:
-        allocated, reserved = self.run(size_of)
-        return SnapshotLever(owner, change, self.base[0] - allocated, self.base[1] - reserved)
-
-
 def _requested(life: BlockLife) -> int:
     return life.requested_bytes
 
 
+def replayed_peaks(
+    history: BlockHistory, size_of: BlockSize = _requested, *, expandable: bool = False
+) -> tuple[int, int]:
+    """Run the recorded blocks through the model of the allocator again, with other sizes.
+
+    Return the allocated and the reserved peak; blocks of 0 bytes are left out.
+    """
+    record = history.record
+    start = max(AT_START, history.peak_index - MOST_REPLAYED_EVENTS)
+    expandable |= record.has_expandable_segments or record.settings.expandable_segments
+    allocator = CudaAllocator(replace(record.settings, expandable_segments=expandable))
+    blocks: dict[int, MemoryBlock] = {}
+
+    def make(life: BlockLife) -> None:
+        if size := size_of(life):
+            blocks[id(life)] = allocator.allocate(size, stream=life.stream)
+
+    for life in sorted(history.alive_at(start), key=lambda life: (life.born, life.address)):
+        make(life)
+    born = {life.born: life for life in history.lives if life.born > start}
+    freed = {life.freed: life for life in history.lives if life.freed is not None}
+    given_back = False
+    last = history.peak_index + MOST_REPLAYED_EVENTS
+    for index, event in enumerate(record.events[start + 1 : last], start + 1):
+        if event.action == "alloc":
+            make(born[index])
+        elif event.action in BLOCK_FREED and index in freed:
+            block = blocks.pop(id(freed[index]), None)
+            if block is not None:
+                allocator.free(block)
+        elif event.action in SEGMENT_GIVEN_BACK and not given_back:
+            allocator.empty_cache()
+        given_back = event.action in SEGMENT_GIVEN_BACK
+    return allocator.peak_allocated, allocator.peak_reserved
+
+
 def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
     """Return what lowers the peak; expandable segments first, being free, then by bytes."""
-    replayed = LeverReplay(owned)
     history = owned.history
+    sizes = [
+        (owners[0], change, _scaling(owned, owners, fraction))
+        for change, owners, fraction in SCALED_LEVERS
+    ]
+    for change, dropped in (_recomputed(owned), _attention_scores(owned)):
+        if dropped:
+            sizes.append((ACTIVATIONS_GROUP, change, _without(dropped)))
+    base = replayed_peaks(history)
     found = []
-    for owner, change, owners, fraction in _scaled_levers(owned):
-        scaled = _scaling(owned, owners, fraction)
-        found.append(replayed.worth(owner, change, scaled))
-    kept = _recomputed(owned)
-    if kept is not None:
-        count, size_of = kept
-        change = f"recompute the {count} blocks (skill recompute)"
-        found.append(replayed.worth(ACTIVATIONS_GROUP, change, size_of))
-    attention = _attention_sizes(owned)
-    if attention is not None:
-        change = "F.scaled_dot_product_attention in place of attention written out"
-        found.append(replayed.worth(ACTIVATIONS_GROUP, change, attention))
+    for owner, change, size_of in sizes:
+        allocated, reserved = replayed_peaks(history, size_of)
+        found.append(SnapshotLever(owner, change, base[0] - allocated, base[1] - reserved))
     least = MIN_LEVER_FRACTION * history.peak_reserved
     found = [one for one in found if max(one.allocated_saved, one.reserved_saved) > least]
     found.sort(key=lambda one: max(one.reserved_saved, one.allocated_saved), reverse=True)
     if not history.record.has_expandable_segments:
-        allocated, reserved = replayed.run(_requested, expandable=True)
+        allocated, reserved = replayed_peaks(history, expandable=True)
         saved = history.peak_reserved - reserved
         if saved > least:
             change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which costs nothing"
@@ -537,41 +510,29 @@ def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
     return found
 
 
-def _scaled_levers(owned: OwnedBlocks) -> Iterable[tuple[str, str, set[str], float]]:
-    """Yield levers that change all bytes of some owners by a factor."""
-    yield (
-        STEP_TEMPORARIES,
-        "fused=True, or foreach=False, of the optimizer",
-        {STEP_TEMPORARIES},
-        0.0,
-    )
-    yield (
-        LOGITS_OWNER,
-        "a chunked loss: apply_chunked_loss(model)",
-        {LOGITS_OWNER},
-        1 / CHUNKS_OF_LOSS,
-    )
-    yield (
-        OPTIMIZER_STATE_GROUP,
+# What changes all bytes of some owners by a factor, under the first of the owners.
+SCALED_LEVERS = (
+    ("fused=True, or foreach=False, of the optimizer", (STEP_TEMPORARIES,), 0.0),
+    ("a chunked loss: apply_chunked_loss(model)", (LOGITS_OWNER,), 1 / CHUNKS_OF_LOSS),
+    (
         "an optimizer with 8 bits for each moment",
-        {OPTIMIZER_STATE_GROUP},
+        (OPTIMIZER_STATE_GROUP,),
         EIGHT_BIT_FRACTION,
-    )
-    yield (
-        PARAMETERS_GROUP,
+    ),
+    (
         "two ranks with FSDP2, which halve parameters, gradients and state",
-        {PARAMETERS_GROUP, GRADIENTS_GROUP, OPTIMIZER_STATE_GROUP},
+        (PARAMETERS_GROUP, GRADIENTS_GROUP, OPTIMIZER_STATE_GROUP),
         0.5,
-    )
-    yield (
-        BACKWARD_TEMPORARIES,
+    ),
+    (
         "half the microbatch, accumulated twice (skill grad-accum)",
-        {ACTIVATIONS_GROUP, LOGITS_OWNER, FORWARD_TEMPORARIES, BACKWARD_TEMPORARIES},
+        (BACKWARD_TEMPORARIES, FORWARD_TEMPORARIES, ACTIVATIONS_GROUP, LOGITS_OWNER),
         0.5,
-    )
+    ),
+)
 
 
-def _scaling(owned: OwnedBlocks, owners: set[str], fraction: float) -> BlockSize:
+def _scaling(owned: OwnedBlocks, owners: Sequence[str], fraction: float) -> BlockSize:
     # The gradient of the logits has their size.
     logits = owned.logits_sizes if LOGITS_OWNER in owners else set[int]()
 
@@ -585,8 +546,12 @@ def _scaling(owned: OwnedBlocks, owners: set[str], fraction: float) -> BlockSize
     return size_of
 
 
-def _recomputed(owned: OwnedBlocks) -> tuple[int, BlockSize] | None:
-    """Leave out activations of repeated blocks, but those of the last and one for each input."""
+def _without(dropped: set[int]) -> BlockSize:
+    return lambda life: 0 if id(life) in dropped else life.requested_bytes
+
+
+def _recomputed(owned: OwnedBlocks) -> tuple[str, set[int]]:
+    """Return activations of repeated blocks, but those of the last and one for each input."""
     dropped: set[int] = set()
     count = 0
     for phase, begins, _ in owned.phase_spans():
@@ -594,9 +559,7 @@ def _recomputed(owned: OwnedBlocks) -> tuple[int, BlockSize] | None:
             found, blocks = _dropped_by_recompute(owned, begins - 1)
             dropped |= blocks
             count = max(count, found)
-    if not dropped:
-        return None
-    return count, lambda life: 0 if id(life) in dropped else life.requested_bytes
+    return f"recompute the {count} blocks (skill recompute)", dropped
 
 
 def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[int]]:
@@ -624,13 +587,10 @@ def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[int
     return count, every - kept
 
 
-def _attention_sizes(owned: OwnedBlocks) -> BlockSize | None:
-    """Leave out what an attention that is written out keeps; None without one."""
-    scores = {
+def _attention_scores(owned: OwnedBlocks) -> tuple[str, set[int]]:
+    """Return what an attention that is written out keeps."""
+    return "F.scaled_dot_product_attention in place of attention written out", {
         id(life)
         for life in owned.history.lives
         if owned.owner(life) == ACTIVATIONS_GROUP and "softmax" in owned.line(life).lower()
     }
-    if not scores:
-        return None
-    return lambda life: 0 if id(life) in scores else life.requested_bytes

@@ -202,16 +202,6 @@ class Sharding:
         self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Any
     ) -> nn.Module:
         """Apply FSDP2 to each block and then to the whole module."""
-        try:
-            return self._with_fsdp(module, blocks, mesh)
-        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ValueError(
-                f"{self.kind} refuses {type(module).__name__}: {lines[0]}; where blocks share a "
-                "module, name blocks that share none"
-            ) from error
-
-    def _with_fsdp(self, module: nn.Module, blocks: Iterable[nn.Module], mesh: Any) -> nn.Module:
         # Imported here because a plan of one rank needs no sharding.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -220,9 +210,15 @@ class Sharding:
             options["mp_policy"] = MixedPrecisionPolicy(PRECISIONS[self.precision], torch.float32)
         if self.reshard_after_forward is not None:
             options["reshard_after_forward"] = self.reshard_after_forward
-        for block in blocks:
-            fully_shard(block, **options)
-        fully_shard(module, **options)
+        try:
+            for one in (*blocks, module):
+                fully_shard(one, **options)
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(
+                f"{self.kind} refuses {type(module).__name__}: {lines[0]}; where blocks share a "
+                "module, name blocks that share none"
+            ) from error
         return module
 
 
@@ -284,9 +280,10 @@ def tensor_parallel(module: nn.Module, mesh: Any) -> None:
         parent, _, name = path.rpartition(".")
         if isinstance(child, nn.Linear) and name in COLUMN_NAMES and path != head:
             styles[path] = ColwiseParallel()
-            _divide_heads(module.get_submodule(parent), parent, size)
-            layouts = _layouts(module.get_submodule(parent), Shard(1))
-            wanted = _layouts(module.get_submodule(parent), Replicate())
+            owner = module.get_submodule(parent)
+            _divide_heads(owner, parent, size)
+            layouts = _layouts(owner, Shard(1))
+            wanted = _layouts(owner, Replicate())
             styles[parent] = PrepareModuleInput(input_layouts=layouts, desired_input_layouts=wanted)
         elif isinstance(child, nn.Linear) and name in ROW_NAMES:
             styles[path] = RowwiseParallel(output_layouts=Shard(1))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import primitives
@@ -32,7 +31,6 @@ from .cuda_allocator import AllocatorSettings
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory
-from .parallel import Sharding
 from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
 from .saved import (
@@ -77,14 +75,13 @@ def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float
     slowdown = best.step_seconds / plain_seconds - 1
     text = f"It costs {slowdown:.1%} over the same batch with all activations held."
 
-    others = [other for other in found if other.step_seconds is not None and other is not best]
-    if others and others[0].step_seconds is not None:
-        second = others[0]
-        slower = others[0].step_seconds / best.step_seconds - 1
-        text += (
-            f" The next best is microbatch {second.microbatch} with {second.summary()}, "
-            f"{slower:.1%} slower."
-        )
+    for second in found:
+        if second.step_seconds is not None and second is not best:
+            slower = second.step_seconds / best.step_seconds - 1
+            return text + (
+                f" The next best is microbatch {second.microbatch} with {second.summary()}, "
+                f"{slower:.1%} slower."
+            )
     return text
 
 
@@ -181,7 +178,7 @@ class Planner:
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process are within the budget and the device. `context_bytes`, `by_reserved` and `margin` are
     those of `Card`. `links` are those between GPUs, for the time of several ranks; by default the
-    usual ones of the device.
+    usual ones of the device. `options` are those of `Sketch`.
     """
 
     def __init__(
@@ -189,31 +186,19 @@ class Planner:
         workload: Workload | str,
         *,
         device: str | DeviceProfile = "cpu",
-        dtype: torch.dtype = torch.float32,
-        optimizer: str | float | OptimizerFactory | None = None,
-        sharding: Sharding | None = None,
-        blocks: str | Sequence[str] | None = None,
         chunked_loss: bool | None = None,
         without: Sequence[str] = (),
         also: Sequence[str] = (),
-        seed: int = 0,
         context_bytes: int | None = None,
         by_reserved: bool = True,
         margin: float = 0.0,
         links: Links | None = None,
         tell: Tell = lambda message: None,
+        **options: Any,
     ) -> None:
         self.profile = find_profile(device) if isinstance(device, str) else device
         self.card = Card(self.profile, context_bytes, margin, by_reserved)
-        self.sketch = Sketch(
-            workload,
-            dtype=dtype,
-            kernels=self.card.kernels,
-            blocks=blocks,
-            optimizer=optimizer,
-            seed=seed,
-            sharding=sharding,
-        )
+        self.sketch = Sketch(workload, kernels=self.card.kernels, **options)
         _check_kinds(without, also)
         self.sharding = self.sketch.sharding
         self.tell = tell
@@ -224,12 +209,9 @@ class Planner:
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
             "rates_from": self.profile.source,
-            "dtype": str(dtype).removeprefix("torch."),
             "parallel": self.sharding.name,
             "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
-            "blocks": blocks,
             "also": list(also),
-            "seed": seed,
         }
         self.chains: dict[bool, Chain] = {}
         self.whole_steps = WholeSteps(
@@ -247,8 +229,10 @@ class Planner:
         # An error in here must not leave the modes of the sketch behind.
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sketch)
-            blocks = self.sketch.case.blocks
-            self.settings["blocks"] = list(blocks) if isinstance(blocks, tuple) else blocks
+            case = self.sketch.case
+            blocks = list(case.blocks) if isinstance(case.blocks, tuple) else case.blocks
+            dtype = str(case.dtype).removeprefix("torch.")
+            self.settings |= {"dtype": dtype, "blocks": blocks, "seed": case.seed}
             if self.sketch.choice is not None:
                 self.settings["block_notes"] = self.sketch.choice.lines()
             if self.sketch.host_note is not None:
@@ -303,7 +287,7 @@ class Planner:
 
         budget_bytes, self.settings["limit_notes"] = self.card.limit(budget_bytes)
         tried = [
-            self.whole_steps.predict(Candidate(size, steps, chunked, 0, None), budget_bytes)
+            self.whole_steps.predict(Candidate(size, steps, chunked), budget_bytes)
             for size, steps, chunked in self._tried(global_batch, microbatch)
         ]
         found: list[Candidate] = []
@@ -317,7 +301,7 @@ class Planner:
                 best = candidate if best is None else min(best, candidate, key=order)
         own = self._own(tried, microbatch, budget_bytes)
         is_fitting = own is not None and own.checked and own.step_seconds is not None
-        if own is not None and is_fitting and (best is None or order(own) < order(best)):
+        if own and is_fitting and (best is None or order(own) < order(best)):
             # The search has missed it, as the chain may predict too much.
             same = (own.microbatch, own.chunked_loss)
             found = [one for one in found if (one.microbatch, one.chunked_loss) != same]
@@ -345,7 +329,7 @@ class Planner:
         size = microbatch or self.sketch.case.workload.own_batch or samples
         if samples % size or (size == 1 and not self._runs_on_one_sample):
             size = samples
-        own = self.whole_steps.plain(Candidate(size, samples // size, False, 0, None))
+        own = self.whole_steps.plain(Candidate(size, samples // size, False))
         if self.sketch.why_real is None and not self.sharding.is_shared:
             own = self.whole_steps.whole(own)
         return own.within(budget_bytes)
@@ -354,12 +338,12 @@ class Planner:
         """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
         sizes = self.sharding.microbatches(global_batch, microbatch)
         if sizes[0][0] == 1 and not self._runs_on_one_sample:
-            sizes = sizes[1:]
-            if not sizes:
-                raise ValueError(
-                    "the model does not train on a microbatch of 1 sample, which a norm over the "
-                    "batch may refuse: plan for 2 or more"
-                )
+            del sizes[0]
+        if not sizes:
+            raise ValueError(
+                "the model does not train on a microbatch of 1 sample, which a norm over the "
+                "batch may refuse: plan for 2 or more"
+            )
         if self.asked is not True:
             # This chain measures the blocks, which a chain with chunked loss reuses.
             self._chain(chunked=False)
@@ -422,8 +406,9 @@ class Planner:
         module = self.sketch.build()
         blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
         chain = self._chain(chunked=best.chunked_loss)
-        plain = self.whole_steps.seconds(best, chain.plain_seconds(best.microbatch))
+        plain = self.whole_steps.plain(best).step_seconds
         assert best.step_seconds is not None
+        assert plain is not None
         return Plan(
             workload=self.sketch.case.workload.name,
             budget_bytes=budget_bytes,

@@ -72,7 +72,10 @@ class ProfileReport:
         Returns names in the report's order; none if the held bytes fit already. The choice is that
         of `choose_largest`.
         """
-        budget = round(_positive("memory_budget_mb", memory_budget_mb) * BYTES_PER_MIB)
+        is_number = isinstance(memory_budget_mb, int | float) and memory_budget_mb is not True
+        if not is_number or not 0 < memory_budget_mb < math.inf:
+            raise ValueError(f"memory_budget_mb must be a number above 0, got {memory_budget_mb!r}")
+        budget = round(memory_budget_mb * BYTES_PER_MIB)
         chosen, gap = choose_largest(self.layers, self.held_bytes - budget)
         if gap > 0:
             least = "recomputing no layer saves anything"
@@ -186,16 +189,6 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def _positive(name: str, value: float) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not (value > 0 and math.isfinite(value))
-    ):
-        raise ValueError(f"{name} must be a number above 0, got {value!r}")
-    return value
 
 
 def _share(part: int, whole: int) -> str:
@@ -360,8 +353,11 @@ class SelectiveCheckpointer:
 
         applies_strategy = not config.snn_timestep_checkpoint
         report = profile_report
-        if config.strategy == "selective" and applies_strategy and report is None:
-            report = self._profile(model, batch, loss)
+        # Without a batch it is refused, with the advice to give one.
+        measures = config.profile_before_apply and batch is not None
+        if config.strategy == "selective" and applies_strategy and report is None and measures:
+            profiler = self.profiler or MemoryProfiler(model)
+            report = profiler.profile(batch, config.profile_num_runs, loss=loss)
         plan = None
         if config.plan is not None and applies_strategy:
             # Imported here because most configurations name no plan.
@@ -383,9 +379,3 @@ class SelectiveCheckpointer:
     def get_checkpointed_layers(self) -> list[str]:
         """Return the layers that the last `apply` changed."""
         return list(self._layers)
-
-    def _profile(self, model: nn.Module, batch: Any, loss: Loss | None) -> ProfileReport | None:
-        if batch is None or not self.config.profile_before_apply:
-            return None  # which is refused with the advice to give one
-        profiler = self.profiler or MemoryProfiler(model)
-        return profiler.profile(batch, self.config.profile_num_runs, loss=loss)

@@ -42,6 +42,7 @@ from .profiler import (
     COLLECTIVES_GROUP,
     GRADIENTS_GROUP,
 )
+from .rank_time import resolve_group
 from .record import OptimizerSteps, RankStorages, StepLives
 from .shapes import (
     NEEDS_VALUES_ERRORS,
@@ -107,7 +108,6 @@ def record_rank_step(
         group = GRADIENTS_GROUP
         warnings.warn(UNSYNCED_WARNING, stacklevel=2)
     run = functools.partial(run_recorded_step, needs_gradients=is_synced)
-
     called_loss = functools.partial(_loss_of, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
@@ -174,17 +174,15 @@ def _warm_up(
     where gradients are not synced, so that the optimizer makes no state.
     """
     optimizer = program.optimizer
-    if steps is not None and is_synced and not _has_ddp(program.called):
+    ddp = nn.parallel.DistributedDataParallel
+    has_ddp = any(isinstance(one, ddp) for one in program.called.modules())
+    if steps is not None and is_synced and not has_ddp:
         steps.give_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return
     for _ in range(2):
         run_recorded_step(program.module, program.batch, loss, optimizer, needs_gradients=is_synced)
         optimizer.zero_grad(set_to_none=True)
-
-
-def _has_ddp(module: nn.Module) -> bool:
-    return any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules())
 
 
 def _is_synced(module: nn.Module) -> bool:
@@ -234,8 +232,7 @@ class RankKernels(KernelsAsTheyRun):
         # Imported here because a plan of one rank needs no collectives.
         from torch.distributed import _functional_collectives as functional
 
-        super().__init__(allow_non_fake_inputs=True)
-        self.kernels = kernels
+        super().__init__(kernels=kernels)
         self._waiting: Callable[[Tensor], Tensor] = functional.AsyncCollectiveTensor
         self._wait = torch.ops._c10d_functional.wait_tensor.default
         self._wrap = torch.ops._c10d_functional._wrap_tensor_autograd.default
@@ -347,7 +344,7 @@ def _exchange(received: Tensor, sent: Tensor, sizes: Sequence[int] | None, group
     if fake_mode() is None or not has_values(received):
         return
     if isinstance(group, str):
-        group = vars(dist.distributed_c10d)["_resolve_process_group"](group)
+        group = resolve_group(group)
     size = dist.get_world_size(group)
     own = sent.split(sizes or len(sent) // size)[dist.get_rank(group)]
     run_with_values(torch.cat, ([own] * size,), {"out": received})
@@ -362,21 +359,21 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
     world = math.prod(sizes.values())
     if world > MOST_RANKS:
         raise ValueError(f"{world} ranks are asked for, and {MOST_RANKS} is the most")
-    if not 0 <= rank < world:
-        raise ValueError(f"rank {rank} is none of {world} ranks: use 0 to {world - 1}")
     if dist.is_initialized():
         raise RuntimeError(
             "this process is in a process group already: predict a rank outside of torchrun"
         )
     # Imported here because a plan of one rank needs no process group.
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        with _not_traced(), _ddp_without_talk(), _few_chunks(), warnings.catch_warnings():
+        few_chunks = mock.patch.object(_fsdp_param, "_chunk_with_empty", ShardChunks)
+        with _not_traced(), _ddp_without_talk(), few_chunks, warnings.catch_warnings():
             # Torch warns about this when the program trains.
             warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning)
             yield mesh
@@ -387,7 +384,10 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
 
 
 class ShardChunks(Sequence[Tensor]):
-    """The chunks of a parameter, of which only those that are read are made."""
+    """The chunks of a parameter, of which only those that are read are made.
+
+    FSDP2 reads the one of this rank; to make those of all ranks takes long.
+    """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
         self.tensor = tensor
@@ -409,15 +409,6 @@ class ShardChunks(Sequence[Tensor]):
 
 
 @contextlib.contextmanager
-def _few_chunks() -> Iterator[None]:
-    """Let FSDP2 make the chunk of this rank and not those of all ranks, which takes long."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", ShardChunks):
-        yield
-
-
-@contextlib.contextmanager
 def _not_traced() -> Iterator[None]:
     """Let collectives run as they do in training.
 
@@ -429,9 +420,8 @@ def _not_traced() -> Iterator[None]:
     check = functional._are_we_tracing
     with contextlib.ExitStack() as stack:
         for name, module in [*sys.modules.items()]:
-            if not name.startswith("torch.distributed"):
-                continue
-            if getattr(module, "_are_we_tracing", None) is check:
+            is_torchs = name.startswith("torch.distributed")
+            if is_torchs and getattr(module, "_are_we_tracing", None) is check:
                 stack.enter_context(mock.patch.object(module, "_are_we_tracing", _never))
         yield
 

@@ -181,7 +181,7 @@ class StepCourse:
 
 
 class CourseRecorder:
-    """Record a course while the operations of a rank run."""
+    """Record a course while the operations of a rank run, without their costs."""
 
     def __init__(self) -> None:
         self.course = StepCourse()
@@ -208,15 +208,14 @@ class CourseRecorder:
             course.collectives[index] = _collective(kind, func, arguments, out)
             written = inputs
         else:
-            written = _storages(*(value for argument, value in arguments if _is_written(argument)))
+            written = _storages(
+                *(
+                    value
+                    for argument, value in arguments
+                    if argument.alias_info is not None and argument.alias_info.is_write
+                )
+            )
         self._writers.update(dict.fromkeys(made | written, index))
-
-    def finish(self, flops: Sequence[int], moved: Sequence[int]) -> StepCourse:
-        """Return the course, with the costs of its operations."""
-        course = self.course
-        course.flops = numpy.array(flops, dtype=numpy.float64)
-        course.moved = numpy.array(moved, dtype=numpy.float64)
-        return course
 
 
 def _storages(*values: Any) -> set[int]:
@@ -232,11 +231,6 @@ def _arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[An
     ]
 
 
-def _is_written(argument: Any) -> bool:
-    """Check for an argument that its operation writes in place."""
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def kind_of_collective(func: Any) -> str | None:
     """Return the kind of a collective; None for any other operation."""
     namespace = getattr(func, "namespace", None)
@@ -250,8 +244,7 @@ def _collective(kind: str, func: Any, arguments: list[tuple[Any, Any]], out: Any
     given = {argument.name: value for argument, value in arguments}
     group: Any = given.get("process_group")
     if group is None:
-        resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
-        group = resolve(given["group_name"])
+        group = resolve_group(given["group_name"])
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -266,6 +259,11 @@ def _collective(kind: str, func: Any, arguments: list[tuple[Any, Any]], out: Any
     else:
         nbytes = _bytes_of(given)
     return Collective(kind, nbytes, ranks, not is_functional and given.get("async_op") is False)
+
+
+def resolve_group(name: str) -> Any:
+    """Return the process group of a name, as functional collectives have it."""
+    return vars(dist.distributed_c10d)["_resolve_process_group"](name)
 
 
 def _bytes_of(tree: Any) -> int:

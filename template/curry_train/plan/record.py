@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from ..core.measure import (
     REST_LAYER,
@@ -236,7 +236,8 @@ class StepLives(RankStorages):
     def course(self) -> StepCourse | None:
         if self._recorder is None:
             return None
-        return self._recorder.finish(self.flops, self.moved)
+        flops, moved = (numpy.array(one, dtype=numpy.float64) for one in (self.flops, self.moved))
+        return replace(self._recorder.course, flops=flops, moved=moved)
 
     @property
     def first_step(self) -> list[tuple[Life, bool]]:
@@ -285,14 +286,10 @@ class StepLives(RankStorages):
         """
         first = self.num_operations
         self.num_operations += num_operations
-        again = []
-        for life in lives:
-            died = None if life.died is None else first + life.died
-            again.append(Life(life.nbytes, life.owner, first + life.born, died))
+        again = [_shifted(life, first) for life in lives]
         self.lives += again
         self.events += [(again[index], made) for index, made in events]
         self.phases += [self.phase] * num_operations
-        self.allocated += [0] * num_operations
         self.ends[self.phase] = self.num_operations - 1
         self.event_ends[self.phase] = len(self.events)
 
@@ -307,9 +304,8 @@ class StepLives(RankStorages):
 
     def _read(self) -> None:
         self.phases.append(self.phase)
-        self.allocated.append(
-            torch.cuda.memory_allocated(self.cuda) - self.before if self.cuda else 0
-        )
+        if self.cuda:
+            self.allocated.append(torch.cuda.memory_allocated(self.cuda) - self.before)
 
     def bytes_alive_by(self, key: Callable[[Life], Any]) -> dict[Any, NDArray[numpy.int64]]:
         """Return the bytes alive after each operation, for each value of `key` of a storage."""
@@ -372,7 +368,7 @@ class OptimizerSteps:
                 if isinstance(value, Tensor)
             )
         for parameter, state in zip(parameters, self._states[key], strict=True):
-            given = tree_map(_copy_of, state) if self._is_replaced else state
+            given = tree_map_only(Tensor, torch.empty_like, state) if self._is_replaced else state
             optimizer.state[parameter].update(given)
 
     def _take_first(
@@ -416,20 +412,16 @@ class OptimizerSteps:
         # A step that frees earlier storages can't be replayed from its own storages alone.
         if not any(life.died is not None and life.died >= first for life in before):
             made = record.lives[len(before) :]
-            lives = [_from(first, life) for life in made]
+            lives = [_shifted(life, -first) for life in made]
             places = {id(life): place for place, life in enumerate(made)}
             events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
             self._recorded[key] = lives, events, record.num_operations - first
 
 
-def _copy_of(value: Any) -> Any:
-    return torch.empty_like(value) if isinstance(value, Tensor) else value
-
-
-def _from(first: int, life: Life) -> Life:
-    """Count the operations of a life from `first`."""
-    died = None if life.died is None else life.died - first
-    return replace(life, born=life.born - first, died=died)
+def _shifted(life: Life, by: int) -> Life:
+    """Return a life that begins and ends so many operations later."""
+    died = None if life.died is None else life.died + by
+    return replace(life, born=life.born + by, died=died)
 
 
 def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:

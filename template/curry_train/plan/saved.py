@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/plan/test_menu.py tests/plan/test_plan.py`.
 import json
 import math
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
@@ -66,10 +67,8 @@ class Option:
     def __str__(self) -> str:
         if self.kind != SAC_KIND:
             return f"{self.kind}+{','.join(self.also)}" if self.also else self.kind
-        families: dict[str, list[int]] = {}
-        for family, index in sorted(self.keep):
-            families.setdefault(family, []).append(index)
-        calls = [f"{family} {','.join(map(str, places))}" for family, places in families.items()]
+        families = groupby(sorted(self.keep), key=lambda call: call[0])
+        calls = [f"{family} {','.join(str(place) for _, place in own)}" for family, own in families]
         return f"sac({'; '.join(calls)})"
 
     def to_json(self) -> dict[str, Any]:
@@ -130,18 +129,16 @@ def apply_options(
     Call it before DDP, `fully_shard` and `torch.compile`. `offload` replaces `offload_blocks` where
     tensors have no values.
     """
-    names_of: dict[Option, list[str]] = {}
-    for name, option in options.items():
-        if option.kind != NONE_KIND:
-            names_of.setdefault(option, []).append(name)
-    for option, names in names_of.items():
+    changed = {name: option for name, option in options.items() if option.kind != NONE_KIND}
+    for option in dict.fromkeys(changed.values()):
+        names = [name for name, own in changed.items() if own == option]
         if option.kind == OFFLOAD_KIND and offload is not None:
             offload(model, names)
         else:
             BLOCK_STRATEGIES[option.kind](model, names, option)
-    if names_of:
+    if changed:
         primitives.keep_routing(model)
-    return [name for name, option in options.items() if option.kind != NONE_KIND]
+    return [*changed]
 
 
 def remove_options(model: nn.Module) -> list[str]:
@@ -252,8 +249,8 @@ class Candidate:
     microbatch: int
     steps: int  # microbatches in a window
     chunked_loss: bool
-    peak_bytes: int
-    step_seconds: float | None  # of the optimizer step; None if it does not fit
+    peak_bytes: int = 0
+    step_seconds: float | None = None  # of the optimizer step; None if it does not fit
     options: Mapping[str, Option] = field(default_factory=dict)
     checked: bool = False  # the peak is that of the whole step, not of the chain
     flops: float | None = None  # of the whole window, if it was checked
@@ -271,9 +268,7 @@ class Candidate:
 
     def summary(self) -> str:
         """Count equal options, such as `30 regions, 2 none`."""
-        counts: dict[str, int] = {}
-        for option in self.options.values():
-            counts[str(option)] = counts.get(str(option), 0) + 1
+        counts = Counter(map(str, self.options.values()))
         items = ["chunked loss"] if self.chunked_loss else []
         items += [f"{number} {name}" for name, number in counts.items()]
         return ", ".join(items) or "as it is"

@@ -1,6 +1,6 @@
 """Run operations on shapes alone with the bytes that the real kernels hold.
 
-    with KernelsAsTheyRun(allow_non_fake_inputs=True):
+    with KernelsAsTheyRun():
         ...
 
 The differences are those of torch 2.11 and 2.13. Each correction has a test that fails when it is
@@ -17,6 +17,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -32,33 +33,36 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded
 from ..core.measure import local_tensors
+from ..core.rerun import function_modes
 from ..core.wording import format_bytes
 from ..workloads.optimizers import SteppedOnHost
 from ..workloads.workload import Case, map_tensors
-from .optimizers import ValuesInSteps, capturable_anywhere, take_eagerly
+from .optimizers import ValuesInSteps, capturable_anywhere, in_modes, take_eagerly
 
 # Corrections of fake tensor kernels that differ from the real ones.
 
-NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
-BATCH_NORM = torch.ops.aten.native_batch_norm.default
-GROUP_NORM = torch.ops.aten.native_group_norm.default
-NORM_FORWARDS = (BATCH_NORM, GROUP_NORM, torch.ops.aten.native_layer_norm.default)
-BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-GROUP_NORM_BACKWARD = torch.ops.aten.native_group_norm_backward.default
-LIFT_OPERATION = torch.ops.aten.lift_fresh.default
-GROUPED_MM_OPERATION = torch.ops.aten._grouped_mm.default
-READ_OPERATION = torch.ops.aten._local_scalar_dense.default
-EMBEDDING_BAG = torch.ops.aten._embedding_bag.default
+aten = torch.ops.aten
+NORM_BACKWARD = aten.native_layer_norm_backward.default
+BATCH_NORM = aten.native_batch_norm.default
+GROUP_NORM = aten.native_group_norm.default
+NORM_FORWARDS = (BATCH_NORM, GROUP_NORM, aten.native_layer_norm.default)
+BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
+GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
+LIFT_OPERATION = aten.lift_fresh.default
+GROUPED_MM_OPERATION = aten._grouped_mm.default
+READ_OPERATION = aten._local_scalar_dense.default
+EMBEDDING_BAG = aten._embedding_bag.default
 # Losses that allocate a value for each element, and resize that storage to the sum or mean.
 RESIZED_LOSSES = (
-    torch.ops.aten.mse_loss.default,
-    torch.ops.aten.smooth_l1_loss.default,
-    torch.ops.aten.binary_cross_entropy.default,
-    torch.ops.aten.soft_margin_loss.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
 )
 # Alignment in bytes of the rows of a grouped matrix product.
 ROW_ALIGNMENT_BYTES = 16
@@ -71,11 +75,12 @@ class KernelsAsTheyRun(FakeTensorMode):
     grouped matrix products accept the kernel's dtypes, which on the CPU are more than bfloat16.
     """
 
-    # The device whose kernels are meant; their statistics differ in dtype.
-    kernels = "cpu"
-
-    # What an optimizer's step reads off tensors, if that is allowed.
-    values: ValuesInSteps | None = None
+    def __init__(self, *, kernels: str = "cpu") -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        # The device whose kernels are meant; their statistics differ in dtype.
+        self.kernels = kernels
+        # What an optimizer's step reads off tensors, if that is allowed.
+        self.values: ValuesInSteps | None = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,9 +178,7 @@ def _attention(
     if torch.is_autocast_enabled("cpu"):
         # Autocast does not apply to the operations called below.
         dtype = torch.get_autocast_dtype("cpu")
-        query = query.to(dtype)
-        key = key.to(dtype)
-        value = value.to(dtype)
+        query, key, value = (one.to(dtype) for one in (query, key, value))
 
     if query.dim() != 4:
         return _PLAIN_ATTENTION(
@@ -183,14 +186,13 @@ def _attention(
         )
 
     if query.dtype in HALF_PRECISION_DTYPES and attn_mask is None and query.shape[-1] <= 256:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        flash = aten._scaled_dot_product_flash_attention
         output: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return output
 
     if key.shape[1] != query.shape[1]:
         repeats = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(repeats, 1)
-        value = value.repeat_interleave(repeats, 1)
+        key, value = (one.repeat_interleave(repeats, 1) for one in (key, value))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
@@ -198,7 +200,7 @@ def _attention(
             )
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
 
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    efficient = aten._scaled_dot_product_efficient_attention
     outputs = efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
     result: Tensor = outputs[0]
     return result
@@ -314,15 +316,14 @@ def in_float32(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def as_on_cuda(copies: HalfPrecisionCopies | None = None) -> Iterator[None]:
+def as_on_cuda(copies: HalfPrecisionCopies) -> Iterator[None]:
     """Patch torch's attention with the stand-in, and apply autocast for CUDA to CPU tensors."""
     original = torch.autocast.__init__
     leave = torch.autocast.__exit__
 
     def leaves(self: Any, *raised: Any) -> Any:
         result = leave(self, *raised)
-        if copies is not None:
-            copies.clear_after_autocast()
+        copies.clear_after_autocast()
         return result
 
     def autocast(
@@ -333,15 +334,12 @@ def as_on_cuda(copies: HalfPrecisionCopies | None = None) -> Iterator[None]:
             dtype = dtype or torch.get_autocast_dtype("cuda")
         original(self, device_type, dtype, enabled, **kwargs)
 
-    F.scaled_dot_product_attention = _attention
-    torch.autocast.__init__ = autocast  # type: ignore[method-assign, assignment]
-    torch.autocast.__exit__ = leaves  # type: ignore[method-assign]
-    try:
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", _attention),
+        mock.patch.object(torch.autocast, "__init__", autocast),
+        mock.patch.object(torch.autocast, "__exit__", leaves),
+    ):
         yield
-    finally:
-        F.scaled_dot_product_attention = _PLAIN_ATTENTION
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
-        torch.autocast.__exit__ = leave  # type: ignore[method-assign]
 
 
 # Fake models, whose tensors have shapes but no values, to count bytes without memory.
@@ -435,36 +433,39 @@ def pretended(
     if kernels not in KERNEL_DEVICES:
         raise ValueError(f"kernels must be one of {KERNEL_DEVICES}, got {kernels!r}")
     if mode is None:
-        mode = KernelsAsTheyRun(allow_non_fake_inputs=True)
-        mode.kernels = kernels
+        mode = KernelsAsTheyRun(kernels=kernels)
     if isinstance(mode, KernelsAsTheyRun):
         mode.values = values
-
-    # torch logs every error that it raises for fake tensors; silence that.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    log_was_disabled = log.disabled
-    log.disabled = True
-
-    original_apply = nn.Module._apply
-    nn.Module._apply = _apply  # type: ignore[method-assign]
-
-    # In torch 2.13 this redraws until all values are in range, which never ends without values.
-    original_trunc_normal = torch.nn.init._no_grad_trunc_normal_
-    torch.nn.init._no_grad_trunc_normal_ = _as_it_is
     here = _Here(cuda=kernels == "cuda")
-    try:
-        with (
-            mode,
-            as_on_cuda(here.copies) if kernels == "cuda" else contextlib.nullcontext(),
-            capturable_anywhere() if kernels == "cuda" else contextlib.nullcontext(),
-            contextlib.nullcontext() if values is None else values.during_steps(),
-            here,
-        ):
-            yield mode
-    finally:
-        nn.Module._apply = original_apply  # type: ignore[method-assign]
-        torch.nn.init._no_grad_trunc_normal_ = original_trunc_normal
-        log.disabled = log_was_disabled
+    nothing = contextlib.nullcontext()
+    with (
+        # torch logs every error that it raises for fake tensors; silence that.
+        mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+        mock.patch.object(nn.Module, "_apply", _apply),
+        # In torch 2.13 this redraws until all values are in range, which never ends without values.
+        mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
+        _recomputes_in_modes(checkpoint, "_checkpoint_without_reentrant_generator"),
+        _recomputes_in_modes(checkpoint.CheckpointFunction, "apply"),
+        mode,
+        as_on_cuda(here.copies) if here.cuda else nothing,
+        capturable_anywhere() if here.cuda else nothing,
+        nothing if values is None else values.during_steps(),
+        here,
+    ):
+        yield mode
+
+
+def _recomputes_in_modes(owner: Any, name: str) -> Any:
+    """Patch a function of torch's checkpoint: the first argument runs in the modes of its forward.
+
+    Torch recomputes in backward, where `_Here` and the user's function modes are not active.
+    """
+    original = getattr(owner, name)
+
+    def patched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(in_modes(function, function_modes()), *args, **kwargs)
+
+    return mock.patch.object(owner, name, patched)
 
 
 def host_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -500,10 +501,6 @@ def host_note(optimizer: torch.optim.Optimizer) -> str | None:
     )
     only = "; offload_gradients=True allows one microbatch a step"
     return text + (only if optimizer.offload_gradients else "")
-
-
-def _as_it_is(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tensor
 
 
 class PretendedCase(Case):

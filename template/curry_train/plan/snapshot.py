@@ -70,26 +70,30 @@ class MemoryEvent(NamedTuple):
     stack: Stack
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedBlock:
-    """A block as it was when the snapshot was taken."""
+@dataclass(slots=True)
+class BlockLife:
+    """A block from its allocation to its release."""
 
     address: int
-    num_bytes: int
     requested_bytes: int
-    is_live: bool
+    stream: int
+    born: int  # index of the event; AT_START if it was there before the record
     stack: Stack
+    num_bytes: int = 0  # with the rounding, and with a rest that was not split off
+    freed: int | None = None  # index of the event; None if it was alive at the end
+
+    def is_alive(self, index: int) -> bool:
+        return self.born <= index and (self.freed is None or self.freed > index)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedSegment:
-    """A segment as it was when the snapshot was taken."""
+    """A segment as it was when the snapshot was taken, with the blocks that were in use."""
 
     address: int
     num_bytes: int
-    stream: int
     is_expandable: bool
-    blocks: tuple[RecordedBlock, ...]
+    blocks: tuple[BlockLife, ...]
 
 
 @dataclass(frozen=True)
@@ -163,15 +167,10 @@ class _SnapshotReader:
         devices = sorted(segments.keys() | {device for device in events if events[device]})
         if not devices or devices[-1] >= MOST_DEVICES:
             raise UnusableSnapshot(f"devices with segments or events are {devices[-1:]}")
-        records = (
-            DeviceRecord(
-                device,
-                tuple(sorted(segments.get(device, ()), key=lambda segment: segment.address)),
-                events.get(device, ()),
-                settings,
-            )
-            for device in devices
-        )
+        records = []
+        for device in devices:
+            in_order = sorted(segments.get(device, ()), key=lambda segment: segment.address)
+            records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), settings))
         return MemorySnapshot(tuple(records), notes)
 
     def _event(self, value: Any) -> MemoryEvent:
@@ -186,25 +185,21 @@ class _SnapshotReader:
     def _segment(self, value: Any) -> RecordedSegment:
         address = _number(value, "address")
         num_bytes = _number(value, "total_size")
+        stream = _number(value, "stream", 0)
         blocks = []
         position = address
         for item in self._list(value, "blocks"):
             size = _number(item, "size")
-            block = RecordedBlock(
-                _number(item, "address", position),
-                size,
-                min(_number(item, "requested_size", size), size),
-                item.get("state") in LIVE_STATES,
-                self._stack(item),
-            )
-            end = block.address + size
-            if block.address < position or end > address + num_bytes:
+            start = _number(item, "address", position)
+            if start < position or start + size > address + num_bytes:
                 raise UnusableSnapshot(f"blocks of the segment at {address:#x} overlap or leave it")
-            position = end
-            blocks.append(block)
+            position = start + size
+            requested = min(_number(item, "requested_size", size), size)
+            stack = self._stack(item)
+            if item.get("state") in LIVE_STATES:
+                blocks.append(BlockLife(start, requested, stream, AT_START, stack, size))
         is_expandable = value.get("is_expandable") is True
-        stream = _number(value, "stream", 0)
-        return RecordedSegment(address, num_bytes, stream, is_expandable, tuple(blocks))
+        return RecordedSegment(address, num_bytes, is_expandable, tuple(blocks))
 
     def _stack(self, value: dict[str, Any]) -> Stack:
         frames = value.get("frames") or []
@@ -279,22 +274,6 @@ def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:
 # The blocks that were alive, and when.
 
 
-@dataclass(eq=False, slots=True)
-class BlockLife:
-    """A block from its allocation to its release."""
-
-    address: int
-    requested_bytes: int
-    stream: int
-    born: int  # index of the event; AT_START if it was there before the record
-    stack: Stack
-    num_bytes: int = 0  # with the rounding, and with a rest that was not split off
-    freed: int | None = None  # index of the event; None if it was alive at the end
-
-    def is_alive(self, index: int) -> bool:
-        return self.born <= index and (self.freed is None or self.freed > index)
-
-
 class BlockHistory:
     """Every block of a device over the events of its record."""
 
@@ -360,14 +339,11 @@ class BlockHistory:
         """Set the bytes of blocks in the segments, and yield those that no event made."""
         for segment in self.record.segments:
             for block in segment.blocks:
-                if not block.is_live:
-                    continue
                 known = live.pop(block.address, None)
                 if known is None:
-                    address, requested = block.address, block.requested_bytes
-                    known = BlockLife(address, requested, segment.stream, AT_START, block.stack)
-                    yield known
-                known.num_bytes = block.num_bytes
+                    yield block
+                else:
+                    known.num_bytes = block.num_bytes
         for lost in live.values():
             # The segments do not have it: it was released while the snapshot was taken.
             lost.freed = len(self.record.events)
@@ -382,16 +358,11 @@ class BlockHistory:
         allocated = list(itertools.accumulate(change[: num_events + 1]))
         grown = [0]
         for event in self.record.events:
-            grown.append(grown[-1] + _segment_change(event))
+            sign = (event.action in SEGMENT_MADE) - (event.action in SEGMENT_GIVEN_BACK)
+            grown.append(grown[-1] + sign * event.num_bytes)
         at_end = sum(segment.num_bytes for segment in self.record.segments)
         at_start = max(at_end - grown[-1], 0)
         return allocated, [at_start + number for number in grown]
-
-
-def _segment_change(event: MemoryEvent) -> int:
-    if event.action in SEGMENT_MADE:
-        return event.num_bytes
-    return -event.num_bytes if event.action in SEGMENT_GIVEN_BACK else 0
 
 
 class _Placement:
@@ -575,15 +546,12 @@ def _builds(frame: Frame) -> bool:
 
 
 def _own_lines(python: Sequence[Frame]) -> str:
-    """Return the two innermost lines of code that is not torch's."""
-    own = [frame for frame in python if _is_own(frame)]
+    """Return the two innermost lines that are neither torch's nor of a tensor library."""
+    own = [
+        frame
+        for frame in python
+        if frame.function not in MODULE_CALLS
+        and not any(part in f"/{_path(frame)}" for part in NOT_OWN_CODE)
+    ]
     names = [f"{frame.function} {_path(frame).rsplit('/', 1)[-1]}:{frame.line}" for frame in own]
     return " < ".join(names[:2])
-
-
-def _is_own(frame: Frame) -> bool:
-    """Check that a line is neither torch's nor of a library that rewrites tensors."""
-    if frame.function in MODULE_CALLS:
-        return False
-    path = f"/{_path(frame)}"
-    return not any(part in path for part in NOT_OWN_CODE)

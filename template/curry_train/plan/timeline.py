@@ -57,7 +57,12 @@ def record_step_storages(
     and a step leaves no other tensors behind. `keeps_output`: the caller holds what the module
     returned until the next step, as scripts do with their logits.
     """
-    trained = _trained_parameters(module)
+    trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter that requires grad: "
+            "there is nothing to train"
+        )
     optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
     stepped = _stepped_parameters(optimizer)
     if not any(id(p) in stepped for p in trained):
@@ -140,16 +145,6 @@ def holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[Non
         handle.remove()
 
 
-def _trained_parameters(module: nn.Module) -> list[Tensor]:
-    trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter that requires grad: "
-            "there is nothing to train"
-        )
-    return trained
-
-
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
     """Return the parameters of an optimizer by id."""
     return {id(parameter): parameter for parameter in parameters_of(optimizer)}
@@ -227,25 +222,16 @@ def _bytes_of(tensors: list[Tensor], device: torch.device) -> int:
 # Timeline: measure the bytes alive through one training step, by owner.
 
 
-def measure_timeline(
-    module: nn.Module,
-    batch: Any,
-    loss: Loss,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    **options: Any,
-) -> Timeline:
+def measure_timeline(module: nn.Module, batch: Any, loss: Loss, **options: Any) -> Timeline:
     """Measure forward, backward and optimizer step, with AdamW if no optimizer is given.
 
-    `options` are those of `record_step_storages`.
-
+    `options` are those of `record_step_storages`, such as `optimizer`.
 
     The model itself runs, with everything that it is wrapped in. Its weights, buffers, gradients
     and mode and every generator are restored, and the optimizer is a copy. A module in eval mode is
     measured in training mode. Layers are those of `MemoryProfiler`.
     """
-    lives = record_step_storages(module, batch, loss, optimizer=optimizer, **options)
-    return timeline_of(lives)
+    return timeline_of(record_step_storages(module, batch, loss, **options))
 
 
 def timeline_of(record: StepLives) -> Timeline:

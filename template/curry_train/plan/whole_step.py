@@ -9,7 +9,7 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from .. import primitives
 from .card import Card
 from .chain import Chain, Integers, PricedChain
-from .costs import MEASURED_MICROBATCH_SIZES, drop_saved
+from .costs import MEASURED_MICROBATCH_SIZES, Drop
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
@@ -47,8 +47,9 @@ OVERESTIMATE_RATIO = 1.35
 # Ways to run the last block that are tried for the least peak.
 LAST_KINDS = (NONE_KIND, REGIONS_KIND, FULL_KIND)
 
-# Microbatch, accumulated, chunked loss, and options.
-PlanKey = tuple[int, bool, bool, tuple[tuple[str, Option], ...]]
+# Microbatch, accumulated and chunked loss, then options.
+ChainKey = tuple[int, bool, bool]
+StepKey = tuple[ChainKey, tuple[tuple[str, Option], ...]]
 
 
 class WholeSteps:
@@ -67,20 +68,16 @@ class WholeSteps:
     ) -> None:
         self.links = links
         self.sketch = sketch
-        self.card = card
         self.chain = chain
 
-        # Each whole step that was estimated.
-        self.known: dict[PlanKey, StepEstimate] = {}
+        # Each whole step that was estimated: of a rank, and of the model alone.
+        self.known: dict[StepKey, StepEstimate] = {}
+        self._alone: dict[StepKey, StepEstimate] = {}
 
-        # Memory that a device must have for each of them.
-        self._needed: dict[StepEstimate, int] = {}
+        # The memory that a device must have for a step.
+        self.bytes_needed = functools.cache(card.bytes_needed)
 
-        # Plain steps of the model alone, where ranks share it.
-        self._alone: dict[PlanKey, StepEstimate] = {}
-
-        # Chains by microbatch, accumulated and chunked loss.
-        self._priced: dict[tuple[Any, ...], PricedChain] = {}
+        self._priced: dict[ChainKey, PricedChain] = {}
 
     # What the chain predicts.
 
@@ -90,14 +87,13 @@ class WholeSteps:
         The plain step has the larger size that the chain was measured at. With several ranks, the
         chain is of the model alone, and gets what one rank has more or less.
         """
-        *key, _ = self._key(candidate)
-        if (*key,) not in self._priced:
+        key, _ = self._key(candidate)
+        if key not in self._priced:
             accumulated = candidate.steps > 1
             chain = self.chain(candidate)
             plain = self._plain(candidate)
-            step = self.step(plain)
-            alone = self._step_alone(plain)
-            extra = self.bytes_needed(step) - alone.peak_bytes
+            alone = self.step(plain, alone=True)
+            extra = self.bytes_needed(self.step(plain)) - alone.peak_bytes
 
             moments = chain.at(plain.microbatch, accumulated=accumulated).moments(plain.options)
             for_each_sample = numpy.maximum(0, moments - alone.peak_bytes) / plain.microbatch
@@ -105,8 +101,8 @@ class WholeSteps:
                 numpy.int64
             )
             found = chain.at(candidate.microbatch, accumulated=accumulated).shifted(shifts)
-            self._priced[(*key,)] = replace(found, floor=found.floor + extra)
-        return self._priced[(*key,)]
+            self._priced[key] = replace(found, floor=found.floor + extra)
+        return self._priced[key]
 
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
@@ -124,7 +120,7 @@ class WholeSteps:
             candidate,
             options=options,
             peak_bytes=chain.peak(options),
-            step_seconds=self.seconds(candidate, chain.seconds(options)),
+            step_seconds=self.seconds(candidate, options),
             flops=None,
             checked=False,
         )
@@ -171,7 +167,7 @@ class WholeSteps:
         options = options or chain.fastest(round(OVERESTIMATE_RATIO * budget_bytes))
         if options is None:
             return False
-        seconds = self.seconds(candidate, chain.seconds(options))
+        seconds = self.seconds(candidate, options)
         return best is None or order(replace(candidate, step_seconds=seconds)) < order(best)
 
     def _search(
@@ -248,25 +244,19 @@ class WholeSteps:
 
     # Whole steps.
 
-    def step(self, candidate: Candidate) -> StepEstimate:
-        """Return the whole step of a candidate, which is estimated once."""
-        key = self._key(candidate)
-        if key not in self.known:
-            self.known[key] = self.recorded(candidate)
-        return self.known[key]
+    def step(self, candidate: Candidate, *, alone: bool = False) -> StepEstimate:
+        """Return the whole step of a candidate, which is estimated once.
 
-    def bytes_needed(self, step: StepEstimate) -> int:
-        """Return the memory that a device must have for a step."""
-        if step not in self._needed:
-            self._needed[step] = self.card.bytes_needed(step)
-        return self._needed[step]
+        `alone`: of the model without its sharding.
+        """
+        known = self._alone if alone and self.sketch.sharding.is_shared else self.known
+        key = self._key(candidate)
+        if key not in known:
+            known[key] = self.recorded(candidate, alone=alone)
+        return known[key]
 
     def recorded(
-        self,
-        candidate: Candidate,
-        *,
-        anew: bool = False,
-        alone: bool = False,
+        self, candidate: Candidate, *, anew: bool = False, alone: bool = False
     ) -> StepEstimate:
         """Estimate the whole step of a candidate.
 
@@ -275,14 +265,11 @@ class WholeSteps:
         settings: dict[str, Any] = {"accumulated": candidate.steps > 1, "alone": alone}
         if candidate.is_plain and not anew:
             return self.sketch.step(candidate.microbatch, **settings)
-        with drop_saved() as offload:
+        with Drop() as drop:
+            offload = drop if self.sketch.why_real is None else None
 
             def change(module: nn.Module) -> None:
-                apply_options(
-                    module,
-                    candidate.options,
-                    offload=offload if self.sketch.why_real is None else None,
-                )
+                apply_options(module, candidate.options, offload=offload)
                 if candidate.chunked_loss:
                     primitives.apply_chunked_loss(
                         module, chunk_tokens=self.chain(candidate).chunk_tokens
@@ -298,47 +285,35 @@ class WholeSteps:
         options = dict.fromkeys(blocks, Option(NONE_KIND))
         return replace(candidate, microbatch=MEASURED_MICROBATCH_SIZES[-1], options=options)
 
-    def _step_alone(self, plain: Candidate) -> StepEstimate:
-        """Return the plain step of the model without its sharding."""
-        if not self.sketch.sharding.is_shared:
-            return self.step(plain)
-        key = self._key(plain)
-        if key not in self._alone:
-            self._alone[key] = self.recorded(plain, alone=True)
-        return self._alone[key]
-
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
         """List all choices for the same microbatch whose whole step was estimated."""
-        *same, _ = self._key(candidate)
-        estimated = [key[-1] for key in self.known if [*key[:-1]] == same]
+        same, _ = self._key(candidate)
+        estimated = [options for key, options in self.known if key == same]
         return [self.whole(replace(candidate, options=dict(options))) for options in estimated]
 
     def whole(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the peak, time and FLOPs of its whole step."""
         step = self.step(candidate)
-        seconds = self.priced(candidate).seconds(candidate.options)
         return replace(
             candidate,
             peak_bytes=self.bytes_needed(step),
-            step_seconds=self.seconds(candidate, seconds),
+            step_seconds=self.seconds(candidate, candidate.options),
             flops=candidate.steps * float(step.flops.sum()),
             checked=True,
         )
 
-    def seconds(self, candidate: Candidate, of_microbatch: float) -> float:
-        """Predict the time of an optimizer step, of what the chain predicts for a microbatch.
+    def seconds(self, candidate: Candidate, options: Mapping[str, Option]) -> float:
+        """Predict the time of an optimizer step, of what the chain predicts for a microbatch."""
+        if self.sketch.sharding.is_shared:
+            return self.rank_seconds(candidate, options).total
+        of_microbatch = self.priced(candidate).seconds(options)
+        return candidate.steps * of_microbatch + self.chain(candidate).optimizer_seconds
 
-        One rank of several computes its part of that, and waits for collectives.
-        """
-        chain = self.chain(candidate)
-        if not self.sketch.sharding.is_shared:
-            return candidate.steps * of_microbatch + chain.optimizer_seconds
-        return self.rank_seconds(candidate, of_microbatch).total
-
-    def rank_seconds(self, candidate: Candidate, of_microbatch: float) -> RankSeconds:
+    def rank_seconds(self, candidate: Candidate, options: Mapping[str, Option]) -> RankSeconds:
         """Predict the time of an optimizer step of one rank of several.
 
-        A step that was not estimated waits as the plain step of the chain's size does.
+        It computes its part of what the chain predicts, and waits for collectives. A step that was
+        not estimated waits as the plain step of the chain's size does.
         """
         chain = self.chain(candidate)
         plain = self.step(self._plain(candidate))
@@ -354,6 +329,7 @@ class WholeSteps:
         # A rank has a part of the model, or its layers' copies besides, by the plain step.
         part = window(plain, steps=1).compute / chain.plain_seconds(MEASURED_MICROBATCH_SIZES[-1])
         found = window(step, steps=candidate.steps, scale=scale)
+        of_microbatch = self.priced(candidate).seconds(options)
         return found._replace(compute=candidate.steps * part * of_microbatch)
 
     def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
@@ -369,14 +345,10 @@ class WholeSteps:
             return None
         routing = sketch.routing or ForcedRouting(even=True)
         with routing if is_measured else contextlib.nullcontext():
-            even = self.recorded(candidate, anew=True)
+            even = self.bytes_needed(self.recorded(candidate, anew=True))
             with routing.worst():
-                worst = self.recorded(candidate, anew=True)
-        peaks = {
-            "even_bytes": self.bytes_needed(even),
-            "worst_bytes": self.bytes_needed(worst),
-        }
-        return peaks if is_measured or peaks["even_bytes"] < peaks["worst_bytes"] else None
+                worst = self.bytes_needed(self.recorded(candidate, anew=True))
+        return {"even_bytes": even, "worst_bytes": worst} if is_measured or even < worst else None
 
     def communication(self, candidate: Candidate) -> dict[str, Any] | None:
         """Describe the time and the collectives of a candidate that was estimated.
@@ -386,21 +358,16 @@ class WholeSteps:
         step = self.step(candidate)
         if step.course is None:
             return None
-        seconds = self.priced(candidate).seconds(candidate.options)
-        return self.rank_seconds(candidate, seconds).to_json() | {
+        return self.rank_seconds(candidate, candidate.options).to_json() | {
             "collectives": count_window(step, candidate.steps),
             "links": self.links.to_json(),
             "text": f"Links: {self.links}.",
         }
 
     @staticmethod
-    def _key(candidate: Candidate) -> PlanKey:
-        return (
-            candidate.microbatch,
-            candidate.steps > 1,
-            candidate.chunked_loss,
-            tuple(candidate.options.items()),
-        )
+    def _key(candidate: Candidate) -> StepKey:
+        chain = candidate.microbatch, candidate.steps > 1, candidate.chunked_loss
+        return chain, tuple(candidate.options.items())
 
 
 def order(candidate: Candidate) -> tuple[float, bool, float, int]:
@@ -408,11 +375,6 @@ def order(candidate: Candidate) -> tuple[float, bool, float, int]:
 
     Ties are broken by whole before chunked loss, then the lower peak, then the smaller microbatch.
     """
-    if candidate.step_seconds is None:
-        return float("inf"), candidate.chunked_loss, candidate.peak_bytes, candidate.microbatch
-    return (
-        round(candidate.step_seconds, 9),
-        candidate.chunked_loss,
-        candidate.peak_bytes,
-        candidate.microbatch,
-    )
+    seconds = candidate.step_seconds
+    first = float("inf") if seconds is None else round(seconds, 9)
+    return first, candidate.chunked_loss, candidate.peak_bytes, candidate.microbatch
