@@ -31,11 +31,7 @@ TECHNIQUES = {
     "grad-accum": ["primitives/grad_accum.py"],
     "sac": ["primitives/sac.py"],
     "regions": ["primitives/regions.py"],
-    "recompute": [
-        "primitives/recompute.py",
-        "primitives/checkpointed.py",
-        "primitives/block_state.py",
-    ],
+    "recompute": ["primitives/recompute.py", "primitives/block_state.py"],
     "offload": ["primitives/offload.py", "primitives/host_memory.py"],
     "chunked-loss": ["primitives/chunked_loss.py", "primitives/cross_entropy.py"],
     "snn-timesteps": ["primitives/snn_timesteps.py", "primitives/block_state.py"],

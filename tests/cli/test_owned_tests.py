@@ -56,7 +56,7 @@ FAULTS = {
             "state = self.loop.run(state, timesteps, self.schedule, again=self.again)",
             "state = self.loop.run(state, timesteps, self.schedule, again=self.again).detach()",
         ),
-        ("with self.before, statistics_kept(modules)", "with statistics_kept(modules)"),
+        ("with self.before, generators_kept()", "with generators_kept()"),
         (
             "for inside in schedule.chunks[:-1]:",
             "for inside in ():",

@@ -1,15 +1,14 @@
-"""State that a second forward must find as the first one left it: modes, autocast, statistics.
+"""State that a second forward must find as the first one left it: modes, autocast.
 
 Proof: `python -m pytest tests/core tests/primitives`.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
@@ -115,32 +114,6 @@ def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
             if not any(mode is other for other in now):
                 stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
         yield
-
-
-def is_batch_norm(module: nn.Module) -> TypeGuard[_NormBase]:
-    """Return whether a module is a norm that may keep running statistics."""
-    return isinstance(module, _NormBase)
-
-
-@contextlib.contextmanager
-def statistics_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep BatchNorm's running statistics unchanged during a recomputed forward.
-
-    This sets momentum to 0 and leaves `track_running_stats` on, because autograd has to save as
-    many tensors as in the first forward.
-    """
-    layers = {id(layer): layer for module in modules for layer in module.modules()}.values()
-    norms = [layer for layer in layers if is_batch_norm(layer) and layer.track_running_stats]
-    before = [(layer.momentum, layer._buffers.get("num_batches_tracked")) for layer in norms]
-    try:
-        for layer, (_, batches) in zip(norms, before, strict=True):
-            layer.momentum = 0.0
-            layer._buffers["num_batches_tracked"] = None if batches is None else batches.clone()
-        yield
-    finally:
-        for layer, (momentum, batches) in zip(norms, before, strict=True):
-            layer.momentum = momentum
-            layer._buffers["num_batches_tracked"] = batches
 
 
 def mark_returned_once(output: Any) -> None:

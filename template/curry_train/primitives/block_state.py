@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
-from ..core.rerun import is_batch_norm, num_recomputed
+from ..core.rerun import function_modes, function_modes_as, num_recomputed
 
 # Modules that a plain function uses.
 
@@ -81,8 +82,9 @@ class BlockState:
     Call `begin` before and `end` after it; inside `with state:` the modules have that state again,
     and what a second call writes is dropped: statistics, counters and histories advance once.
     Objects that were replaced since are put back (`functional_call`, swapped weights). A tensor
-    that was changed in place can't be: an error, as in autograd. Batch norms are left to
-    `statistics_kept`. Long loops and few calls, because every call of a block runs this.
+    that was changed in place can't be: an error, as in autograd. Function modes, such as `with
+    torch.device(...)`, are entered again, because torch runs backward without them.
+    Long loops and few calls, because every call of a block runs this.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -91,6 +93,7 @@ class BlockState:
         # The block's own generators, and those it was called with, with their states.
         self.generators: list[tuple[Generator, Tensor]] = []
         self.outside: list[Any] = []
+        self.modes = function_modes()
 
     def begin(self, arguments: Iterable[Any] = ()) -> None:
         """Record the state before the first call."""
@@ -105,7 +108,7 @@ class BlockState:
             self.states[id(module)] = state = SimpleNamespace(
                 module=module,
                 parameters=module._parameters.copy(),
-                buffers={} if is_batch_norm(module) else module._buffers.copy(),
+                buffers={} if isinstance(module, _NormBase) else module._buffers.copy(),
                 attributes=module.__dict__.copy(),
                 versions={},
                 containers={},
@@ -164,15 +167,24 @@ class BlockState:
                 attributes[name] = value.copy()
             for name, value in state.clones.items():
                 (buffers if name in state.buffers else attributes)[name] = value.clone()
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                # Torch writes running statistics without a new version. `track_running_stats` stays
+                # on, because autograd has to save as many tensors as in the first call.
+                module.momentum = 0.0
+                batches = buffers.get("num_batches_tracked")
+                buffers["num_batches_tracked"] = None if batches is None else batches.clone()
         generators = [(one, one.get_state()) for one, _ in self.generators]
-        self.outside.append((outside, generators))
         for generator, drawn in self.generators:
             generator.set_state(drawn)
         num_recomputed[0] += 1
+        modes = function_modes_as(self.modes)
+        modes.__enter__()
+        self.outside.append((outside, generators, modes))
 
     def __exit__(self, *_: object) -> None:
         num_recomputed[0] -= 1
-        outside, generators = self.outside.pop()
+        outside, generators, modes = self.outside.pop()
+        modes.__exit__(None, None, None)
         for generator, drawn in generators:
             generator.set_state(drawn)
         for state, before in zip(self.states.values(), outside, strict=False):

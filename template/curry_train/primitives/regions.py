@@ -33,8 +33,6 @@ from ..core.rerun import (
     autocast_as,
     autocast_now,
     check_unchanged,
-    function_modes,
-    function_modes_as,
     is_active,
     unwatched,
 )
@@ -62,7 +60,6 @@ class Replay:
         self.inputs = (args, kwargs)
         self.versions: list[tuple[Tensor, int]] = []
         self.autocast = autocast_now()
-        self.modes = function_modes()
         self.num_saved = 0
         self.num_uses = 0
         self.saved: dict[int, Tensor] = {}
@@ -121,12 +118,10 @@ class Replay:
             return len(saved) - 1
 
         args, kwargs = tree_map(_cut, self.inputs)
-        modes = function_modes_as(self.modes)
         with (
             self.state,
             torch.enable_grad(),
             autocast_as(self.autocast),
-            modes,
             saved_tensors_hooks(capture, saved.__getitem__),
         ):
             output = self.run(*args, **kwargs)

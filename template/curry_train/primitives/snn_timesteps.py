@@ -32,12 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.checkpoint import checkpoint
 
 from ..core.generators import Generators, generators_kept, same_state
-from ..core.rerun import (
-    function_modes,
-    function_modes_as,
-    mark_returned_once,
-    statistics_kept,
-)
+from ..core.rerun import mark_returned_once
 from .block_state import BlockState, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
@@ -365,7 +360,7 @@ def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore modules and random generators after steps that only examine a loop."""
     before = BlockState(modules)
     before.begin()
-    with generators_kept(), torch.enable_grad(), before, statistics_kept(modules):
+    with generators_kept(), torch.enable_grad(), before:
         yield
 
 
@@ -574,7 +569,6 @@ class _Chunk:
     again: bool
     before: BlockState | None = None
     drawn_from: Generators | None = None
-    function_modes: list[Any] = field(default_factory=function_modes)
 
     def __call__(self, *leaves: Any) -> Any:
         state, *timesteps = tree_unflatten(list(leaves), self.shape)
@@ -589,8 +583,7 @@ class _Chunk:
             self.drawn_from = generators if generators.moved() else None
             return state
 
-        modes = function_modes_as(self.function_modes)
-        with self.before, statistics_kept(modules), modes, generators_kept():
+        with self.before, generators_kept():
             if self.drawn_from is not None:
                 self.drawn_from.restore()
             return self.loop.run(state, timesteps, self.schedule, again=True)
