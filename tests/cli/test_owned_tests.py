@@ -25,7 +25,7 @@ FAULTS = {
     ],
     "recompute": [
         ("output = checkpoint(call,", GENERATORS_LEFT_AS_THEY_ARE),
-        ("layer.momentum = 0.0", "layer.momentum = layer.momentum"),
+        ("module.momentum = 0.0", "module.momentum = module.momentum"),
         ("if not self.recomputes:", "if True:"),
         (ACTIVE, "torch.is_grad_enabled()"),
     ],

@@ -1,14 +1,16 @@
-"""Find the blocks that a model repeats, and check that backward may run them again.
+"""Find the blocks that a model repeats, and replace their classes by ones that run differently.
 
 Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_blocks.py`.
 """
 
+import contextlib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
@@ -125,6 +127,34 @@ def _rebuild(*parts: Any) -> Any:
     return object.__new__(_derived_class(*parts))
 
 
+# Whether a changed block works now.
+
+# The number of open `plain_blocks`, of all threads.
+num_plain: list[int] = [0]
+
+
+@contextlib.contextmanager
+def plain_blocks() -> Iterator[None]:
+    """Run changed blocks as the original ones in forwards inside the context."""
+    num_plain[0] += 1
+    try:
+        yield
+    finally:
+        num_plain[0] -= 1
+
+
+def is_active(module: nn.Module | None = None) -> bool:
+    """Return whether a changed block works now: in training, with grad mode."""
+    if num_plain[0] and not in_backward():
+        return False
+    return (module is None or module.training) and torch.is_grad_enabled()
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs backward, where checkpointing reruns forwards."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # Repeated blocks of a model, found in its containers or selected by name patterns.
 
 
@@ -177,19 +207,6 @@ def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ValueError(f"{option} {pattern!r} matches no module; there are {shown or 'none'}")
     return found
-
-
-def match_inside(
-    blocks: Mapping[str, nn.Module], patterns: Sequence[str], *, option: str
-) -> set[str]:
-    """Return the names of the modules inside blocks that match any of the globs."""
-    names = [
-        f"{name}.{path}"
-        for name, block in blocks.items()
-        for path, _ in block.named_modules()
-        if path
-    ]
-    return {name for pattern in patterns for name in match_names(names, pattern, option=option)}
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -269,3 +286,37 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             seen.add(id(leaf))
             values = [getattr(leaf, field.name, None) for field in fields(leaf)]
             yield from tensors_in(values, seen)
+
+
+# Tensors that saved-tensor hooks keep as they are.
+
+# Name of the autograd node of a cast.
+CAST_NODE = "ToCopyBackward0"
+
+
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Raise if a saved tensor was changed in place, as autograd does for tensors without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an "
+            f"inplace operation: it is at version {tensor._version}, and {version} was saved; "
+            "write the result to another tensor"
+        )
+
+
+class CheckedTensor:
+    """A tensor that is saved as it is, and checked for changes in place.
+
+    Saved-tensor hooks switch off autograd's own check.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached where it may be the output of the node that saves it; else the object itself.
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
+
+    def value(self) -> Tensor:
+        check_unchanged(self.tensor, self.version)
+        return self.tensor

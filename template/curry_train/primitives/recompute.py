@@ -24,10 +24,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.blocks import Derived, become, derive, find_blocks, restore, tensors_in
-from ..core.rerun import is_active, mark_returned_once
-from ..core.rerun import plain_blocks as plain_blocks
-from .block_state import BlockState, modules_of
+from ..core.blocks import (
+    Derived,
+    become,
+    derive,
+    find_blocks,
+    is_active,
+    restore,
+    tensors_in,
+)
+from ..core.blocks import plain_blocks as plain_blocks
+from .rerun import BlockState, mark_returned_once, modules_of
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 NO_CONTEXTS: Pair = contextlib.nullcontext(), contextlib.nullcontext()

@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import match_names
-from .block_state import written_names
 from .recompute import NO_CONTEXTS, RECOMPUTE_ATTRIBUTE, Pair
+from .rerun import written_names
 from .segments import SEGMENT_ATTRIBUTE
 
 # Functions that choose: their outputs are indices, alone or beside the values at them.

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.rerun import is_active
+from ..core.blocks import Derived, become, find_blocks, is_active, restore
 from ..core.wording import require_whole
 from .recompute import RecomputeOptions, run_checkpointed
 

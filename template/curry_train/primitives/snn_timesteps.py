@@ -32,8 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.checkpoint import checkpoint
 
 from ..core.generators import Generators, generators_kept, same_state
-from ..core.rerun import mark_returned_once
-from .block_state import BlockState, modules_of
+from .rerun import BlockState, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 

@@ -1,8 +1,11 @@
-"""State that a block reads beside its inputs, which a second call in the backward must find again.
+"""What a second call in the backward must find as the first one left it.
+
+Function modes, and the state that a block reads beside its inputs.
 
 Proof: `python -m pytest tests/primitives/test_block_state.py`.
 """
 
+import contextlib
 import functools
 import inspect
 from collections import OrderedDict, defaultdict, deque
@@ -15,9 +18,45 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
 
-from ..core.rerun import function_modes, function_modes_as, num_recomputed
+# Function modes, and what a checkpointed call returns.
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the active function modes, such as `with torch.device(...)`."""
+    return list(_get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Enter recorded function modes that are not active now.
+
+    Torch runs backward without the modes in which `backward` is called. For a default device a new
+    context is entered, because a context can restore only one previous state.
+    """
+    now = function_modes()
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if not any(mode is other for other in now):
+                stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
+        yield
+
+
+# Set on autograd nodes whose saved tensors a checkpointed call returns only once.
+RETURNED_ONCE_KEY = "curry_train_again"
+
+
+def mark_returned_once(output: Any) -> None:
+    """Mark the nodes of a checkpointed call's output: their saved tensors come back only once."""
+    for leaf in tree_leaves(output):
+        for tensor in (leaf, leaf._base) if isinstance(leaf, Tensor) else ():
+            if tensor is not None and tensor.grad_fn is not None:
+                node: Any = tensor.grad_fn
+                node.metadata[RETURNED_ONCE_KEY] = True
+
 
 # Modules that a plain function uses.
 
@@ -176,13 +215,11 @@ class BlockState:
         generators = [(one, one.get_state()) for one, _ in self.generators]
         for generator, drawn in self.generators:
             generator.set_state(drawn)
-        num_recomputed[0] += 1
         modes = function_modes_as(self.modes)
         modes.__enter__()
         self.outside.append((outside, generators, modes))
 
     def __exit__(self, *_: object) -> None:
-        num_recomputed[0] -= 1
         outside, generators, modes = self.outside.pop()
         modes.__exit__(None, None, None)
         for generator, drawn in generators:
