@@ -146,17 +146,16 @@ class BlockState:
             modules += module._modules.values()
             self.states[id(module)] = state = SimpleNamespace(
                 module=module,
-                parameters=module._parameters.copy(),
-                buffers={} if isinstance(module, _NormBase) else module._buffers.copy(),
-                attributes=module.__dict__.copy(),
+                held=_held_by(module, skipped=_NormBase),
                 versions={},
                 containers={},
                 # Tensors that the call writes in place, as they were before it.
                 clones={},
             )
-            may_be_written = state.buffers.copy()
-            for name in state.attributes.keys() - TORCH_ATTRIBUTES:
-                value = state.attributes[name]
+            parameters, buffers, attributes = state.held
+            may_be_written = buffers.copy()
+            for name in attributes.keys() - TORCH_ATTRIBUTES:
+                value = attributes[name]
                 if isinstance(value, Tensor):
                     may_be_written[name] = value
                 elif type(value) is Generator:
@@ -165,7 +164,7 @@ class BlockState:
                     state.containers[name] = value.copy()
             # What a module writes is not known before its first call.
             written = written_names.get(module, may_be_written)
-            for name, value in (*state.parameters.items(), *may_be_written.items()):
+            for name, value in (*parameters.items(), *may_be_written.items()):
                 is_lazy = type(value) in (UninitializedParameter, UninitializedBuffer)
                 if value is None or is_lazy or value.is_inference():
                     continue
@@ -191,21 +190,15 @@ class BlockState:
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
                     raise self._changed(state.module, name)
-        outside: list[tuple[dict[str, Any], ...]] = []
+        outside = [_held_by(state.module) for state in self.states.values()]
         for state in self.states.values():
             module = state.module
-            parameters = module._parameters
             buffers = module._buffers
-            attributes = module.__dict__
-            outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
-            if [*map(id, parameters.values())] != [*map(id, state.parameters.values())]:
-                _put_back(parameters, state.parameters)
-            buffers.update(state.buffers)
-            _set_attributes(module, state.attributes)
+            _put_back(module, state.held)
             for name, value in state.containers.items():
-                attributes[name] = value.copy()
+                module.__dict__[name] = value.copy()
             for name, value in state.clones.items():
-                (buffers if name in state.buffers else attributes)[name] = value.clone()
+                (buffers if name in state.held[1] else module.__dict__)[name] = value.clone()
             if isinstance(module, _NormBase) and module.track_running_stats:
                 # Torch writes running statistics without a new version. `track_running_stats` stays
                 # on, because autograd has to save as many tensors as in the first call.
@@ -224,11 +217,8 @@ class BlockState:
         modes.__exit__(None, None, None)
         for generator, drawn in generators:
             generator.set_state(drawn)
-        for state, before in zip(self.states.values(), outside, strict=False):
-            if [*map(id, state.module._parameters.values())] != [*map(id, before[0].values())]:
-                _put_back(state.module._parameters, before[0])
-            state.module._buffers.update(before[1])
-            _set_attributes(state.module, before[2])
+        for state, before in zip(self.states.values(), outside, strict=True):
+            _put_back(state.module, before)
 
     def _changed(self, module: nn.Module, name: str) -> RuntimeError:
         for root in self.roots:
@@ -241,7 +231,24 @@ class BlockState:
         )
 
 
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _held_by(
+    module: nn.Module, *, skipped: tuple[type, ...] | type = ()
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return parameters, buffers and attributes of a module, without buffers of skipped types."""
+    buffers = {} if isinstance(module, skipped) else module._buffers.copy()
+    return module._parameters.copy(), buffers, module.__dict__.copy()
+
+
+def _put_back(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
+    parameters, buffers, attributes = held
+    for name, value in parameters.items():
+        present = module._parameters.get(name)
+        if present is value or _is_released(value):
+            continue
+        # A shard and the whole parameter, which `fully_shard` exchanges, are left as they are.
+        if hasattr(value, "placements") == hasattr(present, "placements"):
+            module._parameters[name] = value
+    module._buffers.update(buffers)
     own = module.__dict__
     for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
         del own[name]
@@ -254,12 +261,3 @@ def _is_released(tensor: Any) -> bool:
     """Return whether the memory of a tensor was freed, as sharded training does between calls."""
     has_storage = tensor is not None and tensor.layout == torch.strided and tensor.numel() > 0
     return has_storage and tensor.untyped_storage().nbytes() == 0
-
-
-def _put_back(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Put back replaced parameters, but not a shard or a whole one that `fully_shard` exchanges."""
-    for name, value in values.items():
-        present = parameters.get(name)
-        is_exchanged = hasattr(value, "placements") != hasattr(present, "placements")
-        if present is not value and not is_exchanged and not _is_released(value):
-            parameters[name] = value
