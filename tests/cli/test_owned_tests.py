@@ -53,8 +53,8 @@ FAULTS = {
     "snn-timesteps": [
         ("self.drawn_from.restore()", "pass"),
         (
-            "state = self.loop.run(state, timesteps, self.schedule, again=self.again)",
-            "state = self.loop.run(state, timesteps, self.schedule, again=self.again).detach()",
+            "state = self.loop.run(state, timesteps, self.schedule)",
+            "state = self.loop.run(state, timesteps, self.schedule).detach()",
         ),
         ("with self.before, generators_kept()", "with generators_kept()"),
         (

@@ -24,6 +24,8 @@ from curry_train.primitives import (
     plain_blocks,
     recompute_blocks,
     recompute_segments,
+    remove_recompute,
+    remove_sac,
 )
 from curry_train.primitives.sac import PolicyError
 
@@ -272,6 +274,15 @@ def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
     with plain_blocks():
         assert not model.recomputes
     assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
+
+
+def test_each_lever_is_undone_alone():
+    model = chain(depth=2)
+    recompute_blocks(model, blocks="0")
+    apply_sac(model, "save_matmuls", blocks="1")
+    assert remove_recompute(model) == ["0"]
+    assert remove_sac(model) == ["1"]
+    assert {type(block) for block in model} == {Block}
 
 
 # A block and the module that it was made of.

@@ -12,7 +12,6 @@ Proof: `python -m pytest tests/primitives/test_offload_contract.py`.
 
 import functools
 import mmap
-import operator
 import threading
 import weakref
 from collections import deque
@@ -43,6 +42,19 @@ HOST_MEMORY_ADVICE = (
     "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, "
     "use a smaller batch, or give the machine or its control group more memory"
 )
+
+
+# By the name of the controller in `/proc/self/cgroup`, which is empty in the second version: the
+# folder of all groups, the files of the limit and of the use, and a line of `memory.stat`.
+GROUP_FILES = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
 
 
 class HostMemoryShort(RuntimeError):
@@ -87,18 +99,10 @@ def _group_bytes(system: Path) -> Iterator[int]:
         return
     for line in membership.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root = "sys/fs/cgroup"
-            limit = "memory.max"
-            used = "memory.current"
-            droppable = "inactive_file"
-        elif "memory" in controllers.split(","):
-            root = "sys/fs/cgroup/memory"
-            limit = "memory.limit_in_bytes"
-            used = "memory.usage_in_bytes"
-            droppable = "total_inactive_file"
-        else:
+        version = "memory" if "memory" in controllers.split(",") else controllers
+        if version not in GROUP_FILES:
             continue
+        root, limit, used, droppable = GROUP_FILES[version]
 
         # In a container only the root group may be visible.
         folder = Path(path.strip("/"))
@@ -246,6 +250,11 @@ class OffloadedForward:
         self.ahead_bytes = 0
         self.most_bytes = 0
 
+    def unpack(self, saved: "OffloadedTensor | CheckedTensor") -> Tensor:
+        """Return the tensor that backward needs."""
+        self.unpacked = True
+        return saved.value()
+
     def move(self, tensor: Tensor, base: Tensor, copies: HostCopies) -> "OffloadedTensor":
         """Start moving the storage of a tensor to the host."""
         storage = tensor.untyped_storage()
@@ -318,7 +327,6 @@ class Moved:
     def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         check_unchanged(self.witness, self.version)
-        self.step.unpacked = True
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
@@ -376,7 +384,6 @@ class OffloadedTensor:
         original = self.original()
         if original is not None:
             check_unchanged(self.moved.witness, self.moved.version)
-            self.moved.step.unpacked = True
             self.moved.leave(self)
             return original
         return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
@@ -385,27 +392,13 @@ class OffloadedTensor:
         self.moved.leave(self)
 
 
-class TensorOnDevice(CheckedTensor):
-    """A saved tensor that stays on the device, checked for changes in place."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, tensor: Tensor, step: OffloadedForward) -> None:
-        super().__init__(tensor)
-        self.step = step
-
-    def value(self) -> Tensor:
-        self.step.unpacked = True
-        return super().value()
-
-
-class CastAgain(TensorOnDevice):
+class CastAgain(CheckedTensor):
     """A lower-precision copy of a parameter, made by autocast and cast again in backward."""
 
     __slots__ = ("dtype", "view")
 
-    def __init__(self, tensor: Tensor, parameter: Tensor, step: OffloadedForward) -> None:
-        super().__init__(parameter, step)
+    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
+        super().__init__(parameter)
         self.dtype = tensor.dtype
         self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -427,7 +420,6 @@ def _witness(tensor: Tensor) -> Tensor:
 
 OFFLOADER_ATTRIBUTE = "_offloader"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
-UNPACK_HOOK = operator.methodcaller("value")
 # Reasons for leaving a tensor on the device.
 PARAMETER_REASON = "parameter or buffer"
 WEIGHT_CAST = "cast of a parameter"
@@ -525,13 +517,12 @@ class Offloader:
                 )
                 self.step = weakref.ref(step)
                 self.report = step.report
-        return saved_tensors_hooks(
-            functools.partial(self.pack, step, Surroundings(step, block, inputs)), UNPACK_HOOK
-        )
+        pack = functools.partial(self.pack, step, Surroundings(step, block, inputs))
+        return saved_tensors_hooks(pack, step.unpack)
 
     def pack(
         self, step: OffloadedForward, around: "Surroundings", tensor: Tensor
-    ) -> OffloadedTensor | TensorOnDevice:
+    ) -> OffloadedTensor | CheckedTensor:
         """Return the object that autograd holds in place of a tensor."""
         base = tensor if tensor._base is None else tensor._base
         reason = around.why_it_stays(tensor, base, self.min_bytes)
@@ -548,7 +539,7 @@ class Offloader:
                 return step.save(moved, tensor)
 
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
-        return TensorOnDevice(tensor, step) if weight is None else CastAgain(tensor, weight, step)
+        return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
         moved_bytes = step.report.moved_bytes + _size(tensor)

@@ -81,7 +81,22 @@ class RecomputeOptions:
 RECOMPUTE_ATTRIBUTE = "_recompute"
 
 
-class Recompute(Derived):
+class Checkpointed(Derived):
+    """A block that runs under a checkpoint, with the options that it holds."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether backward would recompute a forward that runs now."""
+        return bool(getattr(self, RECOMPUTE_ATTRIBUTE).enabled and is_active(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.recomputes:
+            return super().forward(*args, **kwargs)
+        options = getattr(self, RECOMPUTE_ATTRIBUTE)
+        return run_checkpointed(super().forward, args, kwargs, modules=[self], options=options)
+
+
+class Recompute(Checkpointed):
     """A block, or a plain function, that keeps only its inputs for backward.
 
     It trains the same. Nothing is recomputed in eval mode, without grad mode, inside
@@ -101,17 +116,6 @@ class Recompute(Derived):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Return whether backward would recompute a forward that runs now."""
-        return bool(getattr(self, RECOMPUTE_ATTRIBUTE).enabled and is_active(self))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes:
-            return super().forward(*args, **kwargs)
-        options = getattr(self, RECOMPUTE_ATTRIBUTE)
-        return run_checkpointed(super().forward, args, kwargs, modules=[self], options=options)
 
 
 def _recomputing_function(function: Callable[..., Any], options: RecomputeOptions) -> Any:

@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..core.blocks import become, find_blocks, restore
-from .recompute import RECOMPUTE_ATTRIBUTE, Pair, Recompute, RecomputeOptions
+from .recompute import RECOMPUTE_ATTRIBUTE, Checkpointed, Pair, RecomputeOptions
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
 
@@ -407,7 +407,7 @@ def _counted_view(tensor: Any, shape: Any) -> Any:
         return tensor.detach().view(shape).detach()
 
 
-class Sac(Recompute):
+class Sac(Checkpointed):
     """A block that saves the outputs its policy selects and recomputes the others."""
 
 
