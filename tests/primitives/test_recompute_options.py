@@ -13,7 +13,7 @@ from types import FunctionType
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from curry_train.core.measure import measure_memory
 from curry_train.primitives import (
@@ -274,6 +274,16 @@ def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
     with plain_blocks():
         assert not model.recomputes
     assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_plain_blocks_hold_where_torchs_own_checkpoint_runs_them_again(lever):
+    plain = chain()
+    model = copy.deepcopy(plain)
+    LEVERS[lever](model)
+    with plain_blocks():
+        found = gradients(model, lambda x: checkpoint(model, x, use_reentrant=False))
+    assert equal(found, gradients(plain))
 
 
 def test_each_lever_is_undone_alone():

@@ -129,30 +129,35 @@ def _rebuild(*parts: Any) -> Any:
 
 # Whether a changed block works now.
 
-# The number of open `plain_blocks`, of all threads.
+# The number of open `plain_blocks`, and of recomputed calls that run now, of all threads.
 num_plain: list[int] = [0]
+num_recomputed: list[int] = [0]
+
+
+def plain_blocks() -> contextlib.AbstractContextManager[None]:
+    """Run changed blocks as the original ones in forwards inside the context."""
+    return _counted(num_plain)
+
+
+def recomputing() -> contextlib.AbstractContextManager[None]:
+    """Run changed blocks inside the context as in the first call, which is recomputed."""
+    return _counted(num_recomputed)
 
 
 @contextlib.contextmanager
-def plain_blocks() -> Iterator[None]:
-    """Run changed blocks as the original ones in forwards inside the context."""
-    num_plain[0] += 1
+def _counted(number: list[int]) -> Iterator[None]:
+    number[0] += 1
     try:
         yield
     finally:
-        num_plain[0] -= 1
+        number[0] -= 1
 
 
 def is_active(module: nn.Module | None = None) -> bool:
     """Return whether a changed block works now: in training, with grad mode."""
-    if num_plain[0] and not in_backward():
+    if num_plain[0] and not num_recomputed[0]:
         return False
     return (module is None or module.training) and torch.is_grad_enabled()
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs backward, where checkpointing reruns forwards."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # Repeated blocks of a model, found in its containers or selected by name patterns.

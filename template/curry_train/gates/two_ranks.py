@@ -358,7 +358,7 @@ class GradientSyncs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             # Imported here because a machine without ranks needs no probe.
-            from ..core.blocks import in_backward
+            from ..primitives.grad_flow_probe import in_backward
 
             is_sync = func.__name__.startswith(("allreduce_", "_reduce_scatter"))
             self.num_calls += is_sync and in_backward()

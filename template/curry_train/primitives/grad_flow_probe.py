@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import NoBlocks, find_blocks, in_backward, match_names, tensors_in
+from ..core.blocks import NoBlocks, find_blocks, match_names, tensors_in
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
@@ -245,6 +245,11 @@ def sums_of(tensor: Tensor) -> Tensor:
             # inf - inf and nan - nan are nan, which counts as nonzero.
             bad += torch.count_nonzero(values - values)
     return sums
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs backward, where checkpointing reruns forwards."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def in_transform() -> bool:

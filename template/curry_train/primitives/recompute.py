@@ -30,6 +30,7 @@ from ..core.blocks import (
     derive,
     find_blocks,
     is_active,
+    recomputing,
     restore,
     tensors_in,
 )
@@ -258,7 +259,7 @@ class FlatCall:
         remaining = iter(tensors)
         values = [next(remaining) if leaf is TENSOR_PLACEHOLDER else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(values, self.shape)
-        with self.state, self.second:
+        with self.state, recomputing(), self.second:
             return self.run(*args, **kwargs)
 
 

@@ -29,6 +29,7 @@ from ..core.blocks import (
     find_blocks,
     is_active,
     match_names,
+    recomputing,
     restore,
 )
 from .rerun import RETURNED_ONCE_KEY, BlockState
@@ -141,6 +142,7 @@ class Replay:
         args, kwargs = tree_map(_cut, self.inputs)
         with (
             self.state,
+            recomputing(),
             torch.enable_grad(),
             autocast_as(self.autocast),
             saved_tensors_hooks(capture, saved.__getitem__),
