@@ -20,6 +20,7 @@ from curry_train.primitives import (
     Recompute,
     apply_regions,
     apply_sac,
+    checkpoint_timesteps,
     offload_blocks,
     plain_blocks,
     recompute_blocks,
@@ -274,6 +275,23 @@ def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
     with plain_blocks():
         assert not model.recomputes
     assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
+
+
+def test_backward_inside_plain_blocks_runs_the_blocks_of_timesteps_as_forward_did():
+    def step(x, state):
+        x = model(x)
+        return x, state + x
+
+    model = chain(depth=2)
+    losses = []
+    for lever in (lambda model: None, recompute_blocks):
+        lever(model)
+        model.zero_grad()
+        outputs, _ = checkpoint_timesteps(step, X[:, None], torch.zeros(1, 8), chunk_size=2)
+        with plain_blocks():
+            outputs.square().sum().backward()
+        losses.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert equal(*losses)
 
 
 @pytest.mark.parametrize("lever", LEVERS)

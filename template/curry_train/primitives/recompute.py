@@ -35,7 +35,7 @@ from ..core.blocks import (
     tensors_in,
 )
 from ..core.blocks import plain_blocks as plain_blocks
-from .rerun import BlockState, mark_returned_once, modules_of
+from .rerun import BlockState, mark_returned_once, modules_of, second_call_contexts
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 NO_CONTEXTS: Pair = contextlib.nullcontext(), contextlib.nullcontext()
@@ -80,6 +80,7 @@ class RecomputeOptions:
 # Recompute a block's activations in backward instead of keeping them.
 
 RECOMPUTE_ATTRIBUTE = "_recompute"
+second_call_contexts.add(recomputing)
 
 
 class Checkpointed(Derived):
@@ -259,7 +260,7 @@ class FlatCall:
         remaining = iter(tensors)
         values = [next(remaining) if leaf is TENSOR_PLACEHOLDER else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(values, self.shape)
-        with self.state, recomputing(), self.second:
+        with self.state, self.second:
             return self.run(*args, **kwargs)
 
 

@@ -32,7 +32,7 @@ from ..core.blocks import (
     recomputing,
     restore,
 )
-from .rerun import RETURNED_ONCE_KEY, BlockState
+from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
 
 # Autocast of a call.
 
@@ -142,7 +142,6 @@ class Replay:
         args, kwargs = tree_map(_cut, self.inputs)
         with (
             self.state,
-            recomputing(),
             torch.enable_grad(),
             autocast_as(self.autocast),
             saved_tensors_hooks(capture, saved.__getitem__),
@@ -283,6 +282,7 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
 REGION_NAME_ATTRIBUTE = "_regions_name"
+second_call_contexts.add(recomputing)
 NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 

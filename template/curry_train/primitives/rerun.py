@@ -9,7 +9,7 @@ import contextlib
 import functools
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -115,6 +115,10 @@ LONGEST_COPIED = 1000
 written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
+# Contexts that each second call runs in; a technique that changes blocks adds its own.
+second_call_contexts: set[Callable[[], contextlib.AbstractContextManager[None]]] = set()
+
+
 class BlockState:
     """Parameters, buffers, attributes, generators and mode of modules at their first call.
 
@@ -208,13 +212,15 @@ class BlockState:
         generators = [(one, one.get_state()) for one, _ in self.generators]
         for generator, drawn in self.generators:
             generator.set_state(drawn)
-        modes = function_modes_as(self.modes)
-        modes.__enter__()
-        self.outside.append((outside, generators, modes))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(function_modes_as(self.modes))
+            for context in second_call_contexts:
+                stack.enter_context(context())
+            self.outside.append((outside, generators, stack.pop_all()))
 
     def __exit__(self, *_: object) -> None:
-        outside, generators, modes = self.outside.pop()
-        modes.__exit__(None, None, None)
+        outside, generators, contexts = self.outside.pop()
+        contexts.close()
         for generator, drawn in generators:
             generator.set_state(drawn)
         for state, before in zip(self.states.values(), outside, strict=True):
