@@ -163,19 +163,15 @@ def is_active(module: nn.Module | None = None) -> bool:
 # Repeated blocks of a model, found in its containers or selected by name patterns.
 
 
+NO_BLOCK = "the model repeats no block: name some with --blocks"
+
+
 class NoBlocks(ValueError):
-    """The model repeats no block, and none was named."""
+    """The model repeats no block, and none was named; `in_short` has the reason."""
 
-    in_short = "the model repeats no block: name some with --blocks"
-
-
-class LoneLayers(NoBlocks):
-    """The model repeats single torch layers, each of which saves its input as recompute would."""
-
-    in_short = (
-        "the model repeats lone layers, which have nothing to recompute: "
-        "name larger blocks with --blocks"
-    )
+    def __init__(self, reason: str, in_short: str = NO_BLOCK) -> None:
+        super().__init__(reason)
+        self.in_short = in_short
 
 
 CONTAINER_TYPES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -251,10 +247,12 @@ def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
     model = type(module).__name__
     if lone:
         kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in lone}))
-        return LoneLayers(
+        return NoBlocks(
             f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each saves its "
             "input, as recompute would, so there is nothing to gain; name larger blocks with a "
-            "pattern (--blocks)"
+            "pattern (--blocks)",
+            "the model repeats lone layers, which have nothing to recompute: name larger blocks "
+            "with --blocks",
         )
     tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
     return NoBlocks(

@@ -39,7 +39,6 @@ from .rerun import BlockState, mark_returned_once, modules_of, second_call_conte
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 NO_CONTEXTS: Pair = contextlib.nullcontext(), contextlib.nullcontext()
-DETERMINISM_CHECKS = ("default", "none")
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,9 @@ class RecomputeOptions:
         for name in ("enabled", "use_reentrant", "preserve_rng_state", "debug", "early_stop"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.determinism_check not in DETERMINISM_CHECKS:
+        if self.determinism_check not in ("default", "none"):
             raise ValueError(
-                f"determinism_check must be one of {DETERMINISM_CHECKS}, "
-                f"got {self.determinism_check!r}"
+                f"determinism_check must be one of default, none; got {self.determinism_check!r}"
             )
         if self.use_reentrant and (self.debug or self.context_fn is not None):
             raise ValueError(
@@ -294,7 +292,6 @@ def _gradients_flow(
 
 logger = logging.getLogger(__name__)
 _left_out: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
-KINDS = ("self", "cross")
 
 
 def leave_out_caches(
@@ -325,7 +322,8 @@ def leave_out_caches(
 
 def _layers(cache: Any, index: int | None = None) -> list[Any]:
     """Return the layers of a cache, for self-attention and cross-attention; or one of each."""
-    halves = [cache, *(getattr(cache, f"{kind}_attention_cache", None) for kind in KINDS)]
+    names = ("self_attention_cache", "cross_attention_cache")
+    halves = [cache, *(getattr(cache, name, None) for name in names)]
     stacks = [getattr(half, "layers", None) or [] for half in halves]
     place = slice(None) if index is None else slice(index, index + 1)
     return [layer for stack in stacks for layer in stack[place]]

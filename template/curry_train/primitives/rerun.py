@@ -114,7 +114,6 @@ LONGEST_COPIED = 1000
 # The buffers and tensor attributes that each module is known to write in place.
 written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
-
 # Contexts that each second call runs in; a technique that changes blocks adds its own.
 second_call_contexts: set[Callable[[], contextlib.AbstractContextManager[None]]] = set()
 
