@@ -23,7 +23,6 @@ from curry_train.plan import device, timeline
 from curry_train.plan.device import profile_of
 from curry_train.primitives import (
     compile_budget,
-    host_memory,
     offload,
     offload_blocks,
     regions,
@@ -150,7 +149,7 @@ def counted(monkeypatch):
 @pytest.fixture
 def copies(default_stream):
     """Copies of a CUDA device, whose memory is the host's here."""
-    made = host_memory.HostCopies(CUDA)
+    made = offload.HostCopies(CUDA)
     made.device = torch.device("cpu")
     return made
 
@@ -190,7 +189,7 @@ def test_offload_trains_alike_where_copies_are_as_late_as_they_may(
 ):
     """Without its waits the gradients differ, so the stand-in is late enough to tell."""
 
-    class Copies(host_memory.HostCopies):
+    class Copies(offload.HostCopies):
         def __init__(self, device):
             super().__init__(CUDA)
             self.device = device

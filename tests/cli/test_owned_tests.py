@@ -25,7 +25,7 @@ FAULTS = {
     ],
     "recompute": [
         ("output = checkpoint(call,", GENERATORS_LEFT_AS_THEY_ARE),
-        ("layer.momentum = 0.0", "layer.momentum = layer.momentum"),
+        ("module.momentum = 0.0", "module.momentum = module.momentum"),
         ("if not self.recomputes:", "if True:"),
         (ACTIVE, "torch.is_grad_enabled()"),
     ],
@@ -53,10 +53,10 @@ FAULTS = {
     "snn-timesteps": [
         ("self.drawn_from.restore()", "pass"),
         (
-            "state = self.loop.run(state, timesteps, self.schedule, again=self.again)",
-            "state = self.loop.run(state, timesteps, self.schedule, again=self.again).detach()",
+            "state = self.loop.run(state, timesteps, self.schedule)",
+            "state = self.loop.run(state, timesteps, self.schedule).detach()",
         ),
-        ("with self.before, statistics_kept(modules)", "with statistics_kept(modules)"),
+        ("with self.before, generators_kept()", "with generators_kept()"),
         (
             "for inside in schedule.chunks[:-1]:",
             "for inside in ():",

@@ -28,7 +28,7 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.plan.planner import Planner
 from curry_train.plan.saved import NONE_KIND
-from curry_train.primitives import apply_sac, checkpointed, offload_blocks, recompute_blocks
+from curry_train.primitives import apply_sac, offload_blocks, recompute, recompute_blocks
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import call
 
@@ -102,7 +102,7 @@ def test_the_step_is_bit_equal_and_holds_as_much_as_without_a_cache(name, change
 
 
 def test_the_warning_about_a_cache_is_logged_once(caplog):
-    checkpointed._warn_once.cache_clear()
+    recompute._warn_once.cache_clear()
     model = built("llama")
     recompute_blocks(model)
     with caplog.at_level(logging.WARNING):

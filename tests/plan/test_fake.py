@@ -26,9 +26,9 @@ from curry_train.core.measure import LiveStorages
 from curry_train.plan import shapes
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, NeedsValues, PretendedCase, pretended
-from curry_train.primitives import apply_sac, checkpointed, recompute_blocks
-from curry_train.primitives.block_state import BlockState
+from curry_train.primitives import apply_sac, recompute, recompute_blocks
 from curry_train.primitives.regions import Replay
+from curry_train.primitives.rerun import BlockState
 from curry_train.workloads.models import llama_8b, transformer
 from curry_train.workloads.workload import Workload, WorkloadError
 
@@ -248,8 +248,8 @@ class Notes(TorchFunctionMode):
 
 
 def with_checkpoint(forward, x):
-    return checkpointed.run_checkpointed(
-        forward, (x,), {}, modules=(), options=checkpointed.RecomputeOptions()
+    return recompute.run_checkpointed(
+        forward, (x,), {}, modules=(), options=recompute.RecomputeOptions()
     )
 
 

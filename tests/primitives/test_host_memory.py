@@ -7,8 +7,8 @@ import mmap
 
 import pytest
 
-from curry_train.primitives import host_memory
-from curry_train.primitives.host_memory import (
+from curry_train.primitives import offload
+from curry_train.primitives.offload import (
     HostMemoryShort,
     available_host_bytes,
     host_buffer,
@@ -62,13 +62,13 @@ def test_available_memory_is_the_least_that_the_kernel_and_control_groups_allow(
 
 
 def test_too_little_memory_is_an_error_with_both_figures(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 2**30)
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2**30)
     require_host_memory(2**30)
     with pytest.raises(
         HostMemoryShort, match=r"3,072.00 MiB more of host memory and 1,024.00 MiB is available: of"
     ):
         require_host_memory(3 * 2**30)
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: None)
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: None)
     require_host_memory(2**60)  # a system without this figure
 
 

@@ -19,9 +19,10 @@ from trained_on_ranks import compare_on_ranks
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.primitives import host_memory, offload
-from curry_train.primitives.host_memory import HostCopies, HostMemoryShort
+from curry_train.primitives import offload
 from curry_train.primitives.offload import (
+    HostCopies,
+    HostMemoryShort,
     Offloaded,
     offload_blocks,
     offload_report,
@@ -104,7 +105,7 @@ def test_too_little_host_memory_is_an_error_where_a_step_moves_more_than_any_bef
     model = chain()
     offload_blocks(model)
     square_sum(model, batch).backward()
-    monkeypatch.setattr(host_memory, "available_host_bytes", lambda: 20 * 1024)
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: 20 * 1024)
     square_sum(model, batch).backward()  # no more bytes are needed
     with pytest.raises(
         HostMemoryShort, match=r"needs 0.04 MiB more.*0.02 MiB is available: offload fewer blocks"
@@ -159,9 +160,10 @@ def steps_that_leave_nothing(model, batch):
 def buffers(monkeypatch):
     """Weak references to the host buffers that were allocated."""
     found = []
+    plain = offload.host_buffer
 
     def allocate(nbytes, *, pinned):
-        buffer = host_memory.host_buffer(nbytes, pinned=pinned)
+        buffer = plain(nbytes, pinned=pinned)
         found.append(weakref.ref(buffer))
         return buffer
 

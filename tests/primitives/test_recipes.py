@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from curry_train.primitives.block_state import BlockState
 from curry_train.primitives.regions import (
     DEEPEST_RECIPE,
     NODE_RECIPES,
@@ -21,6 +20,7 @@ from curry_train.primitives.regions import (
     pack,
     unpack,
 )
+from curry_train.primitives.rerun import BlockState
 
 ACTIVATIONS = {
     "MulBackward0": lambda x: x * torch.sin(x),

@@ -231,7 +231,7 @@ def test_sac_of_a_configuration_keeps_generators_or_not_as_it_is_set():
     for preserve in (True, False):
         model = chain(2)
         apply(model, strategy="sac", preserve_rng_state=preserve)
-        assert model[0]._sac.preserve_rng_state is preserve
+        assert model[0]._recompute.preserve_rng_state is preserve
 
 
 def test_config_from_objects_and_defaults():

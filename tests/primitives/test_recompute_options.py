@@ -13,17 +13,20 @@ from types import FunctionType
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from curry_train.core.measure import measure_memory
 from curry_train.primitives import (
     Recompute,
     apply_regions,
     apply_sac,
+    checkpoint_timesteps,
     offload_blocks,
     plain_blocks,
     recompute_blocks,
     recompute_segments,
+    remove_recompute,
+    remove_sac,
 )
 from curry_train.primitives.sac import PolicyError
 
@@ -272,6 +275,42 @@ def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
     with plain_blocks():
         assert not model.recomputes
     assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
+
+
+def test_backward_inside_plain_blocks_runs_the_blocks_of_timesteps_as_forward_did():
+    def step(x, state):
+        x = model(x)
+        return x, state + x
+
+    model = chain(depth=2)
+    losses = []
+    for lever in (lambda model: None, recompute_blocks):
+        lever(model)
+        model.zero_grad()
+        outputs, _ = checkpoint_timesteps(step, X[:, None], torch.zeros(1, 8), chunk_size=2)
+        with plain_blocks():
+            outputs.square().sum().backward()
+        losses.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert equal(*losses)
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_plain_blocks_hold_where_torchs_own_checkpoint_runs_them_again(lever):
+    plain = chain()
+    model = copy.deepcopy(plain)
+    LEVERS[lever](model)
+    with plain_blocks():
+        found = gradients(model, lambda x: checkpoint(model, x, use_reentrant=False))
+    assert equal(found, gradients(plain))
+
+
+def test_each_lever_is_undone_alone():
+    model = chain(depth=2)
+    recompute_blocks(model, blocks="0")
+    apply_sac(model, "save_matmuls", blocks="1")
+    assert remove_recompute(model) == ["0"]
+    assert remove_sac(model) == ["1"]
+    assert {type(block) for block in model} == {Block}
 
 
 # A block and the module that it was made of.

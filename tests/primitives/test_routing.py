@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.primitives.checkpointed import RecomputeOptions
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives.recompute import RecomputeOptions, recompute_blocks
 from curry_train.primitives.routing import Choices, keep_routing
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.segments import recompute_segments

@@ -65,9 +65,7 @@ class Averaged(AtEachOutput):
     """A probe that counts only the last call of a layer."""
 
     def before(self, name):
-        sums = self._activations.sums
-        for device in sums.tables:
-            sums.row(name, device).zero_()
+        self._activations.sums.row(name).zero_()
 
 
 class WritesOutputs(AtEachOutput):

@@ -1,14 +1,16 @@
-"""Find the blocks that a model repeats, and check that backward may run them again.
+"""Find the blocks that a model repeats, and replace their classes by ones that run differently.
 
 Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_blocks.py`.
 """
 
+import contextlib
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_iter
@@ -125,22 +127,51 @@ def _rebuild(*parts: Any) -> Any:
     return object.__new__(_derived_class(*parts))
 
 
+# Whether a changed block works now.
+
+# The number of open `plain_blocks`, and of recomputed calls that run now, of all threads.
+num_plain: list[int] = [0]
+num_recomputed: list[int] = [0]
+
+
+def plain_blocks() -> contextlib.AbstractContextManager[None]:
+    """Run changed blocks as the original ones in forwards inside the context."""
+    return _counted(num_plain)
+
+
+def recomputing() -> contextlib.AbstractContextManager[None]:
+    """Run changed blocks inside the context as in the first call, which is recomputed."""
+    return _counted(num_recomputed)
+
+
+@contextlib.contextmanager
+def _counted(number: list[int]) -> Iterator[None]:
+    number[0] += 1
+    try:
+        yield
+    finally:
+        number[0] -= 1
+
+
+def is_active(module: nn.Module | None = None) -> bool:
+    """Return whether a changed block works now: in training, with grad mode."""
+    if num_plain[0] and not num_recomputed[0]:
+        return False
+    return (module is None or module.training) and torch.is_grad_enabled()
+
+
 # Repeated blocks of a model, found in its containers or selected by name patterns.
 
 
+NO_BLOCK = "the model repeats no block: name some with --blocks"
+
+
 class NoBlocks(ValueError):
-    """The model repeats no block, and none was named."""
+    """The model repeats no block, and none was named; `in_short` has the reason."""
 
-    in_short = "the model repeats no block: name some with --blocks"
-
-
-class LoneLayers(NoBlocks):
-    """The model repeats single torch layers, each of which saves its input as recompute would."""
-
-    in_short = (
-        "the model repeats lone layers, which have nothing to recompute: "
-        "name larger blocks with --blocks"
-    )
+    def __init__(self, reason: str, in_short: str = NO_BLOCK) -> None:
+        super().__init__(reason)
+        self.in_short = in_short
 
 
 CONTAINER_TYPES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -177,19 +208,6 @@ def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
         shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
         raise ValueError(f"{option} {pattern!r} matches no module; there are {shown or 'none'}")
     return found
-
-
-def match_inside(
-    blocks: Mapping[str, nn.Module], patterns: Sequence[str], *, option: str
-) -> set[str]:
-    """Return the names of the modules inside blocks that match any of the globs."""
-    names = [
-        f"{name}.{path}"
-        for name, block in blocks.items()
-        for path, _ in block.named_modules()
-        if path
-    ]
-    return {name for pattern in patterns for name in match_names(names, pattern, option=option)}
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -229,10 +247,12 @@ def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
     model = type(module).__name__
     if lone:
         kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in lone}))
-        return LoneLayers(
+        return NoBlocks(
             f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each saves its "
             "input, as recompute would, so there is nothing to gain; name larger blocks with a "
-            "pattern (--blocks)"
+            "pattern (--blocks)",
+            "the model repeats lone layers, which have nothing to recompute: name larger blocks "
+            "with --blocks",
         )
     tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
     return NoBlocks(
@@ -269,3 +289,37 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             seen.add(id(leaf))
             values = [getattr(leaf, field.name, None) for field in fields(leaf)]
             yield from tensors_in(values, seen)
+
+
+# Tensors that saved-tensor hooks keep as they are.
+
+# Name of the autograd node of a cast.
+CAST_NODE = "ToCopyBackward0"
+
+
+def check_unchanged(tensor: Tensor, version: int) -> None:
+    """Raise if a saved tensor was changed in place, as autograd does for tensors without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified by an "
+            f"inplace operation: it is at version {tensor._version}, and {version} was saved; "
+            "write the result to another tensor"
+        )
+
+
+class CheckedTensor:
+    """A tensor that is saved as it is, and checked for changes in place.
+
+    Saved-tensor hooks switch off autograd's own check.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached where it may be the output of the node that saves it; else the object itself.
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
+
+    def value(self) -> Tensor:
+        check_unchanged(self.tensor, self.version)
+        return self.tensor

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .rerun import unwatched
+from .generators import unwatched
 
 WORD_BYTES = 8
 # Words that are multiplied at once. On the CPU they and their weights stay in the cache.

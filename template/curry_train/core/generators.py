@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from .rerun import unwatched
+# Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
+unwatched = torch._C.DisableTorchFunction
 
 # Run a module and restore its buffers, its gradients and every random generator afterwards.
 

@@ -24,8 +24,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import Generators, buffers_kept, seeded
 from ..core.measure_compiled import holds_compiled_code
-from ..primitives.block_state import TORCH_ATTRIBUTES
 from ..primitives.grad_flow_probe import in_backward
+from ..primitives.rerun import TORCH_ATTRIBUTES
 from ..primitives.running_blocks import (
     ForwardRecord,
     HooksRefused,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recompute_flops
 from ..primitives import snn_timesteps
-from ..primitives.block_state import modules_of
+from ..primitives.rerun import modules_of
 from ..primitives.snn_timesteps import (
     ChunkSchedule,
     Costs,

@@ -12,7 +12,7 @@ import torch
 from ..core.generators import seeded
 from ..core.measure import LiveStorages
 from ..core.wording import format_bytes
-from ..primitives.host_memory import available_host_bytes
+from ..primitives.offload import available_host_bytes
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .costs import ERRORS_OF_BLOCKS

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
-from ..core.blocks import match_inside
+from ..core.blocks import match_names
 from ..core.generators import seeded
 from ..core.measure import LiveStorages, OperationMode, has_wrapper, operands, tensors_in
 from ..primitives import sac
-from ..primitives.block_state import TORCH_ATTRIBUTES
+from ..primitives.regions import modules_inside
+from ..primitives.rerun import TORCH_ATTRIBUTES
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .record import operation_cost
@@ -502,7 +503,8 @@ def measure_menus(
 
     Return pairs of block names and menu, and the options that could not run, with the reason.
     """
-    replayed = match_inside(sketch.blocks(sketch.build()), also, option="also")
+    inside = [*modules_inside(sketch.blocks(sketch.build()))]
+    replayed = {name for glob in also for name in match_names(inside, glob, option="also")}
     small, large = (
         find_kinds(sketch, step, size)
         for step, size in zip(steps, MEASURED_MICROBATCH_SIZES, strict=True)

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import seeded
+from ..core.generators import seeded, unwatched
 from ..core.measure import (
     Life,
     LiveStorages,
     OperationMode,
     tensors_in,
 )
-from ..core.rerun import unwatched
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError

@@ -27,9 +27,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..core.rerun import function_modes, function_modes_as
 from ..core.wording import did_you_mean
 from ..primitives.grad_accum import StepInBackward
+from ..primitives.rerun import function_modes, function_modes_as
 from ..workloads.models import import_callable
 from ..workloads.optimizers import SteppedOnHost, stepped_on_host
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from ..core.generators import unwatched
 from ..core.measure import (
     REST_LAYER,
     Life,
@@ -31,7 +32,6 @@ from ..core.measure import (
     operands,
     operation_flops,
 )
-from ..core.rerun import unwatched
 from .optimizers import ValuesInSteps, copy_optimizer, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,

@@ -27,8 +27,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "grad_flow": ("GradFlow",),
         "grad_flow_report": ("flow_findings", "flow_json", "flow_table"),
-        "host_memory": ("HostMemoryShort",),
         "offload": (
+            "HostMemoryShort",
             "offload_blocks",
             "offload_report",
             "remove_offload",

@@ -33,6 +33,7 @@ from .grad_flow_probe import (
     ParameterSums,
     choose_layers,
     compiled_modules,
+    device_of,
     group_of_batch,
     inner_of,
     is_divided,
@@ -241,7 +242,7 @@ class GradFlow:
         named = {
             name: value for name, value in self._inner.named_parameters() if value.requires_grad
         }
-        self._parameters = ParameterSums(named)
+        self._parameters = ParameterSums(named, device_of(self.model))
         self._activations = Activations(
             self.model,
             self._layers,
@@ -371,8 +372,7 @@ class GradFlow:
         """Make the record of the step; this waits for the device."""
         activations = self._activations
         if self._ranks is not None:
-            for device in activations.sums.tables:
-                activations.sums.add_over_ranks(activations.sums.place, device, self._ranks)
+            activations.sums.add_over_ranks(activations.sums.place, self._ranks)
         of_layers = activations.sums.rows()
         of_parameters = self._parameters.rows()
         read = self._parameters.with_gradient or set()

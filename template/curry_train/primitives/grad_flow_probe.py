@@ -185,43 +185,37 @@ DEVICE_PIECE_ELEMENTS = 2**22
 
 
 class Sums:
-    """Rows of sums by name: a table on each device, so that adding to them waits for none."""
+    """A table with a row of sums for each name, on one device: adding to it waits for none."""
 
-    def __init__(self, names: Iterable[str], devices: Iterable[torch.device], columns: int) -> None:
+    def __init__(self, names: Iterable[str], device: torch.device, columns: int) -> None:
         self.place = {name: index for index, name in enumerate(names)}
-        self.columns = columns
-        self.tables: dict[torch.device, Tensor] = {}
         # Made now, so that the bytes that a step holds do not grow.
-        for device in set(devices):
-            self._make(device)
+        self.table = torch.zeros(len(self.place), columns, dtype=exact_on(device), device=device)
 
-    def _make(self, device: torch.device) -> None:
-        # Apple's devices lack float64.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        self.tables[device] = torch.zeros(len(self.place), self.columns, dtype=dtype, device=device)
+    def row(self, name: str) -> Tensor:
+        return self.table[self.place[name]]
 
-    def row(self, name: str, device: torch.device) -> Tensor:
-        if device not in self.tables:
-            self._make(device)
-        return self.tables[device][self.place[name]]
-
-    def clear(self) -> None:
-        for table in self.tables.values():
-            table.zero_()
-
-    def add_over_ranks(self, names: Iterable[str], device: torch.device, group: Any) -> None:
+    def add_over_ranks(self, names: Iterable[str], group: Any) -> None:
         """Sum rows over a group of ranks, each of which has to call this."""
         places = [self.place[name] for name in names]
-        reduced = self.tables[device][places]
+        reduced = self.table[places]
         dist.all_reduce(reduced, group=group)
-        self.tables[device][places] = reduced
+        self.table[places] = reduced
 
     def rows(self) -> dict[str, list[float]]:
-        """Return the sums over all devices; this waits for each device once."""
-        total = torch.zeros(len(self.place), self.columns, dtype=torch.float64)
-        for table in self.tables.values():
-            total += table.cpu()
-        return dict(zip(self.place, total.tolist(), strict=True))
+        """Return the sums by name; this waits for the device."""
+        return dict(zip(self.place, self.table.tolist(), strict=True))
+
+
+def exact_on(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums on a device; Apple's lack float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model; where parts are on the CPU, that of the others."""
+    devices = [parameter.device for parameter in model.parameters()]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def sums_of(tensor: Tensor) -> Tensor:
@@ -235,7 +229,7 @@ def sums_of(tensor: Tensor) -> Tensor:
         tensor = tensor.flatten()
     on_cpu = tensor.device.type == "cpu"
     most = CPU_PIECE_ELEMENTS if on_cpu else DEVICE_PIECE_ELEMENTS
-    dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
+    dtype = exact_on(tensor.device)
     sums = torch.zeros(len(SUM_NAMES), dtype=dtype, device=tensor.device)
     elements, zeros, bad, squares = sums
     elements += tensor.numel()
@@ -253,9 +247,6 @@ def sums_of(tensor: Tensor) -> Tensor:
     return sums
 
 
-# Detection of backward and of recomputed forwards.
-
-
 def in_backward() -> bool:
     """Return whether this thread runs backward, where checkpointing reruns forwards."""
     return torch._C._current_graph_task_id() != -1
@@ -264,16 +255,6 @@ def in_backward() -> bool:
 def in_transform() -> bool:
     """Return whether a `torch.func` transform runs; its tensors must not escape from it."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Run `call` at the end of the current backward, after callbacks that others queue.
-
-    By then gradients have been summed over ranks and sharded.
-    """
-    engine: Any = Variable._execution_engine
-    # A callback queued by a callback runs after all that were queued during backward.
-    engine.queue_callback(lambda: engine.queue_callback(call))
 
 
 # Statistics of each layer's outputs, from hooks attached during probed steps only.
@@ -317,8 +298,7 @@ class Activations:
         self._before_forward = before_forward
         self._after_backward = after_backward
         self._handles: list[Any] = []
-        devices = {parameter.device for parameter in model.parameters()}
-        self.sums = Sums((layer.name for layer in layers), devices, len(SUM_NAMES))
+        self.sums = Sums([layer.name for layer in layers], device_of(model), len(SUM_NAMES))
         self.start()
 
     def start(self) -> None:
@@ -329,7 +309,7 @@ class Activations:
         # For each running forward of the model, innermost last: whether it is a training forward.
         self._training: list[bool] = []
         self._waiting = False
-        self.sums.clear()
+        self.sums.table.zero_()
 
     def attach(self) -> None:
         model = self._model
@@ -370,9 +350,15 @@ class Activations:
                 tensor.register_hook(self._gradient_came)
 
     def _gradient_came(self, gradient: Tensor) -> None:
+        """Wait for the end of this backward, after callbacks that others queue.
+
+        By then gradients have been summed over ranks and sharded.
+        """
         if not self._waiting:
             self._waiting = True
-            at_end_of_backward(self._backward_ended)
+            engine: Any = Variable._execution_engine
+            # A callback queued by a callback runs after all that were queued during backward.
+            engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
 
     def _backward_ended(self) -> None:
         self._waiting = False
@@ -402,7 +388,7 @@ class Activations:
         # Without modes, selective checkpointing neither caches nor replays these operations.
         with torch.no_grad(), _disable_current_modes():
             for tensor in outputs.values():
-                self.sums.row(name, tensor.device).add_(sums_of(tensor))
+                self.sums.row(name).add_(sums_of(tensor).to(self.sums.table))
 
 
 def countable(tensor: Tensor) -> bool:
@@ -431,11 +417,10 @@ class ParameterSums:
     `read` may be called after each backward; the last call counts.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], device: torch.device) -> None:
         self._named = named
         self._names = {parameter: name for name, parameter in named.items()}
-        devices = {parameter.device for parameter in named.values()}
-        self._sums = Sums(named, devices, AT_STEP_COLUMN + 1)
+        self._sums = Sums(named, device, AT_STEP_COLUMN + 1)
         # The names of the parameters that are sharded among each group of ranks.
         self._shards: dict[int, tuple[Any, list[str]]] = {}
         for name, parameter in named.items():
@@ -450,7 +435,7 @@ class ParameterSums:
         self.with_gradient: set[str] | None = None
         self.moved: set[str] = set()
         self._copies.clear()
-        self._sums.clear()
+        self._sums.table.zero_()
 
     def that_have(self) -> set[str]:
         """Return the parameters that have a gradient now."""
@@ -469,7 +454,7 @@ class ParameterSums:
         """Sum up the current gradients; `scale` is the loss scale, which is divided out."""
         self.with_gradient = self.that_have()
         for name, parameter in self._named.items():
-            row = self._sums.row(name, parameter.device)[: len(SUM_NAMES)]
+            row = self._sums.row(name)[: len(SUM_NAMES)]
             row.zero_()
             if parameter.grad is not None:
                 row.copy_(_unscaled_sums(parameter.grad, scale))
@@ -482,7 +467,7 @@ class ParameterSums:
         for name, parameter in self._held_by(optimizer):
             if parameter.grad is not None:
                 squares = _unscaled_sums(parameter.grad, scale)[SQUARES_COLUMN]
-                self._sums.row(name, parameter.device)[AT_STEP_COLUMN].copy_(squares)
+                self._sums.row(name)[AT_STEP_COLUMN].copy_(squares)
             if updates:
                 self._copies[name] = dense(parameter.detach()).clone()
 
@@ -492,7 +477,7 @@ class ParameterSums:
         for name, parameter in self._held_by(optimizer):
             before = self._copies.pop(name, None)
             if before is not None:
-                row = self._sums.row(name, parameter.device)
+                row = self._sums.row(name)
                 row[WEIGHT_COLUMN].copy_(sums_of(before)[SQUARES_COLUMN])
                 # The difference of two near numbers is exact in their own precision.
                 change = dense(parameter.detach()) - before
@@ -506,7 +491,7 @@ class ParameterSums:
     def rows(self) -> dict[str, list[float]]:
         """Return the sums of each parameter; every rank has to call this."""
         for group, names in self._shards.values():
-            self._sums.add_over_ranks(names, self._named[names[0]].device, group)
+            self._sums.add_over_ranks(names, group)
         return self._sums.rows()
 
 

@@ -11,11 +11,13 @@ Proof: `python -m pytest tests/primitives/test_offload_contract.py`.
 """
 
 import functools
-import operator
+import mmap
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +25,182 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.rerun import CAST_NODE, CheckedTensor, check_unchanged, is_active
-from .host_memory import HostCopies, host_buffer, require_host_memory
+from ..core.blocks import (
+    CAST_NODE,
+    CheckedTensor,
+    Derived,
+    become,
+    check_unchanged,
+    find_blocks,
+    is_active,
+    restore,
+)
+
+# Host memory: available bytes, buffers, copies.
+
+HOST_MEMORY_ADVICE = (
+    "offload fewer blocks (blocks=, keep_last=), raise min_bytes, recompute some blocks instead, "
+    "use a smaller batch, or give the machine or its control group more memory"
+)
+
+
+# By the name of the controller in `/proc/self/cgroup`, which is empty in the second version: the
+# folder of all groups, the files of the limit and of the use, and a line of `memory.stat`.
+GROUP_FILES = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+class HostMemoryShort(RuntimeError):
+    """The host has less memory available than an offload needs."""
+
+
+def available_host_bytes(system: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process may still allocate.
+
+    This is the kernel's `MemAvailable`, or what a control group leaves if that is less. None if
+    the system reports neither, as on macOS.
+    """
+    found = [*_kernel_bytes(system / "proc/meminfo"), *_group_bytes(system)]
+    return min(found, default=None)
+
+
+def require_host_memory(needed: int) -> None:
+    """Raise if less than `needed` bytes of host memory are available."""
+    available = available_host_bytes()
+    if available is not None and needed > available:
+        raise HostMemoryShort(
+            f"offload needs {needed / 2**20:,.2f} MiB more of host memory and "
+            f"{max(0, available) / 2**20:,.2f} MiB is available: {HOST_MEMORY_ADVICE}"
+        )
+
+
+def _kernel_bytes(meminfo: Path) -> Iterator[int]:
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                yield int(value.split()[0]) * 1024
+
+
+def _group_bytes(system: Path) -> Iterator[int]:
+    """Yield the bytes left under the limit of each control group above this process.
+
+    File pages that the kernel can drop do not count as used.
+    """
+    membership = system / "proc/self/cgroup"
+    if not membership.is_file():
+        return
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = "memory" if "memory" in controllers.split(",") else controllers
+        if version not in GROUP_FILES:
+            continue
+        root, limit, used, droppable = GROUP_FILES[version]
+
+        # In a container only the root group may be visible.
+        folder = Path(path.strip("/"))
+        for group in dict.fromkeys([folder, *folder.parents, Path()]):
+            group_path = system / root / group
+            if not (group_path / limit).is_file() or not (group_path / used).is_file():
+                continue
+            limit_text = (group_path / limit).read_text().strip()
+            if limit_text != "max":
+                used_bytes = int((group_path / used).read_text())
+                droppable_bytes = _statistic(group_path / "memory.stat", droppable)
+                yield int(limit_text) - used_bytes + droppable_bytes
+
+
+def _statistic(path: Path, name: str) -> int:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+
+
+def host_buffer(nbytes: int, *, pinned: bool) -> Tensor:
+    """Allocate bytes on the host.
+
+    Torch caches pinned memory, and gives it out again once the copies that used it are done.
+    """
+    try:
+        if pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        # No torch operation creates this buffer, so that an instrument which measures a CPU in
+        # place of a device does not count it as memory of that device.
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        # CUDA raises its out-of-memory error for host memory too.
+        raise HostMemoryShort(
+            f"the host gave no {nbytes / 2**20:,.2f} MiB ({error}): {HOST_MEMORY_ADVICE}"
+        ) from error
+
+
+class HostCopies:
+    """Copies between one device and the host, in call order, beside the computation on CUDA.
+
+    On CUDA all copies run in one stream of their own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._leaving: deque[tuple[Any, Tensor, Tensor]] = deque()
+        self._leaving_bytes = 0
+
+    def out(self, source: Tensor, host: Tensor, *, most_bytes: int) -> None:
+        """Start a copy to the host, and keep both tensors alive until the copy is done.
+
+        At most `most_bytes` of sources are kept alive at a time.
+        """
+        done = self._copy(host[: source.nbytes], source)
+        if done is not None:
+            self._leaving.append((done, source, host))
+            self._leaving_bytes += source.nbytes
+            self._let_go(most_bytes)
+
+    def back(self, host: Tensor, nbytes: int) -> tuple[Tensor, Any]:
+        """Start a copy to the device; return the target and the event to pass to `wait` first."""
+        self._let_go(self._leaving_bytes)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return target, self._copy(target, host[:nbytes])
+
+    def wait(self, done: Any) -> None:
+        """Make the computation stream wait for a copy, without blocking the host."""
+        if done is not None:
+            torch.cuda.current_stream(self.device).wait_event(done)
+
+    def _let_go(self, most_bytes: int) -> None:
+        """Release sources whose copies are done, until at most `most_bytes` are held.
+
+        Over that limit, the computation waits for the oldest copy. Memory that is freed after the
+        wait is not overwritten before the copy is done.
+        """
+        while self._leaving:
+            done, source, _ = self._leaving[0]
+            if not done.query():
+                if self._leaving_bytes <= most_bytes:
+                    return
+                self.wait(done)
+            self._leaving.popleft()
+            self._leaving_bytes -= source.nbytes
+
+    def _copy(self, target: Tensor, source: Tensor) -> Any:
+        """Start a copy and return the event that marks its end, or None if it is done already."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+
+        # The computation stream made the source, and may still be using the target.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
 
 # Storages offloaded to the host between forward and backward, and their saved tensors.
 
@@ -74,6 +249,11 @@ class OffloadedForward:
         self.cursor = 0
         self.ahead_bytes = 0
         self.most_bytes = 0
+
+    def unpack(self, saved: "OffloadedTensor | CheckedTensor") -> Tensor:
+        """Return the tensor that backward needs."""
+        self.unpacked = True
+        return saved.value()
 
     def move(self, tensor: Tensor, base: Tensor, copies: HostCopies) -> "OffloadedTensor":
         """Start moving the storage of a tensor to the host."""
@@ -147,7 +327,6 @@ class Moved:
     def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         check_unchanged(self.witness, self.version)
-        self.step.unpacked = True
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
@@ -205,7 +384,6 @@ class OffloadedTensor:
         original = self.original()
         if original is not None:
             check_unchanged(self.moved.witness, self.moved.version)
-            self.moved.step.unpacked = True
             self.moved.leave(self)
             return original
         return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
@@ -214,27 +392,13 @@ class OffloadedTensor:
         self.moved.leave(self)
 
 
-class TensorOnDevice(CheckedTensor):
-    """A saved tensor that stays on the device, checked for changes in place."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, tensor: Tensor, step: OffloadedForward) -> None:
-        super().__init__(tensor)
-        self.step = step
-
-    def value(self) -> Tensor:
-        self.step.unpacked = True
-        return super().value()
-
-
-class CastAgain(TensorOnDevice):
+class CastAgain(CheckedTensor):
     """A lower-precision copy of a parameter, made by autocast and cast again in backward."""
 
     __slots__ = ("dtype", "view")
 
-    def __init__(self, tensor: Tensor, parameter: Tensor, step: OffloadedForward) -> None:
-        super().__init__(parameter, step)
+    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
+        super().__init__(parameter)
         self.dtype = tensor.dtype
         self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -256,7 +420,6 @@ def _witness(tensor: Tensor) -> Tensor:
 
 OFFLOADER_ATTRIBUTE = "_offloader"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
-UNPACK_HOOK = operator.methodcaller("value")
 # Reasons for leaving a tensor on the device.
 PARAMETER_REASON = "parameter or buffer"
 WEIGHT_CAST = "cast of a parameter"
@@ -354,13 +517,12 @@ class Offloader:
                 )
                 self.step = weakref.ref(step)
                 self.report = step.report
-        return saved_tensors_hooks(
-            functools.partial(self.pack, step, Surroundings(step, block, inputs)), UNPACK_HOOK
-        )
+        pack = functools.partial(self.pack, step, Surroundings(step, block, inputs))
+        return saved_tensors_hooks(pack, step.unpack)
 
     def pack(
         self, step: OffloadedForward, around: "Surroundings", tensor: Tensor
-    ) -> OffloadedTensor | TensorOnDevice:
+    ) -> OffloadedTensor | CheckedTensor:
         """Return the object that autograd holds in place of a tensor."""
         base = tensor if tensor._base is None else tensor._base
         reason = around.why_it_stays(tensor, base, self.min_bytes)
@@ -377,7 +539,7 @@ class Offloader:
                 return step.save(moved, tensor)
 
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
-        return TensorOnDevice(tensor, step) if weight is None else CastAgain(tensor, weight, step)
+        return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
         moved_bytes = step.report.moved_bytes + _size(tensor)

@@ -4,37 +4,106 @@
     recompute_blocks(model)                         # every block that the model repeats, in place
 
 A recomputing block is the same module under a subclass: its parameter names, state dict, hooks,
-attributes, copies and pickles are those of the original block.
+attributes, copies and pickles are those of the original block. BatchNorm's running statistics are
+updated once, and reentrant checkpointing is refused where it would lose gradients.
 
 Proof: `python -m pytest tests/gates/test_gates.py tests/primitives/test_recompute_contract.py`.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
-from ..core.blocks import Derived, become, derive, find_blocks, restore
-from ..core.rerun import is_active
-from ..core.rerun import plain_blocks as plain_blocks
-from .block_state import modules_of
-from .checkpointed import RecomputeOptions, run_checkpointed
+from ..core.blocks import (
+    Derived,
+    become,
+    derive,
+    find_blocks,
+    is_active,
+    recomputing,
+    restore,
+    tensors_in,
+)
+from ..core.blocks import plain_blocks as plain_blocks
+from .rerun import BlockState, mark_returned_once, modules_of, second_call_contexts
+
+Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+NO_CONTEXTS: Pair = contextlib.nullcontext(), contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class RecomputeOptions:
+    """Settings of recompute for one module, stored on the module and copied with it."""
+
+    # Recompute in training; if False, the module runs as without recompute.
+    enabled: bool = True
+    # Passed to `torch.utils.checkpoint`, as are the others that follow.
+    use_reentrant: bool = False
+    # Restore torch's generators for the recomputed forward, so that dropout draws the same mask.
+    preserve_rng_state: bool = True
+    # "default" compares shapes, dtypes and devices of saved tensors with the recomputed ones.
+    determinism_check: str = "default"
+    # Returns the contexts of the first and of the recomputed forward.
+    context_fn: Callable[[], Pair] | None = None
+    # Errors about a recomputed forward that differs list the operations of both.
+    debug: bool = False
+    # End the recomputed forward at the last tensor that backward needs.
+    early_stop: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "use_reentrant", "preserve_rng_state", "debug", "early_stop"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.determinism_check not in ("default", "none"):
+            raise ValueError(
+                f"determinism_check must be one of default, none; got {self.determinism_check!r}"
+            )
+        if self.use_reentrant and (self.debug or self.context_fn is not None):
+            raise ValueError(
+                "reentrant checkpointing takes no context_fn and no debug: leave use_reentrant at "
+                "False"
+            )
+
 
 # Recompute a block's activations in backward instead of keeping them.
 
 RECOMPUTE_ATTRIBUTE = "_recompute"
+second_call_contexts.add(recomputing)
 
 
-class Recompute(Derived):
+class Checkpointed(Derived):
+    """A block that runs under a checkpoint, with the options that it holds."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Return whether backward would recompute a forward that runs now."""
+        return bool(getattr(self, RECOMPUTE_ATTRIBUTE).enabled and is_active(self))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.recomputes:
+            return super().forward(*args, **kwargs)
+        options = getattr(self, RECOMPUTE_ATTRIBUTE)
+        return run_checkpointed(super().forward, args, kwargs, modules=[self], options=options)
+
+
+class Recompute(Checkpointed):
     """A block, or a plain function, that keeps only its inputs for backward.
 
     It trains the same. Nothing is recomputed in eval mode, without grad mode, inside
     `plain_blocks()`, or while `enabled` is False. The other keywords are those of
     `torch.utils.checkpoint.checkpoint`: `use_reentrant`, `preserve_rng_state`,
-    `determinism_check`, `context_fn`, `debug` and `early_stop`. BatchNorm statistics are updated
-    once. The given module stays as it was and shares all its state with the block.
+    `determinism_check`, `context_fn`, `debug` and `early_stop`. The given module stays as it was
+    and shares all its state with the block.
     """
 
     def __new__(
@@ -47,22 +116,6 @@ class Recompute(Derived):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Return whether backward would recompute a forward that runs now."""
-        return bool(getattr(self, RECOMPUTE_ATTRIBUTE).enabled and is_active(self))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes:
-            return super().forward(*args, **kwargs)
-        return run_checkpointed(
-            super().forward,
-            args,
-            kwargs,
-            modules=[self],
-            options=getattr(self, RECOMPUTE_ATTRIBUTE),
-        )
 
 
 def _recomputing_function(function: Callable[..., Any], options: RecomputeOptions) -> Any:
@@ -111,3 +164,195 @@ def recompute_blocks(
 def remove_recompute(model: nn.Module) -> list[str]:
     """Undo `recompute_blocks` and return the names of the modules that were recomputing."""
     return restore(model, Recompute, RECOMPUTE_ATTRIBUTE)
+
+
+# One checkpointed call, on top of `torch.utils.checkpoint`.
+
+
+def run_checkpointed(
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    modules: Sequence[nn.Module],
+    options: RecomputeOptions,
+) -> Any:
+    """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls."""
+    if options.use_reentrant and not _gradients_flow(run, modules, args, kwargs):
+        # No gradient is needed, so nothing would be saved for backward.
+        return run(*args, **kwargs)
+
+    names = ["use_reentrant", "preserve_rng_state"]
+    if not options.use_reentrant:
+        names += ["determinism_check", "debug", "early_stop"]
+    settings: dict[str, Any] = {name: getattr(options, name) for name in names}
+    if torch.compiler.is_compiling():
+        # Compiled code saves every tensor, and notices changes in place. Keywords are bound here,
+        # because `checkpoint` has some of its own, such as `debug`.
+        if kwargs:
+            run = functools.partial(run, **kwargs)
+        if options.context_fn is not None:
+            settings["context_fn"] = options.context_fn
+        return checkpoint(run, *args, **settings)
+
+    if modules:
+        args, kwargs = leave_out_caches(modules[0], args, kwargs)
+    call = FlatCall(BlockState(modules), run, args, kwargs, options.context_fn)
+    output = checkpoint(call, *call.take_tensors(), **settings)
+    if not options.use_reentrant:
+        mark_returned_once(output)
+    return output
+
+
+# Placeholder for a tensor that was taken out.
+TENSOR_PLACEHOLDER = object()
+
+
+class FlatCall:
+    """`run(*args, **kwargs)` as a function of `*self.take_tensors()` that can be called again.
+
+    The first call gets the caller's own containers, and later calls get new ones with the original
+    contents. So a block that appends to a list appends once, and one that pops from a dictionary
+    finds the value again.
+    """
+
+    def __init__(
+        self,
+        state: BlockState,
+        run: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        contexts: Callable[[], Pair] | None,
+    ) -> None:
+        self.run = run
+        self.state = state
+        # Not given to torch: it takes no contexts together with `debug`.
+        self.first, self.second = contexts() if contexts else NO_CONTEXTS
+        self.inputs: tuple[Any, dict[str, Any]] | None = (args, kwargs)
+        self.leaves, self.shape = tree_flatten(self.inputs)
+
+    def take_tensors(self) -> list[Tensor]:
+        """Return all tensors and release those that are not in dataclasses.
+
+        The tensors of dataclasses come last. They stay in their dataclass, and are returned so that
+        changes in place are detected.
+        """
+        tensors = []
+        for index, leaf in enumerate(self.leaves):
+            # Inference tensors have no version counter, and can't be saved for backward.
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                tensors.append(leaf)
+                self.leaves[index] = TENSOR_PLACEHOLDER
+        return [*tensors, *(one for one in tensors_in(self.leaves) if not one.is_inference())]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self.inputs is not None:
+            args, kwargs = self.inputs
+            self.inputs = None
+            self.state.begin(self.leaves)
+            with self.first:
+                output = self.run(*args, **kwargs)
+            self.state.end()
+            return output
+
+        remaining = iter(tensors)
+        values = [next(remaining) if leaf is TENSOR_PLACEHOLDER else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(values, self.shape)
+        with self.state, self.second:
+            return self.run(*args, **kwargs)
+
+
+def _gradients_flow(
+    run: Any, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether an input requires grad; refuse reentrant calls that would lose gradients.
+
+    Reentrant checkpointing runs backward only through positional tensors.
+    """
+    called = type(modules[0]).__name__ if modules else getattr(run, "__name__", str(run))
+    nested = tree_leaves(([value for value in args if not isinstance(value, Tensor)], kwargs))
+    if any(isinstance(value, Tensor) and value.requires_grad for value in nested):
+        raise ValueError(
+            f"{called} gets a tensor that requires grad by keyword or inside a "
+            "container, and with use_reentrant=True its gradient would be lost; leave "
+            "use_reentrant at False"
+        )
+    requires_grad = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+    trained = any(one.requires_grad for module in modules for one in module.parameters())
+    if trained and not requires_grad:
+        raise ValueError(
+            f"no input of {called} requires grad, and with use_reentrant=True its "
+            "parameters would get no gradient at all; leave use_reentrant at False, or call "
+            "enable_input_require_grads() or a similar method"
+        )
+    return requires_grad
+
+
+# Caches of keys and values of Hugging Face models: a block that runs again would add twice.
+
+logger = logging.getLogger(__name__)
+_left_out: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
+
+
+def leave_out_caches(
+    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a block that recomputes, with None in place of each cache.
+
+    A cache in which this block's own layer is filled already is refused.
+    """
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    # A block of this kind reads what another block has put into the cache.
+    if cache_utils is None or getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    given = (*args, *kwargs.values())
+    caches = {id(value): value for value in given if isinstance(value, cache_utils.Cache)}
+    # Blocks that share keys find them in such a layer.
+    layers = [layer for cache in caches.values() for layer in _layers(cache)]
+    if not caches or any(type(layer).__name__ == "DummyLayer" for layer in layers):
+        return args, kwargs
+
+    for cache in caches.values():
+        _require_unread(block, cache)
+        _left_out.setdefault(cache, WeakSet()).add(block)
+    _warn_once()
+    args = tuple(None if id(value) in caches else value for value in args)
+    return args, {name: None if id(one) in caches else one for name, one in kwargs.items()}
+
+
+def _layers(cache: Any, index: int | None = None) -> list[Any]:
+    """Return the layers of a cache, for self-attention and cross-attention; or one of each."""
+    names = ("self_attention_cache", "cross_attention_cache")
+    halves = [cache, *(getattr(cache, name, None) for name in names)]
+    stacks = [getattr(half, "layers", None) or [] for half in halves]
+    place = slice(None) if index is None else slice(index, index + 1)
+    return [layer for stack in stacks for layer in stack[place]]
+
+
+def _require_unread(block: nn.Module, cache: Any) -> None:
+    indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
+    own_index = next((index for index in indices if isinstance(index, int)), 0)
+    given_before = block in _left_out.get(cache, ())
+    if given_before or any(map(_is_filled, _layers(cache, own_index))):
+        reason = "it has been given before" if given_before else "holds keys already"
+        raise ValueError(
+            f"{type(block).__name__} gets a cache that {reason}, and a block that is recomputed in "
+            "backward can't add to a cache: train without past_key_values, or leave this block out "
+            "with blocks="
+        )
+
+
+def _is_filled(layer: Any) -> bool:
+    has_keys = getattr(layer, "keys", None) is not None
+    if getattr(layer, "is_initialized", has_keys):
+        return True
+    state = getattr(layer, "has_previous_state", False)
+    return any(state.values() if isinstance(state, Mapping) else [state])
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "the model fills a cache of keys and values in training, and blocks that recompute leave "
+        "it out: call the model with use_cache=False, or set model.config.use_cache = False"
+    )

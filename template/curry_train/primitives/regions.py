@@ -9,8 +9,9 @@ tensors that autograd saved for it.
 Proof: `python -m pytest tests/primitives/test_recipes.py tests/primitives/test_regions.py`.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,25 +21,44 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..core.blocks import (
+    CAST_NODE,
+    CheckedTensor,
     Derived,
     become,
+    check_unchanged,
     find_blocks,
-    match_inside,
+    is_active,
+    match_names,
+    recomputing,
     restore,
 )
-from ..core.rerun import (
-    CAST_NODE,
-    RETURNED_ONCE_KEY,
-    CheckedTensor,
-    autocast_as,
-    autocast_now,
-    check_unchanged,
-    function_modes,
-    function_modes_as,
-    is_active,
-    unwatched,
-)
-from .block_state import BlockState
+from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
+
+# Autocast of a call.
+
+Autocast = list[tuple[str, torch.dtype]]
+
+
+def autocast_now() -> Autocast:
+    """Return the device types for which autocast is on, with their dtypes."""
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cuda", "cpu")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+@contextlib.contextmanager
+def autocast_as(state: Autocast) -> Iterator[None]:
+    """Set autocast to a recorded state inside the context."""
+    now = dict(autocast_now())
+    wanted = dict(state)
+    with contextlib.ExitStack() as stack:
+        for kind in now | wanted:
+            if now.get(kind) != wanted.get(kind):
+                stack.enter_context(torch.autocast(kind, wanted.get(kind), kind in wanted))
+        yield
+
 
 # Run one cheap module again, and recompute its output too if backward needs it.
 
@@ -62,7 +82,6 @@ class Replay:
         self.inputs = (args, kwargs)
         self.versions: list[tuple[Tensor, int]] = []
         self.autocast = autocast_now()
-        self.modes = function_modes()
         self.num_saved = 0
         self.num_uses = 0
         self.saved: dict[int, Tensor] = {}
@@ -121,12 +140,10 @@ class Replay:
             return len(saved) - 1
 
         args, kwargs = tree_map(_cut, self.inputs)
-        modes = function_modes_as(self.modes)
         with (
             self.state,
             torch.enable_grad(),
             autocast_as(self.autocast),
-            modes,
             saved_tensors_hooks(capture, saved.__getitem__),
         ):
             output = self.run(*args, **kwargs)
@@ -265,6 +282,7 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
 REGION_NAME_ATTRIBUTE = "_regions_name"
+second_call_contexts.add(recomputing)
 NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
@@ -303,11 +321,8 @@ def generator_states(module: nn.Module) -> list[torch.Tensor]:
     devices: set[torch.device] = set()
     if torch.cuda.is_initialized():
         devices = {parameter.device for parameter in module.parameters()}
-    with unwatched():
-        return [
-            torch.get_rng_state(),
-            *(torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"),
-        ]
+    of_devices = (torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda")
+    return [torch.get_rng_state(), *of_devices]
 
 
 def _active(module: nn.Module) -> bool:
@@ -327,13 +342,8 @@ def apply_regions(
     compiled code does this by itself.
     """
     found = find_blocks(model, blocks)
-    inside = {
-        f"{name}.{path}": module
-        for name, block in found.items()
-        for path, module in block.named_modules()
-        if path
-    }
-    named = match_inside(found, also, option="also")
+    inside = modules_inside(found)
+    named = {name for glob in also for name in match_names([*inside], glob, option="also")}
 
     for block in found.values():
         become(Regions, block)
@@ -343,6 +353,16 @@ def apply_regions(
         if (name in named or _is_norm(module)) and not is_changed:
             become(Replayed, module, **{REGION_NAME_ATTRIBUTE: name if name in named else None})
     return list(found)
+
+
+def modules_inside(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules inside blocks, by qualified name."""
+    return {
+        f"{name}.{path}": module
+        for name, block in blocks.items()
+        for path, module in block.named_modules()
+        if path
+    }
 
 
 def remove_regions(model: nn.Module) -> list[str]:

@@ -25,7 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import match_names
-from . import block_state, checkpointed, recompute, sac, segments
+from .recompute import NO_CONTEXTS, RECOMPUTE_ATTRIBUTE, Pair
+from .rerun import written_names
+from .segments import SEGMENT_ATTRIBUTE
 
 # Functions that choose: their outputs are indices, alone or beside the values at them.
 CHOOSING_NAMES = (
@@ -50,7 +52,6 @@ CHOOSING_FUNCTIONS = frozenset(
 MOST_EXPERTS = 1024
 # Names of modules that route, and of their classes.
 ROUTING_NAME = re.compile(r"router|routing|gating|moe|expert|top.?[kn]", re.IGNORECASE)
-CONTEXT_FIELD = "context_fn"
 
 
 class Choices(TorchFunctionMode):
@@ -158,9 +159,9 @@ class _Entered:
             self.choices.is_own = False
 
 
-def routed_contexts(others: Callable[[], checkpointed.Pair] | None) -> checkpointed.Pair:
+def routed_contexts(others: Callable[[], Pair] | None) -> Pair:
     """Return the contexts of the first and of the recomputed run, around those of `others`."""
-    pair = others() if others is not None else checkpointed.NO_CONTEXTS
+    pair = others() if others is not None else NO_CONTEXTS
     if torch.compiler.is_compiling():
         return pair
     choices = Choices()
@@ -203,26 +204,22 @@ def has_router(block: nn.Module) -> bool:
 
 def _recomputing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks that run a second time, with their names."""
-    attributes = {recompute.RECOMPUTE_ATTRIBUTE, segments.SEGMENT_ATTRIBUTE, sac.SAC_ATTRIBUTE}
     for name, module in model.named_modules():
-        if attributes & vars(module).keys():
+        if {RECOMPUTE_ATTRIBUTE, SEGMENT_ATTRIBUTE} & vars(module).keys():
             yield name, module
 
 
 def _wrap(block: nn.Module) -> None:
     """Add the contexts to those that the block has, once."""
-    own = vars(block)
-    if sac.CONTEXTS_ATTRIBUTE in own:
-        own[sac.CONTEXTS_ATTRIBUTE] = _around(own[sac.CONTEXTS_ATTRIBUTE])
-        return
-    holder, name = own, recompute.RECOMPUTE_ATTRIBUTE
-    if segments.SEGMENT_ATTRIBUTE in own:
-        holder, name = vars(own[segments.SEGMENT_ATTRIBUTE]), "options"
+    holder = vars(block)
+    name = RECOMPUTE_ATTRIBUTE
+    if SEGMENT_ATTRIBUTE in holder:
+        holder = vars(holder[SEGMENT_ATTRIBUTE])
+        name = "options"
     options = holder[name]
-    if options.use_reentrant or options.debug:
-        raise ValueError("routing is repeated by contexts: leave use_reentrant and debug at False")
-    contexts = {CONTEXT_FIELD: _around(getattr(options, CONTEXT_FIELD))}
-    holder[name] = dataclasses.replace(options, **contexts)
+    if options.use_reentrant:
+        raise ValueError("routing is repeated by contexts: leave use_reentrant at False")
+    holder[name] = dataclasses.replace(options, context_fn=_around(options.context_fn))
 
 
 def _around(contexts: Any) -> Any:
@@ -237,4 +234,4 @@ def _keep_small_buffers(block: nn.Module) -> None:
         buffers = dict(module.named_buffers(recurse=False))
         if buffers and all(buffer.numel() <= MOST_EXPERTS for buffer in buffers.values()):
             tensors = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-            block_state.written_names.setdefault(module, set()).update(buffers, tensors)
+            written_names.setdefault(module, set()).update(buffers, tensors)

@@ -15,7 +15,7 @@ import functools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.rerun import is_active
-from .checkpointed import Pair, RecomputeOptions, run_checkpointed
+from ..core.blocks import become, find_blocks, restore
+from .recompute import RECOMPUTE_ATTRIBUTE, Checkpointed, Pair, RecomputeOptions
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
 
@@ -251,8 +250,6 @@ def make_policy(policy: Any) -> Policy:
 
 # Selective activation checkpointing (SAC): a policy chooses which operations to recompute.
 
-SAC_ATTRIBUTE = "_sac"
-CONTEXTS_ATTRIBUTE = "_sac_contexts"
 CAST_OPERATION = torch.ops.aten._to_copy.default
 # A policy may save this share of the outputs of cheap operations: for a few, such as those of a
 # router, there may be a reason.
@@ -410,24 +407,8 @@ def _counted_view(tensor: Any, shape: Any) -> Any:
         return tensor.detach().view(shape).detach()
 
 
-class Sac(Derived):
-    """A block that saves the outputs its policy selects and recomputes the others.
-
-    In eval mode and without grad mode it behaves as the original block.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = self.__dict__
-        if not (own[SAC_ATTRIBUTE].enabled and is_active(self)):
-            return super().forward(*args, **kwargs)
-        return run_checkpointed(
-            super().forward,
-            args,
-            kwargs,
-            modules=[self],
-            options=own[SAC_ATTRIBUTE],
-            contexts=own[CONTEXTS_ATTRIBUTE],
-        )
+class Sac(Checkpointed):
+    """A block that saves the outputs its policy selects and recomputes the others."""
 
 
 def apply_sac(
@@ -457,7 +438,7 @@ def apply_sac(
     found = find_blocks(model, blocks)
     for name, block in found.items():
         contexts = functools.partial(_contexts, chosen, name, allow_cache_entry_mutation)
-        become(Sac, block, **{SAC_ATTRIBUTE: settings, CONTEXTS_ATTRIBUTE: contexts})
+        become(Sac, block, **{RECOMPUTE_ATTRIBUTE: replace(settings, context_fn=contexts)})
     return list(found)
 
 
@@ -467,4 +448,4 @@ def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
 
 def remove_sac(model: nn.Module) -> list[str]:
     """Undo `apply_sac` and return the names of the blocks that had a policy."""
-    return restore(model, Sac, SAC_ATTRIBUTE, CONTEXTS_ATTRIBUTE)
+    return restore(model, Sac, RECOMPUTE_ATTRIBUTE)

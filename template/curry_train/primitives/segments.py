@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..core.blocks import Derived, become, find_blocks, restore
-from ..core.rerun import is_active
+from ..core.blocks import Derived, become, find_blocks, is_active, restore
 from ..core.wording import require_whole
-from .checkpointed import RecomputeOptions, run_checkpointed
+from .recompute import RecomputeOptions, run_checkpointed
 
 SEGMENT_ATTRIBUTE = "_segment"
 REMEDY = "recompute each block by itself (strategy full)"

@@ -18,7 +18,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,13 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 from torch.utils.checkpoint import checkpoint
 
 from ..core.generators import Generators, generators_kept, same_state
-from ..core.rerun import (
-    function_modes,
-    function_modes_as,
-    mark_returned_once,
-    statistics_kept,
-)
-from .block_state import BlockState, modules_of
+from .rerun import BlockState, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -365,7 +359,7 @@ def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore modules and random generators after steps that only examine a loop."""
     before = BlockState(modules)
     before.begin()
-    with generators_kept(), torch.enable_grad(), before, statistics_kept(modules):
+    with generators_kept(), torch.enable_grad(), before:
         yield
 
 
@@ -421,8 +415,7 @@ def checkpoint_timesteps(
     else:
         schedule = even_schedule(len(timesteps), chunk_size, levels)
 
-    loop = _ChunkedLoop(step, collected, modules)
-    state = loop.run(state, list(timesteps), schedule, again=False)
+    state = _Loop(step, modules, collected).run(state, list(timesteps), schedule)
     return collected.finish(), state
 
 
@@ -529,16 +522,14 @@ def code_of(function: Any) -> Any:
 
 
 @dataclass
-class _ChunkedLoop:
-    """State shared by the chunks of one call."""
+class _Loop:
+    """A step over timesteps in chunks; only the first run collects outputs."""
 
     step: TimestepFunction
-    collected: Collected
     modules: Sequence[nn.Module]
+    collected: Collected | None
 
-    def run(
-        self, state: Any, timesteps: Sequence[Any], schedule: ChunkSchedule, *, again: bool
-    ) -> Any:
+    def run(self, state: Any, timesteps: Sequence[Any], schedule: ChunkSchedule) -> Any:
         """Run the timesteps of a schedule and return the state after them.
 
         The last chunk is not recomputed, because backward needs it first.
@@ -546,7 +537,7 @@ class _ChunkedLoop:
         if not schedule.chunks:
             for x in timesteps:
                 output, state = take_step(self.step, x, state)
-                if not again:
+                if self.collected is not None:
                     self.collected.add(output)
             return state
         start = 0
@@ -556,41 +547,38 @@ class _ChunkedLoop:
             for place, leaf in enumerate(leaves):
                 if isinstance(leaf, Tensor) and leaf.is_inference():
                     leaves[place] = leaf.clone()  # an inference tensor can't be saved for backward
-            chunk = _Chunk(self, shape, inside, again)
+            chunk = _Chunk(self, shape, inside, BlockState(self.modules))
             # The chunk itself restores generators and all else that its recompute must find.
             state = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
             mark_returned_once(state)
             start = end
-        return self.run(state, timesteps[start:], schedule.chunks[-1], again=again)
+        return self.run(state, timesteps[start:], schedule.chunks[-1])
 
 
 @dataclass
 class _Chunk:
-    """Timesteps under one checkpoint; only the first run collects outputs."""
+    """Timesteps under one checkpoint."""
 
-    loop: _ChunkedLoop
+    loop: _Loop
     shape: TreeSpec
     schedule: ChunkSchedule
-    again: bool
-    before: BlockState | None = None
+    before: BlockState
+    ran: bool = False
     drawn_from: Generators | None = None
-    function_modes: list[Any] = field(default_factory=function_modes)
 
     def __call__(self, *leaves: Any) -> Any:
         state, *timesteps = tree_unflatten(list(leaves), self.shape)
-        modules = self.loop.modules
-        if self.before is None:
-            self.before = BlockState(modules)
+        if not self.ran:
+            self.ran = True
             self.before.begin(leaves)
             generators = Generators(leaves)
-            state = self.loop.run(state, timesteps, self.schedule, again=self.again)
+            state = self.loop.run(state, timesteps, self.schedule)
             self.before.end()
             # Most steps draw no random numbers, and a generator state takes 5 KB.
             self.drawn_from = generators if generators.moved() else None
             return state
 
-        modes = function_modes_as(self.function_modes)
-        with self.before, statistics_kept(modules), modes, generators_kept():
+        with self.before, generators_kept():
             if self.drawn_from is not None:
                 self.drawn_from.restore()
-            return self.loop.run(state, timesteps, self.schedule, again=True)
+            return replace(self.loop, collected=None).run(state, timesteps, self.schedule)

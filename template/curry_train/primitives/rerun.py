@@ -1,22 +1,62 @@
-"""State that a block reads beside its inputs, which a second call in the backward must find again.
+"""What a second call in the backward must find as the first one left it.
+
+Function modes, and the state that a block reads beside its inputs.
 
 Proof: `python -m pytest tests/primitives/test_block_state.py`.
 """
 
+import contextlib
 import functools
 import inspect
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
 
-from ..core.rerun import is_batch_norm, num_recomputed
+# Function modes, and what a checkpointed call returns.
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """Return the active function modes, such as `with torch.device(...)`."""
+    return list(_get_current_function_mode_stack())
+
+
+@contextlib.contextmanager
+def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    """Enter recorded function modes that are not active now.
+
+    Torch runs backward without the modes in which `backward` is called. For a default device a new
+    context is entered, because a context can restore only one previous state.
+    """
+    now = function_modes()
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            if not any(mode is other for other in now):
+                stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
+        yield
+
+
+# Set on autograd nodes whose saved tensors a checkpointed call returns only once.
+RETURNED_ONCE_KEY = "curry_train_again"
+
+
+def mark_returned_once(output: Any) -> None:
+    """Mark the nodes of a checkpointed call's output: their saved tensors come back only once."""
+    for leaf in tree_leaves(output):
+        for tensor in (leaf, leaf._base) if isinstance(leaf, Tensor) else ():
+            if tensor is not None and tensor.grad_fn is not None:
+                node: Any = tensor.grad_fn
+                node.metadata[RETURNED_ONCE_KEY] = True
+
 
 # Modules that a plain function uses.
 
@@ -74,6 +114,9 @@ LONGEST_COPIED = 1000
 # The buffers and tensor attributes that each module is known to write in place.
 written_names: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
+# Contexts that each second call runs in; a technique that changes blocks adds its own.
+second_call_contexts: set[Callable[[], contextlib.AbstractContextManager[None]]] = set()
+
 
 class BlockState:
     """Parameters, buffers, attributes, generators and mode of modules at their first call.
@@ -81,8 +124,9 @@ class BlockState:
     Call `begin` before and `end` after it; inside `with state:` the modules have that state again,
     and what a second call writes is dropped: statistics, counters and histories advance once.
     Objects that were replaced since are put back (`functional_call`, swapped weights). A tensor
-    that was changed in place can't be: an error, as in autograd. Batch norms are left to
-    `statistics_kept`. Long loops and few calls, because every call of a block runs this.
+    that was changed in place can't be: an error, as in autograd. Function modes, such as `with
+    torch.device(...)`, are entered again, because torch runs backward without them.
+    Long loops and few calls, because every call of a block runs this.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -91,6 +135,7 @@ class BlockState:
         # The block's own generators, and those it was called with, with their states.
         self.generators: list[tuple[Generator, Tensor]] = []
         self.outside: list[Any] = []
+        self.modes = function_modes()
 
     def begin(self, arguments: Iterable[Any] = ()) -> None:
         """Record the state before the first call."""
@@ -104,17 +149,16 @@ class BlockState:
             modules += module._modules.values()
             self.states[id(module)] = state = SimpleNamespace(
                 module=module,
-                parameters=module._parameters.copy(),
-                buffers={} if is_batch_norm(module) else module._buffers.copy(),
-                attributes=module.__dict__.copy(),
+                held=_held_by(module, skipped=_NormBase),
                 versions={},
                 containers={},
                 # Tensors that the call writes in place, as they were before it.
                 clones={},
             )
-            may_be_written = state.buffers.copy()
-            for name in state.attributes.keys() - TORCH_ATTRIBUTES:
-                value = state.attributes[name]
+            parameters, buffers, attributes = state.held
+            may_be_written = buffers.copy()
+            for name in attributes.keys() - TORCH_ATTRIBUTES:
+                value = attributes[name]
                 if isinstance(value, Tensor):
                     may_be_written[name] = value
                 elif type(value) is Generator:
@@ -123,7 +167,7 @@ class BlockState:
                     state.containers[name] = value.copy()
             # What a module writes is not known before its first call.
             written = written_names.get(module, may_be_written)
-            for name, value in (*state.parameters.items(), *may_be_written.items()):
+            for name, value in (*parameters.items(), *may_be_written.items()):
                 is_lazy = type(value) in (UninitializedParameter, UninitializedBuffer)
                 if value is None or is_lazy or value.is_inference():
                     continue
@@ -149,37 +193,37 @@ class BlockState:
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
                     raise self._changed(state.module, name)
-        outside: list[tuple[dict[str, Any], ...]] = []
+        outside = [_held_by(state.module) for state in self.states.values()]
         for state in self.states.values():
             module = state.module
-            parameters = module._parameters
             buffers = module._buffers
-            attributes = module.__dict__
-            outside.append((parameters.copy(), buffers.copy(), attributes.copy()))
-            if [*map(id, parameters.values())] != [*map(id, state.parameters.values())]:
-                _put_back(parameters, state.parameters)
-            buffers.update(state.buffers)
-            _set_attributes(module, state.attributes)
+            _put_back(module, state.held)
             for name, value in state.containers.items():
-                attributes[name] = value.copy()
+                module.__dict__[name] = value.copy()
             for name, value in state.clones.items():
-                (buffers if name in state.buffers else attributes)[name] = value.clone()
+                (buffers if name in state.held[1] else module.__dict__)[name] = value.clone()
+            if isinstance(module, _NormBase) and module.track_running_stats:
+                # Torch writes running statistics without a new version. `track_running_stats` stays
+                # on, because autograd has to save as many tensors as in the first call.
+                module.momentum = 0.0
+                batches = buffers.get("num_batches_tracked")
+                buffers["num_batches_tracked"] = None if batches is None else batches.clone()
         generators = [(one, one.get_state()) for one, _ in self.generators]
-        self.outside.append((outside, generators))
         for generator, drawn in self.generators:
             generator.set_state(drawn)
-        num_recomputed[0] += 1
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(function_modes_as(self.modes))
+            for context in second_call_contexts:
+                stack.enter_context(context())
+            self.outside.append((outside, generators, stack.pop_all()))
 
     def __exit__(self, *_: object) -> None:
-        num_recomputed[0] -= 1
-        outside, generators = self.outside.pop()
+        outside, generators, contexts = self.outside.pop()
+        contexts.close()
         for generator, drawn in generators:
             generator.set_state(drawn)
-        for state, before in zip(self.states.values(), outside, strict=False):
-            if [*map(id, state.module._parameters.values())] != [*map(id, before[0].values())]:
-                _put_back(state.module._parameters, before[0])
-            state.module._buffers.update(before[1])
-            _set_attributes(state.module, before[2])
+        for state, before in zip(self.states.values(), outside, strict=True):
+            _put_back(state.module, before)
 
     def _changed(self, module: nn.Module, name: str) -> RuntimeError:
         for root in self.roots:
@@ -192,7 +236,24 @@ class BlockState:
         )
 
 
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _held_by(
+    module: nn.Module, *, skipped: tuple[type, ...] | type = ()
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return parameters, buffers and attributes of a module, without buffers of skipped types."""
+    buffers = {} if isinstance(module, skipped) else module._buffers.copy()
+    return module._parameters.copy(), buffers, module.__dict__.copy()
+
+
+def _put_back(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
+    parameters, buffers, attributes = held
+    for name, value in parameters.items():
+        present = module._parameters.get(name)
+        if present is value or _is_released(value):
+            continue
+        # A shard and the whole parameter, which `fully_shard` exchanges, are left as they are.
+        if hasattr(value, "placements") == hasattr(present, "placements"):
+            module._parameters[name] = value
+    module._buffers.update(buffers)
     own = module.__dict__
     for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
         del own[name]
@@ -205,12 +266,3 @@ def _is_released(tensor: Any) -> bool:
     """Return whether the memory of a tensor was freed, as sharded training does between calls."""
     has_storage = tensor is not None and tensor.layout == torch.strided and tensor.numel() > 0
     return has_storage and tensor.untyped_storage().nbytes() == 0
-
-
-def _put_back(parameters: dict[str, Any], values: dict[str, Any]) -> None:
-    """Put back replaced parameters, but not a shard or a whole one that `fully_shard` exchanges."""
-    for name, value in values.items():
-        present = parameters.get(name)
-        is_exchanged = hasattr(value, "placements") != hasattr(present, "placements")
-        if present is not value and not is_exchanged and not _is_released(value):
-            parameters[name] = value
