@@ -25,7 +25,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .format import RankFiles, SavableState
+from .format import RankFiles, Savable
 from .layout import SavedCheckpoint
 from .ranks import Ranks, SaveError
 from .store import Store, Writing
@@ -185,7 +185,7 @@ class BackgroundSaver:
         self,
         kind: str,
         step: int,
-        state: SavableState,
+        state: Savable,
         *,
         metric: tuple[str, float] | None = None,
     ) -> None:

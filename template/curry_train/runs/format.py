@@ -14,7 +14,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -251,6 +251,18 @@ class Snapshot:
     inline: Mapping[str, Tensor] = field(default_factory=dict)
     # Only these change the tensors: a copy in the background has to end before their next step.
     optimizers: Sequence[Any] = ()
+    # Which of the tensors are parameters.
+    parameters: Collection[str] = ()
+
+    def snapshot(self) -> "Snapshot":
+        """Return this snapshot, so that several saves of one step share it."""
+        return self
+
+
+class Savable(Protocol):
+    """A state that the store saves: that of a training, or a snapshot of it."""
+
+    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass(frozen=True)
@@ -287,33 +299,6 @@ class LoadReport:
     @property
     def exact(self) -> bool:
         return not (self.missing or self.extra or self.different)
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Loading:
-    """A load that passed its checks.
-
-    Fill `first`, which nothing uses yet, and call `prepare`, which may still refuse the checkpoint.
-    Then fill `targets`, which are in use, and call `finish`.
-    """
-
-    targets: Mapping[str, Tensor]
-    finish: Callable[[], None]
-    report: LoadReport
-    first: Mapping[str, Tensor] = field(default_factory=dict)
-    prepare: Callable[[], None] = _nothing
-
-
-class SavableState(Protocol):
-    """The interface of a state that the store saves and loads."""
-
-    def snapshot(self) -> Snapshot: ...
-
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading: ...
 
 
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .background import BackgroundSaver
-from .format import MODEL_PREFIX, Contents, Loading, SavableState, Snapshot
+from .format import MODEL_PREFIX, Savable, Snapshot
 from .layout import (
     BEST_KIND,
     RESUMABLE_KINDS,
@@ -38,7 +38,6 @@ from .layout import (
     folder_name,
 )
 from .lock import is_being_read
-from .optimizer_state import parameter_names
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
@@ -46,6 +45,7 @@ from .retention import (
     is_among_best,
     to_delete,
 )
+from .state import TrainingState
 from .store import Store
 
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
@@ -208,24 +208,8 @@ def _mean(values: deque[float]) -> float:
 RUNNING_STATISTICS = (".running_mean", ".running_var")
 
 
-class TakenState:
-    """A state whose snapshot is taken once, for the checks and the saves of one step."""
-
-    def __init__(self, state: SavableState) -> None:
-        self.state = state
-        self._snapshot: Snapshot | None = None
-
-    def snapshot(self) -> Snapshot:
-        if self._snapshot is None:
-            self._snapshot = self.state.snapshot()
-        return self._snapshot
-
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        return self.state.begin_load(contents, strict=strict)
-
-
 def what_is_wrong(
-    state: SavableState,
+    snapshot: Snapshot,
     metrics: Mapping[str, Any],
     *,
     judged: Collection[str] = ("loss",),
@@ -242,10 +226,6 @@ def what_is_wrong(
         if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
             return f"{name} is {number}"
 
-    model = getattr(getattr(state, "state", state), "model", None)
-    named = parameter_names(model).values() if isinstance(model, torch.nn.Module) else ()
-    parameters = {f"{MODEL_PREFIX}{name}" for name in named}
-    snapshot = state.snapshot()
     tensors = {
         name: tensor
         for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
@@ -254,7 +234,9 @@ def what_is_wrong(
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
         values = _floats(tensors[name])
-        is_judged = name.partition("/")[0] in parameters or name.endswith(RUNNING_STATISTICS)
+        is_judged = name.partition("/")[0] in snapshot.parameters or name.endswith(
+            RUNNING_STATISTICS
+        )
         if is_judged and not bool(torch.isfinite(values).all()):
             return f"{name.removeprefix(MODEL_PREFIX)} is not finite"
         if bool(torch.isnan(values).any()):
@@ -262,7 +244,7 @@ def what_is_wrong(
     return None
 
 
-def nan_by_design(state: SavableState) -> frozenset[str]:
+def nan_by_design(state: Savable) -> frozenset[str]:
     """Return the buffers and tensors of parts that have NaN already before a run trains."""
     try:
         snapshot = state.snapshot()
@@ -362,7 +344,7 @@ class SavingPolicy:
             self.finish()
 
     def resume(
-        self, state: SavableState, what: str | int = "latest", *, strict: bool = True
+        self, state: TrainingState, what: str | int = "latest", *, strict: bool = True
     ) -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
@@ -389,7 +371,7 @@ class SavingPolicy:
         return resumed
 
     def after_step(
-        self, step: int, state: SavableState, metrics: Mapping[str, Any]
+        self, step: int, state: Savable, metrics: Mapping[str, Any]
     ) -> list[SavedCheckpoint]:
         """Save what is due after `step` steps; nothing of a state with NaN.
 
@@ -405,7 +387,7 @@ class SavingPolicy:
             began = time.perf_counter()
             self._begun = False
             value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
-            taken = TakenState(state)
+            taken = Ranks().all_do(state.snapshot)
             if self._is_sound(step, taken, metrics):
                 saved = self._save_due(step, taken, kinds, value)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
@@ -415,22 +397,22 @@ class SavingPolicy:
         self._cadence.go_on()
         return saved
 
-    def save_now(self, step: int, state: SavableState) -> list[SavedCheckpoint]:
+    def save_now(self, step: int, state: Savable) -> list[SavedCheckpoint]:
         """Save a recovery at the end of a run, or before it is stopped.
 
         Nothing is saved if this step is saved already, or if the state is not sound.
         """
-        taken = TakenState(state)
+        taken = Ranks().all_do(state.snapshot)
         if not self._is_sound(step, taken, {}):
             return []
         saved = self._save_due(step, taken, ("recovery",), math.nan)
         return saved + self.finish()
 
-    def _is_sound(self, step: int, state: TakenState, metrics: Mapping[str, Any]) -> bool:
+    def _is_sound(self, step: int, taken: Snapshot, metrics: Mapping[str, Any]) -> bool:
         """Return whether the state of every rank may be saved; note the reason if not."""
         judged = ("loss", self.config.best_k_metric)
         wrong = Ranks().first_found(
-            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design)
+            lambda: what_is_wrong(taken, metrics, judged=judged, by_design=self._by_design)
         )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
@@ -464,7 +446,7 @@ class SavingPolicy:
         self._cadence.turned_back()
 
     def _save_due(
-        self, step: int, state: SavableState, kinds: tuple[str, ...], value: float
+        self, step: int, state: Savable, kinds: tuple[str, ...], value: float
     ) -> list[SavedCheckpoint]:
         saved = self.finish()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
@@ -482,7 +464,7 @@ class SavingPolicy:
         return saved
 
     def _save(
-        self, kind: str, step: int, state: SavableState, metric: tuple[str, float] | None
+        self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
         if self._branching_at is not None and kind in RESUMABLE_KINDS:

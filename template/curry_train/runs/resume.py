@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .format import LoadReport, SavableState
+from .format import LoadReport
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
 from .retention import best_first, newest_first
+from .state import TrainingState
 from .store import SavedRun
 
 BEFORE_PREFIX = "before-"
@@ -62,7 +63,7 @@ class Resumed:
 
 def load_chosen(
     run: SavedRun | str | os.PathLike[str],
-    state: SavableState,
+    state: TrainingState,
     what: str | int = "latest",
     *,
     config: PolicyConfig | None = None,

@@ -29,7 +29,7 @@ from .format import (
     RankFiles,
     SafetensorsLayout,
     SafetensorsReader,
-    SavableState,
+    Savable,
     ShardedLayout,
     Snapshot,
     checked_index,
@@ -63,6 +63,7 @@ from .ranks import (
     SaveError,
     StepExists,
 )
+from .state import TrainingState
 from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
@@ -235,7 +236,7 @@ class SavedRun:
     def load(
         self,
         checkpoint: SavedCheckpoint | str | os.PathLike[str],
-        state: SavableState,
+        state: TrainingState,
         *,
         strict: bool = True,
     ) -> LoadReport:
@@ -249,7 +250,7 @@ class SavedRun:
         with reading(self.files, folder):
             return self._load(folder, state, ranks, strict=strict)
 
-    def _load(self, folder: str, state: SavableState, ranks: Ranks, *, strict: bool) -> LoadReport:
+    def _load(self, folder: str, state: TrainingState, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
@@ -261,11 +262,11 @@ class SavedRun:
         loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
 
         def prepare() -> None:
-            fill(loading.first)
+            fill(loading.new)
             loading.prepare()
 
         ranks.all_do(prepare)
-        ranks.all_do(lambda: fill(loading.targets))
+        ranks.all_do(lambda: fill(loading.live))
         ranks.all_do(loading.finish)
         return loading.report
 
@@ -424,7 +425,7 @@ class Store(SavedRun):
         self,
         kind: str,
         step: int,
-        state: SavableState,
+        state: Savable,
         *,
         metric: tuple[str, float] | None = None,
     ) -> SavedCheckpoint:
@@ -439,7 +440,7 @@ class Store(SavedRun):
         self,
         kind: str,
         step: int,
-        state: SavableState,
+        state: Savable,
         *,
         metric: tuple[str, float] | None = None,
     ) -> Writing:
