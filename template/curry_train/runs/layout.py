@@ -70,8 +70,8 @@ class SavedCheckpoint:
     location: str
     metric: Metric | None = None
     num_bytes: int = 0
-    # The number of the line of states that it belongs to (see lineage.py).
-    line: int = 0
+    # The steps at which the run went back before it was saved, in their order.
+    branches: tuple[int, ...] = ()
 
     @property
     def is_state(self) -> bool:
@@ -205,8 +205,9 @@ class Manifest:
     files: Mapping[str, FileEntry]
     metric: Metric | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
-    # The number of the line of states that it belongs to.
-    line: int = 0
+    # The steps at which the run went back before this was saved, in their order: of the states of
+    # fewer branches, those after the step of a later one are given up.
+    branches: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -234,7 +235,7 @@ def parse_manifest(data: bytes) -> Manifest:
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             metric=None if content["metric"] is None else Metric(**content["metric"]),
             about=content["about"],
-            line=content["line"],
+            branches=tuple(map(int, content["branches"])),
         )
         is_canonical = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -43,6 +43,7 @@ from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
 from .retention import (
     is_among_best,
+    newest_first,
     to_delete,
 )
 from .state import TrainingState
@@ -324,8 +325,6 @@ class SavingPolicy:
         self._pending = False
         self._entered = False
         self._begun = False
-        # The step after which the next state that is saved begins a new line.
-        self._branching_at: int | None = None
         self._by_design: frozenset[str] = frozenset()
         # `auto` keeps the bound itself, and one warning is enough.
         self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks().first
@@ -348,8 +347,8 @@ class SavingPolicy:
     ) -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
-        Where this run resumes from an earlier step, it begins a new line: its later states stay
-        until the new line has saved one. `before-180` gives them up at once (see `turn_back`).
+        Where this run resumes from an earlier step, its later states stay until a new one is saved.
+        `before-180` deletes them at once (see `turn_back`).
         """
         own = Ranks().agree(lambda: self._own_choice(what))
         if own is None:
@@ -363,7 +362,8 @@ class SavingPolicy:
             if str(what).startswith(BEFORE_PREFIX):
                 self.turn_back(resumed.saved.step)
             elif what != "latest":
-                self._branch_off(resumed.saved.step)
+                self.finish()
+                self._go_on_after(resumed.saved.step)
         self._by_design = nan_by_design(state)
         logger.info("%s", resumed.words)
         # Time spent reading must not count as a training step.
@@ -425,24 +425,21 @@ class SavingPolicy:
         """
         self.finish()
         beyond = self._states_from(step + 1)
-        if beyond:
-            self.store.branch(step, at_once=True)
-            self._discard(lambda: self.store.given_up(self.store.all_committed()))
+        self._discard(lambda: beyond)
         if self._last and self._last.step > step:
             self._last = None
-        self._branching_at = None
-        self._cadence.turned_back()
+        self._go_on_after(step)
         return beyond
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
-        """Return the states of this line from a step on."""
-        return Ranks().agree(lambda: [saved for saved in self.store.states() if saved.step >= step])
+        """Return the states from a step on that are not given up, newest first."""
+        found = Ranks().agree(lambda: newest_first(self.store.states()))
+        return [saved for saved in found if saved.step >= step]
 
-    def _branch_off(self, step: int) -> None:
-        """Begin a new line of states at this step; the first one saved replaces the later ones."""
-        self.finish()
-        self._entered = False
-        self._branching_at = step
+    def _go_on_after(self, step: int) -> None:
+        """Let the next state that is saved replace all later ones."""
+        self.store.branch(step)
+        self._entered = True
         self._cadence.turned_back()
 
     def _save_due(
@@ -467,10 +464,6 @@ class SavingPolicy:
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
-        if self._branching_at is not None and kind in RESUMABLE_KINDS:
-            self.store.branch(self._branching_at)
-            self._branching_at = None
-
         if Ranks().agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
@@ -541,9 +534,9 @@ class SavingPolicy:
             return
         self.store.open()
         ahead = [one for one in self._states_from(step) if one.folder not in self._damaged]
-        if ahead and self._branching_at is None:
+        if ahead:
             raise RunError(
-                f"{self.store.files.location('')} has {ahead[-1].folder}, but training is at step "
+                f"{self.store.files.location('')} has {ahead[0].folder}, but training is at step "
                 f"{step}: resume from it, give this run a folder of its own, or call "
                 f"turn_back({step - 1}) to delete the states beyond"
             )

@@ -53,7 +53,6 @@ from .layout import (
     step_of,
     verify_files,
 )
-from .lineage import Branch, branches_in_force, is_given_up, read_branches, write_branches
 from .lock import RunLock, reading
 from .ranks import (
     DamagedCheckpoint,
@@ -88,7 +87,7 @@ class Writing:
         folder: str,
     ) -> None:
         self.files = store.files
-        self.line = store.line
+        self.branches = store.branches
         self.ranks = ranks
         self.kind = kind
         self.step = step
@@ -130,7 +129,7 @@ class Writing:
             "torch": torch.__version__.split("+")[0],
             "world_size": self.ranks.size,
         }
-        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.line)
+        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.branches)
         rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
         self.files.sync_folder(self.folder)
@@ -142,7 +141,7 @@ class Writing:
         return manifest
 
     def _rename(self) -> None:
-        """Give the folder its final name; one of an earlier line is renamed just before."""
+        """Give the folder its final name; one that was given up is renamed just before."""
         removed = removed_name(self.final)
         is_in_the_way = self.files.kind(self.final) is not None
         if is_in_the_way:
@@ -218,12 +217,13 @@ class SavedRun:
 
     def given_up(self, committed: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Return the states among these that the run went back from."""
-        in_force = self._branches(committed)
-        return [saved for saved in committed if saved.is_state and is_given_up(saved, in_force)]
-
-    def _branches(self, committed: Sequence[SavedCheckpoint]) -> list[Branch]:
         states = [saved for saved in committed if saved.is_state]
-        return branches_in_force(read_branches(self.files), states)
+        branches = _newest_branches(states)
+        return [
+            saved
+            for saved in states
+            if any(saved.step > after for after in branches[len(saved.branches) :])
+        ]
 
     def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
@@ -337,8 +337,12 @@ class SavedRun:
             location,
             manifest.metric,
             manifest.num_bytes,
-            manifest.line,
+            manifest.branches,
         )
+
+
+def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:
+    return max((saved.branches for saved in states), key=len, default=())
 
 
 def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
@@ -364,8 +368,8 @@ class Store(SavedRun):
         files: Files | None = None,
     ) -> None:
         super().__init__(root, files=files)
-        # The number of the line of states that saves belong to; the first rank counts it.
-        self.line = 0
+        # The steps at which this run went back; the first rank reads those of earlier attempts.
+        self.branches: tuple[int, ...] = ()
         self._lock = RunLock(self.files)
         self._opened = False
         # A save in the background may commit while this thread discards or sweeps.
@@ -407,14 +411,8 @@ class Store(SavedRun):
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
-        self._number_line()
+        self.branches = _newest_branches([one for one in self.all_committed() if one.is_state])
         self._sweep()
-
-    def _number_line(self) -> None:
-        committed = self.all_committed()
-        lines = [saved.line for saved in committed if saved.is_state]
-        lines += [branch.line for branch in self._branches(committed)]
-        self.line = max(lines, default=0)
 
     def close(self) -> None:
         """Release the lock."""
@@ -508,24 +506,15 @@ class Store(SavedRun):
             f"{error or type(error).__name__}; {remaining}{advice}"
         )
 
-    def branch(self, after: int, *, at_once: bool = False) -> None:
-        """Begin a new line of states after a step: later states of this line are given up.
-
-        They stay until the new line has saved a state, or are given up at once. All ranks call
-        together.
-        """
+    def branch(self, after: int) -> None:
+        """Give up the later states of this run, once a state is saved after this call."""
         self.open()
-        Ranks().agree(lambda: self._branch_first(after, at_once))
-
-    def _branch_first(self, after: int, at_once: bool) -> None:
-        in_force = self._branches(self.all_committed())
-        self.line += 1
-        write_branches(self.files, [*in_force, Branch(self.line, after, at_once)])
+        self.branches = (*self.branches, after)
 
     def is_saved(self, folder: str) -> bool:
         """Return whether a folder holds a committed checkpoint that a save does not replace."""
         try:
-            return read_manifest(self.files, folder).line >= self.line
+            return len(read_manifest(self.files, folder).branches) >= len(self.branches)
         except DamagedCheckpoint:
             return False
 
@@ -553,17 +542,17 @@ class Store(SavedRun):
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name is removed; one of an earlier line stays until the new
+        A damaged checkpoint of the same name is removed; one that is given up stays until the new
         one is written; any other raises StepExists.
         """
         if self.files.kind(final) is not None:
             try:
-                is_of_line = self.verify(final).line >= self.line
+                is_current = len(self.verify(final).branches) >= len(self.branches)
             except DamagedCheckpoint as error:
                 logger.warning("a new save replaces a damaged checkpoint: %s", error)
                 self._remove(final)
             else:
-                if is_of_line:
+                if is_current:
                     raise StepExists(
                         f"{self.files.location(final)} is saved already: if it is stale, discard "
                         f"it first"
