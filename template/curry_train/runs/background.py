@@ -18,7 +18,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from itertools import zip_longest
-from types import TracebackType
 from typing import Any
 
 import numpy
@@ -164,12 +163,7 @@ class BackgroundSaver:
     def __enter__(self) -> "BackgroundSaver":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if error is None:
             self.close()
             return
@@ -275,7 +269,7 @@ class BackgroundSaver:
                 write, lambda parts: self.store.commit(writing, parts)
             )
         except Exception as error:  # noqa: BLE001 - it is raised on the training thread
-            self._error = self.store.failed(writing, error)
+            self._error = self.store.failed(writing.ranks, writing.final, writing.folder, error)
             self._error.__cause__ = error
 
     def _report(self) -> None:

@@ -156,14 +156,11 @@ class HashingStream:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        written = 0
-        # An unbuffered stream may write only a part of the data.
-        while written < view.nbytes:
-            try:
-                written += self._stream.write(view[written:])
-            except OSError as error:
-                self.failed = self.failed or error
-                raise
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
         self._hash.update(view)
         self.num_bytes += view.nbytes
         return view.nbytes

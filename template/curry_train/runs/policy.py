@@ -6,9 +6,7 @@
             ...
             policy.after_step(state.step, state, {"loss": loss, "dev_loss": dev_loss})
 
-A save is due every N steps, or within a bound on its overhead. Young: a run that fails every M
-seconds and needs d seconds for a save loses the least time when it saves every sqrt(2 d M) seconds.
-Daly added the terms that matter when d is not small against M.
+A save is due every N steps, or within a bound on its overhead.
 
 A step at which both a rollback and a recovery are due is written once, as a recovery, which counts
 as both on every kind of storage. A best-K is a separate file, because it has to stay when the
@@ -22,7 +20,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -59,19 +56,6 @@ SAVE_MARGIN_FACTOR = 2.0
 # The next step is expected to take the mean of this many recent steps, and the next save as long
 # as the longest of this many recent saves.
 NUM_RECENT_DURATIONS = 8
-SECONDS_PER_HOUR = 3600.0
-
-
-def young_daly(save_seconds: float, mean_time_between_failures: float) -> float:
-    """Return the optimal seconds of training between the end of a save and the next save.
-
-    All arguments are in seconds.
-    """
-    share = save_seconds / (2 * mean_time_between_failures)
-    if share >= 1:
-        return mean_time_between_failures
-    first = math.sqrt(2 * save_seconds * mean_time_between_failures)
-    return first * (1 + math.sqrt(share) / 3 + share / 9) - save_seconds
 
 
 def steps_between(save_seconds: float, step_seconds: float, overhead: float) -> int:
@@ -112,8 +96,6 @@ class Cadence:
     def __init__(self, config: PolicyConfig, *, saver: BackgroundSaver | None = None) -> None:
         self._config = config
         self._saver = saver
-        self._earned = 0.0
-        self._since = 0.0
         # The seconds of all steps, and of all pauses for saves.
         self._trained = 0.0
         self._paused = 0.0
@@ -136,20 +118,16 @@ class Cadence:
 
     def stepped(self, seconds: float) -> None:
         self._steps.append(seconds)
-        self._since += seconds
         self._trained += seconds
-        self._earned += self._config.overhead * seconds
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
         """Record a pause of training.
 
         `save` means that the pause was a whole save, or the beginning of one in the background.
         """
-        self._earned -= seconds
         self._paused += seconds
         if save:
             self._saves.append(seconds)
-            self._since = 0.0
 
     def waited_later(self, seconds: float) -> None:
         """Record a further pause for the last save, which runs in the background."""
@@ -175,16 +153,11 @@ class Cadence:
             return max(0, FIRST_SAVE_STEPS - len(self._steps))
 
         save = max(self._saves)
-        step_seconds = _mean(self._steps)
-        missing_seconds = SAVE_MARGIN_FACTOR * save - self._earned
-        steps = 0
-        if missing_seconds > 1e-9 * save:
-            steps = steps_between(missing_seconds, step_seconds, self._config.overhead)
-        hours = self._config.mean_hours_between_failures
-        if hours is not None and save > 0:
-            waiting = young_daly(save, hours * SECONDS_PER_HOUR) - self._since
-            steps = max(steps, math.ceil(waiting / step_seconds - 1e-9))
-        return steps
+        earned = self._config.overhead * self._trained - self._paused
+        missing_seconds = SAVE_MARGIN_FACTOR * save - earned
+        if missing_seconds <= 1e-9 * save:
+            return 0
+        return steps_between(missing_seconds, _mean(self._steps), self._config.overhead)
 
     def is_due(self, step: int) -> bool:
         """Return whether `auto` saves after this step; call on all ranks together."""
@@ -227,11 +200,7 @@ def what_is_wrong(
         if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
             return f"{name} is {number}"
 
-    tensors = {
-        name: tensor
-        for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
-        if name not in by_design
-    }
+    tensors = {name: tensor for name, tensor in snapshot.judged.items() if name not in by_design}
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
         values = _floats(tensors[name])
@@ -254,7 +223,7 @@ def nan_by_design(state: Savable) -> frozenset[str]:
         return frozenset()
     suspects = {
         name: tensor
-        for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
+        for name, tensor in snapshot.judged.items()
         if not name.startswith("optimizer.")
     }
     return frozenset(
@@ -333,12 +302,7 @@ class SavingPolicy:
     def __enter__(self) -> "SavingPolicy":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if error is None:
             self.finish()
 
@@ -468,14 +432,12 @@ class SavingPolicy:
             self._note(f"{folder} was not saved: it already exists")
             return []
 
-        committed: list[SavedCheckpoint] = []
-        if self.saver is None:
-            committed = [self.store.save(kind, step, state, metric=metric)]
-        else:
-            self.saver.save(kind, step, state, metric=metric)
-            self._pending = True
         self._begun = True
-        return self._committed(committed)
+        if self.saver is None:
+            return self._committed([self.store.save(kind, step, state, metric=metric)])
+        self.saver.save(kind, step, state, metric=metric)
+        self._pending = True
+        return []
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
@@ -483,12 +445,10 @@ class SavingPolicy:
             return []
         self._pending = False
         committed = self.saver.finish()
-        return self._committed([committed] if committed else [])
+        return self._committed([committed]) if committed else []
 
     def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Record the committed checkpoints, and delete those that retention no longer keeps."""
-        if not committed:
-            return []
         for saved in committed:
             self._damaged.discard(saved.folder)
             if saved.kind in RESUMABLE_KINDS:

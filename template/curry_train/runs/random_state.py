@@ -41,16 +41,20 @@ def restore_random_state(
     states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
 ) -> list[str]:
     """Restore every generator; return a note for each one that could not be restored."""
-    own = {f"generator-{name}": one for name, one in (generators or {}).items()}
+    here = take_random_state(generators).keys()
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    known = {"torch", "python", "numpy", *(f"cuda-{index}" for index in range(num_devices))}
-    set_generator_states({name: state for name, state in states.items() if name in known})
-    for name in own.keys() & states.keys():
+    devices = {f"cuda-{index}" for index in range(num_devices)}
+    own = {f"generator-{name}": one for name, one in (generators or {}).items()}
+    known = states.keys() & (here | devices | {"numpy"})
+    set_generator_states({name: states[name] for name in known - own.keys()})
+    for name in known & own.keys():
         own[name].set_state(states[name])
-    unknown = [name for name in states if name not in known and name not in own]
-    unsaved = sorted(take_random_state(generators).keys() - states.keys())
-    notes = [f"the generator {name} was saved, but does not exist here" for name in unknown]
-    notes += [f"the generator {name.removeprefix('generator-')} was not saved" for name in unsaved]
+    notes = [
+        f"the generator {name} was saved, but does not exist here"
+        for name in sorted(states.keys() - known)
+    ]
+    for name in sorted(here - states.keys()):
+        notes.append(f"the generator {name.removeprefix('generator-')} was not saved")
     return notes
 
 

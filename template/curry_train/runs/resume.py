@@ -10,11 +10,11 @@ Proof: `python -m pytest tests/runs/test_resume.py`.
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from .files import StrPath
 from .format import LoadReport
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
@@ -62,7 +62,7 @@ class Resumed:
 
 
 def load_chosen(
-    run: SavedRun | str | os.PathLike[str],
+    run: SavedRun | StrPath,
     state: TrainingState,
     what: str | int = "latest",
     *,

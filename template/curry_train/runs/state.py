@@ -109,7 +109,8 @@ class TrainingState:
         self.generators = dict(generators or {})
         self.step = 0
         self.position = 0
-        self._random: tuple[Mapping[str, Any], bool] | None = None
+        # The loaded states of the generators, and whether they are those of another rank.
+        self.loaded_random: tuple[Mapping[str, Any], bool] | None = None
 
     def snapshot(self) -> Snapshot:
         """Return the current state; what only the optimizer's step changes is not copied.
@@ -185,19 +186,14 @@ class TrainingState:
         with _state_of_a_training():
             return Load(self, contents, strict=strict)
 
-    def loaded_random(self, states: Mapping[str, Any], *, is_new_rank: bool) -> list[str]:
-        """Restore generators; return notes. `is_new_rank`: the states are of another rank."""
-        self._random = (states, is_new_rank)
-        return self.restore_random()
-
     def restore_random(self) -> list[str]:
         """Restore the loaded generators' states once more.
 
         Creating an iterator over a DataLoader draws from the generators, so call this afterwards.
         """
-        if self._random is None:
+        if self.loaded_random is None:
             raise ValueError("nothing was loaded yet, so there is no random state to restore")
-        state, is_new = self._random
+        state, is_new = self.loaded_random
         if is_new:
             rank = Ranks().rank
             seed_new_rank(state, rank, self.generators)
@@ -243,10 +239,10 @@ def _encoded_optimizer(
             entries = optimizer.state.get(parameter)
             if entries:
                 # A load makes tensors like the parameter of its class again.
-                plain = {
-                    key: elements_of(value) if _is_like(value, parameter) else value
-                    for key, value in entries.items()
-                }
+                plain = dict(entries)
+                for key, value in entries.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        plain[key] = elements_of(value)
                 stored = f"{OPTIMIZER_PREFIX}{number}.{name_component(name, 0)}"
                 parameters[name] = encode(plain, Place(f"{kind}.state[{name!r}]", stored), tensors)
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
@@ -258,10 +254,6 @@ def _encoded_optimizer(
         "parameters": parameters,
         "others": encode(others, place, tensors),
     }
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _as_json(config: Any) -> Any:
@@ -403,8 +395,13 @@ class Load:
         self._add(self._extras)
         if not self._contents.model_only:
             for optimizer, saved in self._optimizers():
-                for parameter, group, entries in self._entries(optimizer, saved):
-                    self._add_entries(parameter, group, entries)
+                for parameter, group, name, entries in self._entries(optimizer, saved):
+                    was_moved = values["model"][name].device is not None
+                    # Torch keeps `step` on the host, except with capturable or fused.
+                    keeps_step = not (group.get("capturable") or group.get("fused"))
+                    for key, item in entries.items():
+                        on_host = was_moved or (key == "step" and keeps_step)
+                        self._add(item, functools.partial(_new_entry, parameter, on_host))
                 self._add([saved["others"], saved["options"]])
             self._add([self._parts[name] for name in self._part_names()])
             self._add(self._of_rank["random"])
@@ -428,25 +425,15 @@ class Load:
 
     def _entries(
         self, optimizer: Optimizer, saved: Mapping[str, Any]
-    ) -> Iterator[tuple[Tensor, Mapping[str, Any], Mapping[Any, Any]]]:
-        """Yield each parameter that fits and has saved state, its group, and that state."""
+    ) -> Iterator[tuple[Tensor, Mapping[str, Any], str, Mapping[Any, Any]]]:
+        """Yield each parameter that fits and has state: its group, its name, the saved state."""
         names = parameter_names(self._state.model)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                name = names[parameter]
-                if MODEL_PREFIX + name in self._filled and name in saved["parameters"]:
-                    yield parameter, group, saved["parameters"][name]
-
-    def _add_entries(
-        self, parameter: Tensor, group: Mapping[str, Any], entries: Mapping[Any, Any]
-    ) -> None:
-        name = MODEL_PREFIX + parameter_names(self._state.model)[parameter]
-        was_moved = self._contents.values["model"][name].device is not None
-        # Torch keeps `step` on the host, except with capturable or fused.
-        keeps_step = not (group.get("capturable") or group.get("fused"))
-        for key, item in entries.items():
-            on_host = was_moved or (key == "step" and keeps_step)
-            self._add(item, functools.partial(_new_entry, parameter, on_host))
+                entries = saved["parameters"].get(names[parameter])
+                name = MODEL_PREFIX + names[parameter]
+                if entries is not None and name in self._filled:
+                    yield parameter, group, name, entries
 
     def _add(
         self, content: Any, make: Callable[[Stored, TensorFacts], Tensor] | None = None
@@ -477,7 +464,7 @@ class Load:
             for optimizer, saved in self._optimizers():
                 entries = {
                     parameter: {**decode(item, tensors)}
-                    for parameter, _, item in self._entries(optimizer, saved)
+                    for parameter, _, _, item in self._entries(optimizer, saved)
                 }
                 options = [{**decode(one, tensors)} for one in saved["options"]]
                 groups = list(zip(optimizer.param_groups, options, strict=True))
@@ -524,7 +511,8 @@ class Load:
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
         notes += self._changes_of_the_run()
-        notes += state.loaded_random(self._random, is_new_rank=self._is_new_rank)
+        state.loaded_random = (self._random, self._is_new_rank)
+        notes += state.restore_random()
 
     def _finish_model(self) -> None:
         """Load what was not filled in the model's own memory."""

@@ -13,27 +13,27 @@ import functools
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .files import Files
+from .files import Files, StrPath
 from .format import (
     Contents,
     HashingFolder,
     LoadReport,
     RankFiles,
     SafetensorsLayout,
-    SafetensorsReader,
     Savable,
     ShardedLayout,
     Snapshot,
+    TensorFacts,
     checked_index,
+    copy_into,
     facts_of,
+    read_best,
     read_tensors,
     readable,
 )
@@ -168,11 +168,14 @@ def removed_name(folder: str) -> str:
 
 # Read-only access to a run: list, verify and load its checkpoints.
 
+# A checkpoint, its path, or `latest`.
+Which = SavedCheckpoint | StrPath
+
 
 class SavedRun:
     """The checkpoints of the run at `root`, a folder; `files` replaces the access to it."""
 
-    def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
+    def __init__(self, root: StrPath, *, files: Files | None = None) -> None:
         if "://" in str(root):
             raise ValueError(
                 f"{root} is no folder: write the run to a disk, and copy its committed checkpoints "
@@ -225,7 +228,7 @@ class SavedRun:
             if any(saved.step > after for after in branches[len(saved.branches) :])
         ]
 
-    def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
+    def verify(self, checkpoint: Which) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
         folder = self.folder_of(checkpoint)
         with reading(self.files, folder):
@@ -235,7 +238,7 @@ class SavedRun:
 
     def load(
         self,
-        checkpoint: SavedCheckpoint | str | os.PathLike[str],
+        checkpoint: Which,
         state: TrainingState,
         *,
         strict: bool = True,
@@ -276,14 +279,15 @@ class SavedRun:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
         found = self._values(folder)
         if manifest.kind == BEST_KIND:
-            reader = SafetensorsReader(self.files, folder, found.get("others"))
-            contents = Contents(reader.facts, found["values"], found["ranks"], model_only=True)
-            return contents, reader.read_into
+            best = read_best(self.files, folder, found.get("others"))
+            facts = {name: TensorFacts(tuple(one.shape), one.dtype) for name, one in best.items()}
+            contents = Contents(facts, found["values"], found["ranks"], model_only=True)
+            return contents, lambda targets: copy_into(targets, best)
         metadata = checked_index(found.get("index"), manifest)
         contents = Contents(facts_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
-    def folder_of(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> str:
+    def folder_of(self, checkpoint: Which) -> str:
         """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
         if isinstance(checkpoint, SavedCheckpoint):
             given = checkpoint.folder
@@ -307,7 +311,7 @@ class SavedRun:
             )
         return folder
 
-    def values(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Mapping[str, Any]:
+    def values(self, checkpoint: Which) -> Mapping[str, Any]:
         """Return the state beside the tensors: step, position, configuration and so on."""
         values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
         return values
@@ -363,7 +367,7 @@ class Store(SavedRun):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrPath,
         *,
         files: Files | None = None,
     ) -> None:
@@ -372,20 +376,12 @@ class Store(SavedRun):
         self.branches: tuple[int, ...] = ()
         self._lock = RunLock(self.files)
         self._opened = False
-        # A save in the background may commit while this thread discards or sweeps.
-        self._commits = threading.RLock()
-        self._unfinished: set[str] = set()
 
     def __enter__(self) -> "Store":
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def open(self, *, wait_seconds: float = 0.0) -> None:
@@ -432,7 +428,7 @@ class Store(SavedRun):
         try:
             return Ranks().collect(writing.write, lambda parts: self.commit(writing, parts))
         except (OSError, RuntimeError) as error:
-            raise self.failed(writing, error) from error
+            raise self.failed(writing.ranks, writing.final, writing.folder, error) from error
 
     def begin(
         self,
@@ -444,53 +440,45 @@ class Store(SavedRun):
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
+        name = f"the {kind} of step {step}"
+        folder = ""
 
         def take() -> tuple[Metric | None, str, Snapshot]:
             checked_metric = None if metric is None else Metric(*metric)
             return checked_metric, folder_name(kind, step, checked_metric), state.snapshot()
 
-        # An error on one rank must reach the others before they wait for it in a collective call.
         try:
-            checked_metric, final, snapshot = ranks.all_do(take)
-        except OtherRank as error:
-            raise SaveError(self._words(f"the {kind} of step {step}", error)) from error
-        folder = ""
-        try:
+            # An error on one rank must reach the others before they wait for it in a collective.
+            checked_metric, name, snapshot = ranks.all_do(take)
             self.open()
-            folder = ranks.agree(lambda: self._prepare(final))
+            folder = ranks.agree(lambda: self._prepare(name))
             return Writing(self, ranks, kind, step, checked_metric, snapshot, folder=folder)
         except Exception as error:
-            failed = self._failed(ranks, final, folder, error)
+            failed = self.failed(ranks, name, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error
             raise
 
     def commit(self, writing: Writing, parts: list[RankFiles]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""
-        with self._commits:
-            # After a takeover: the new writer has removed the folder, or this raises.
-            self._lock.require_held()
-            manifest = writing.commit(parts)
-            self._unfinished.discard(writing.folder)
-            if writing.kind in RESUMABLE_KINDS:
-                with committed_anyway(self.files.location(writing.final)):
-                    self._point()
+        # After a takeover: the new writer has removed the folder, or this raises.
+        self._lock.require_held()
+        manifest = writing.commit(parts)
+        if writing.kind in RESUMABLE_KINDS:
+            with committed_anyway(self.files.location(writing.final)):
+                self._point()
         return self._saved(writing.final, manifest)
 
-    def failed(self, writing: Writing, error: Exception) -> SaveError:
+    def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""
-        return self._failed(writing.ranks, writing.final, writing.folder, error)
-
-    def _failed(self, ranks: Ranks, final: str, folder: str, error: Exception) -> SaveError:
         if ranks.first and folder:
-            # The next sweep removes what is left after an error.
+            # The next opening removes what is left after an error.
             with contextlib.suppress(OSError):
                 if self.files.kind(folder) is not None:
                     self.files.remove_folder(folder)
-            self._unfinished.discard(folder)
-        return SaveError(self._words(final, error))
+        return SaveError(self._words(what, error))
 
-    def _words(self, folder: str, error: Exception) -> str:
+    def _words(self, what: str, error: Exception) -> str:
         try:
             newest = self.latest()
         except OSError:
@@ -502,7 +490,7 @@ class Store(SavedRun):
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             advice = "; free some space, or keep fewer checkpoints"
         return (
-            f"{folder} in {self.files.location('')} was not saved: "
+            f"{what} in {self.files.location('')} was not saved: "
             f"{error or type(error).__name__}; {remaining}{advice}"
         )
 
@@ -518,20 +506,19 @@ class Store(SavedRun):
         except DamagedCheckpoint:
             return False
 
-    def discard(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> None:
+    def discard(self, checkpoint: Which) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = self.folder_of(checkpoint)
         self.open()
         Ranks().agree(lambda: self._discard_first(folder))
 
     def _discard_first(self, folder: str) -> None:
-        with self._commits:
-            self._lock.require_held()
-            if self.files.kind(folder) is not None:
-                is_latest = self.files.pointed(LATEST_POINTER) == folder
-                self._remove(folder)
-                if is_latest:
-                    self._point()
+        self._lock.require_held()
+        if self.files.kind(folder) is not None:
+            is_latest = self.files.pointed(LATEST_POINTER) == folder
+            self._remove(folder)
+            if is_latest:
+                self._point()
 
     def _remove(self, folder: str) -> None:
         removed = removed_name(folder)
@@ -542,7 +529,7 @@ class Store(SavedRun):
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name is removed; one that is given up stays until the new
+        A damaged checkpoint of the same name, or one that is given up stays until the new
         one is written; any other raises StepExists.
         """
         if self.files.kind(final) is not None:
@@ -550,7 +537,6 @@ class Store(SavedRun):
                 is_current = len(self.verify(final).branches) >= len(self.branches)
             except DamagedCheckpoint as error:
                 logger.warning("a new save replaces a damaged checkpoint: %s", error)
-                self._remove(final)
             else:
                 if is_current:
                     raise StepExists(
@@ -559,30 +545,16 @@ class Store(SavedRun):
                     )
 
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
-        self._unfinished.add(folder)
         self.files.make_folder(folder)
         return folder
 
-    def sweep(self) -> list[str]:
-        """Remove the leftovers of interrupted saves and deletions, and return their names.
-
-        Damaged checkpoints stay.
-        """
-        self.open()
-        return Ranks().agree(self._sweep)
-
-    def _sweep(self) -> list[str]:
-        swept = []
-        with self._commits:
-            folders = [
-                f"{kind}/{name}" for kind in CHECKPOINT_KINDS for name in self.files.names(kind)
-            ]
-            for folder in folders:
-                if folder not in self._unfinished and is_leftover(folder.partition("/")[2]):
-                    self.files.remove_folder(folder)
-                    swept.append(folder)
-            self._point()
-        return swept
+    def _sweep(self) -> None:
+        """Remove the leftovers of interrupted saves and deletions. Damaged checkpoints stay."""
+        for kind in CHECKPOINT_KINDS:
+            for name in self.files.names(kind):
+                if is_leftover(name):
+                    self.files.remove_folder(f"{kind}/{name}")
+        self._point()
 
     def _point(self) -> None:
         newest = self.latest()

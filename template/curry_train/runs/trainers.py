@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import Files
+from .files import Files, StrPath
 from .journal import Journal
 from .layout import (
     MANIFEST_FILE_NAME,
@@ -83,7 +83,7 @@ class Commit:
                 raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
 
 
-def commit_folder(folder: str | os.PathLike[str]) -> Commit:
+def commit_folder(folder: StrPath) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
     names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
@@ -132,7 +132,7 @@ def commit_file(staged: Path, final: Path) -> Commit:
     return Commit(final, manifest)
 
 
-def newest_whole(folder: str | os.PathLike[str]) -> str | None:
+def newest_whole(folder: StrPath) -> str | None:
     """Return the newest committed checkpoint below `folder` whose every byte is what was saved.
 
     None if there is none. Checkpoints that are damaged, or that were never committed, are named in
@@ -450,9 +450,7 @@ COMMITS: dict[str, Callable[[Any], None]] = {
 # Record the journal of other trainers, and stop at a loss spike.
 
 
-def record_training(
-    trainer: Any, folder: str | os.PathLike[str], *, watch: SpikeConfig | None = None
-) -> Any:
+def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None = None) -> Any:
     """Write the journal of a Trainer of Hugging Face or Lightning, or of an Accelerator's loop.
 
     The journal has the loss of each step, and of Hugging Face's Trainer the losses that it logs: of
