@@ -423,8 +423,8 @@ class AttachedRun:
     @property
     def exit_status(self) -> int:
         """The status for `sys.exit`: 128 plus the signal that ended the loop, else 0."""
-        numbers = {number.name: 128 + number for number in STOP_SIGNALS}
-        return numbers.get(self.ended_by or "", 0)
+        number = signal.Signals.__members__.get(self.ended_by or "")
+        return 0 if number is None else 128 + number
 
     def continues(self, *, until: int) -> bool:
         """Return whether to train another step; call it on every rank.

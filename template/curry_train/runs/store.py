@@ -62,6 +62,7 @@ from .ranks import (
     SaveError,
     StepExists,
 )
+from .retention import newest_first
 from .state import TrainingState
 from .values import dump, load_foreign
 
@@ -162,7 +163,7 @@ def committed_anyway(location: str) -> Iterator[None]:
 
 
 def removed_name(folder: str) -> str:
-    """Return a new name for a folder that is being removed; a sweep removes what is left."""
+    """Return a new name for a folder that is being removed; the next opening removes the rest."""
     return f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
 
 
@@ -206,7 +207,7 @@ class SavedRun:
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        return max(self.states(), key=_newness, default=None)
+        return next(iter(newest_first(self.states())), None)
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the committed rollbacks and recoveries that were not given up."""
@@ -349,10 +350,6 @@ def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:
     return max((saved.branches for saved in states), key=len, default=())
 
 
-def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
-    return saved.step, saved.kind == "recovery"
-
-
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
 
 LATEST_POINTER = "latest"
@@ -385,7 +382,7 @@ class Store(SavedRun):
         self.close()
 
     def open(self, *, wait_seconds: float = 0.0) -> None:
-        """Take the lock, and sweep.
+        """Take the lock, and remove what interrupted saves left.
 
         Raises LockedRun, which names the holder, if it is still locked after `wait_seconds`.
         """
@@ -476,22 +473,15 @@ class Store(SavedRun):
             with contextlib.suppress(OSError):
                 if self.files.kind(folder) is not None:
                     self.files.remove_folder(folder)
-        return SaveError(self._words(what, error))
-
-    def _words(self, what: str, error: Exception) -> str:
-        try:
-            newest = self.latest()
-        except OSError:
-            newest = None
         remaining = "nothing else is saved"
-        if newest:
-            remaining = f"the newest intact checkpoint is step {newest.step} ({newest.kind})"
-        advice = ""
+        with contextlib.suppress(OSError):
+            if newest := self.latest():
+                remaining = f"the newest intact checkpoint is step {newest.step} ({newest.kind})"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "; free some space, or keep fewer checkpoints"
-        return (
+            remaining += "; free some space, or keep fewer checkpoints"
+        return SaveError(
             f"{what} in {self.files.location('')} was not saved: "
-            f"{error or type(error).__name__}; {remaining}{advice}"
+            f"{error or type(error).__name__}; {remaining}"
         )
 
     def branch(self, after: int) -> None:
@@ -529,8 +519,8 @@ class Store(SavedRun):
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name, or one that is given up stays until the new
-        one is written; any other raises StepExists.
+        A damaged checkpoint of the same name, or one that was given up, stays until the new one is
+        written; any other raises StepExists.
         """
         if self.files.kind(final) is not None:
             try:

@@ -222,7 +222,8 @@ def _sync_folder(path: Path) -> None:
 def _show(path: Path) -> Path:
     """Give a committed checkpoint its name, in place of another one; return its path."""
     final = _final_of(path)
-    if final != path:
+    # Another process that looked for the newest checkpoint may have renamed it just now.
+    if final != path and path.exists():
         if final.exists():
             _remove(final)
         path.rename(final)
