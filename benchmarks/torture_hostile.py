@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
 import dataclasses
-import json
 import os
 import pickle
 import shutil
@@ -18,9 +17,8 @@ from typing import Any
 from click.testing import CliRunner
 
 from curry_train.cli.main import main
-from curry_train.runs import HostileCheckpoint, RunError, SavedRun, Store, load_chosen
+from curry_train.runs import RunError, SavedRun, Store, load_chosen
 from curry_train.runs.layout import MANIFEST_FILE_NAME, FileEntry, hash_bytes, parse_manifest
-from curry_train.runs.lineage import LINEAGE_FILE_NAME
 from curry_train.runs.store import STATE_FILE_NAME
 from curry_train.runs.values import dump, load
 from torture_shapes import calls, places
@@ -255,20 +253,14 @@ def _paths(ground: Ground) -> Iterator[tuple[str, str, Callable[[], None], bool]
         lambda: _link(ground.run / "recovery", str(ground.secret)),
         True,
     )
-    for given_up in (
-        "../../../secret",
-        str(ground.secret),
-        "rollback/../../../../secret",
-        "latest",
-        "",
-    ):
-        note = json.dumps([given_up])
-        yield (
-            "paths",
-            f"turned back from {given_up!r}",
-            lambda note=note: _turned_back(ground, note),
-            True,
-        )
+    for branches in (["../../../secret"], [str(ground.secret)], [[1]], [1.5], "latest"):
+
+        def goes_back(branches: Any = branches) -> None:
+            manifest = parse_manifest((place / MANIFEST_FILE_NAME).read_bytes())
+            forged = dataclasses.replace(manifest, branches=branches)
+            (place / MANIFEST_FILE_NAME).write_bytes(forged.render())
+
+        yield "paths", f"went back at {branches!r}", goes_back, False
 
 
 def _link(path: Path, target: str) -> None:
@@ -277,22 +269,3 @@ def _link(path: Path, target: str) -> None:
     elif path.is_dir():
         shutil.rmtree(path)
     path.symlink_to(target)
-
-
-def _turned_back(ground: Ground, note: str) -> None:
-    """Write a note that names files outside of the run, which the next save would remove."""
-    from curry_train.runs.policy import SavingPolicy
-    from curry_train.runs.policy_config import PolicyConfig
-
-    (ground.run / LINEAGE_FILE_NAME).write_text(note)
-    training = Training()
-    try:
-        with (
-            Store(ground.run) as store,
-            SavingPolicy(store, PolicyConfig(rollback_every=1)) as policy,
-        ):
-            policy.resume(training.state)
-            training.step()
-            policy.after_step(training.state.step, training.state, {})
-    except (HostileCheckpoint, ValueError):
-        return

@@ -10,14 +10,9 @@ import os
 import subprocess
 
 import pytest
-from store_models import new_state, train
 from tree import ROOT
 from warm_python import warm_python
 
-from curry_train.runs import Store
-from curry_train.runs.lineage import LINEAGE_FILE_NAME
-from curry_train.runs.policy import SavingPolicy
-from curry_train.runs.policy_config import PolicyConfig
 from torture import wrongs
 
 # A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
@@ -88,17 +83,3 @@ def test_every_command_that_reads_a_checkpoint_is_tried():
     from torture_hostile import COMMANDS
 
     assert set(runs_command.list_commands(None)) == {*COMMANDS, *OTHER_COMMANDS}
-
-
-def test_a_kill_while_a_rollback_is_noted_does_not_stop_later_rollbacks(tmp_path):
-    """Guard against a half-written file of the killed process, which once stopped all rollbacks."""
-    state = new_state()
-    often = PolicyConfig(rollback_every=1)
-    with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
-        for _ in range(3):
-            train(state, 1)
-            policy.after_step(state.step, state, {})
-    (tmp_path / f".{LINEAGE_FILE_NAME}.new").write_bytes(b"[")
-    with Store(tmp_path) as store, SavingPolicy(store, often) as policy:
-        assert policy.resume(new_state(1), "before-3").saved.step == 2
-        assert store.latest().step == 2

@@ -52,10 +52,6 @@ def test_the_documented_block_is_the_default():
         ),
         ({"retention": {"keep": 3}}, "checkpoint.retention.keep is no key"),
         ({"overhead": 0}, "checkpoint.overhead must be above 0, at most 1; got 0"),
-        (
-            {"mean_hours_between_failures": 0},
-            "checkpoint.mean_hours_between_failures must be above 0, or null",
-        ),
     ],
 )
 def test_wrong_keys_and_values_are_named_with_the_right_ones(block, message):

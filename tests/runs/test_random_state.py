@@ -42,7 +42,8 @@ def test_a_generator_that_only_one_side_has_is_noted():
     notes = restore_random_state({"torch": taken["torch"], "cuda-97": torch.zeros(16)})
     assert [note.split()[0:3] for note in notes] == [
         ["the", "generator", "cuda-97"],
-        ["numpy's", "generator", "was"],
+        ["the", "generator", "numpy"],
+        ["the", "generator", "python"],
     ]
 
 

@@ -107,7 +107,7 @@ def test_a_tied_weight_is_stored_once(store):
 
     with pytest.raises(
         StateMismatch,
-        match=r"head.weight was one tensor with model.embed.weight and is a tensor of its",
+        match=r"head.weight was one tensor with model.embed.weight and is \[8, 8\]",
     ):
         store.load(saved, new_state(build=untied))
 
@@ -187,7 +187,7 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
     saved, other = store.save("rollback", 1, state), make(1)
     store.load(saved, other)
     assert equal(tensors_of(other), tensors_of(state))
-    assert tensors_of(other)["optimizer.0.model.0.weight.exp_avg"].dtype is torch.float32
+    assert tensors_of(other)["optimizer.0.model.0.weight/exp_avg"].dtype is torch.float32
 
 
 SCHEDULERS = {
@@ -316,10 +316,13 @@ def longer():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (wider, r"model.3.weight was \[4, 16\] and is \[5, 16\]"),
+        (wider, r"model.3.weight was \[4, 16\], torch.float32 and is \[5, 16\], "),
         (shorter, "only in the checkpoint: model.3.bias, model.3.weight"),
         (longer, "missing in the checkpoint: model.4.bias, model.4.weight"),
-        (lambda: network().double(), "model.0.weight was torch.float32 and is torch.float64"),
+        (
+            lambda: network().double(),
+            r"model.0.weight was \[16, 8\], torch.float32 and is .*float64",
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["rollback", "best-k"])
@@ -365,11 +368,11 @@ def test_another_optimizer_or_other_groups_are_refused(store):
     train(state, 1)
     saved, other = store.save("rollback", 1, state), new_state(seed=1)
     other.optimizers = [torch.optim.SGD(other.model.parameters())]
-    with pytest.raises(StateMismatch, match="the state is of AdamW, but the optimizer is SGD"):
+    with pytest.raises(StateMismatch, match="optimizer 0 was AdamW and is SGD"):
         store.load(saved, other)
     other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
     with pytest.raises(
-        StateMismatch, match=r"groups of \[6\] parameters and has \[5\], with .* such as 0.weight"
+        StateMismatch, match=r"different: 0.weight of optimizer 0 was in group 0 and is missing"
     ):
         store.load(saved, other)
 

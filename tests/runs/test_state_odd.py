@@ -185,7 +185,7 @@ def test_tensors_that_are_expanded_here_only_are_a_mismatch(store):
     saved = store.save("rollback", 1, new_state(build=lambda: OddModel(filled)))
     other = new_state(seed=1, build=lambda: OddModel(expanded))
     before = values_of(other.model)
-    with pytest.raises(StateMismatch, match=r"model.mask was \[3, 5\] and is \[3, 1\]"):
+    with pytest.raises(StateMismatch, match=r"model.mask was \[3, 5\], .* and is \[3, 1\],"):
         store.load(saved, other)
     assert values_of(other.model) == before
 

@@ -25,7 +25,7 @@ def holding(tensors):
 def of_every_dtype():
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for letters, dtype in SAFETENSORS_DTYPES.items():
+    for dtype, letters in SAFETENSORS_DTYPES.items():
         data = torch.randint(0, 2, (2, 3, 8), generator=generator, dtype=torch.uint8)
         found[f"t_{letters}"] = data.to(dtype)
     return {

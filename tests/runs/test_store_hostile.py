@@ -243,9 +243,7 @@ WRONG_VALUES = {
         {"scheduler-0": Stored("part.gone")}
     ),
     "a part that its object refuses": lambda values: values["parts"].update({"scheduler-0": 3}),
-    "options that are no mapping": lambda values: values["optimizers"][0]["groups"][0].update(
-        options=[1]
-    ),
+    "options that are no mapping": lambda values: values["optimizers"][0].update(options=[1]),
 }
 
 

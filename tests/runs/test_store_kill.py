@@ -3,9 +3,6 @@
 python -m pytest tests/runs/test_store_kill.py
 """
 
-import os
-
-import pytest
 from store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
 
 from curry_train.runs import SaveError, Store
@@ -51,11 +48,3 @@ def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stay
         assert [row for row in messages if row[1] not in row[0] or row[2] not in row[0]] == []
         store.verify(store.save("rollback", step + 1, state))
         assert store.damaged("rollback") == {}
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write into any folder")
-def test_a_folder_that_can_not_be_written_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(SaveError, match="Permission denied"):
-        Store(tmp_path).save("rollback", 1, new_state())
-    tmp_path.chmod(0o700)

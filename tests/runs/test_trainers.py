@@ -272,13 +272,13 @@ def test_accelerate_writes_under_another_name_and_renames(tmp_path, monkeypatch)
 
 def test_what_interrupted_saves_left_is_removed_by_the_next(tmp_path):
     accelerator, _, _ = accelerated(tmp_path)
-    (tmp_path / ".state.partial-0123abcd").mkdir()
+    (tmp_path / ".state.hidden-0123abcd").mkdir()
     (tmp_path / ".other.removed-0123abcd").mkdir()
-    (tmp_path / ".other.partial-0123abcd").mkdir()
+    (tmp_path / ".other.hidden-0123abcd").mkdir()
     accelerator.save_state(str(tmp_path / "state"))
     accelerator.save_state(str(tmp_path / "state"))
     # A save of another name may be under way.
-    assert folders(tmp_path) == [".other.partial-0123abcd", "state"]
+    assert folders(tmp_path) == [".other.hidden-0123abcd", "state"]
 
 
 def test_accelerates_own_naming_keeps_its_limit_after_the_commit(tmp_path):

@@ -1,4 +1,4 @@
-"""The runs commands: list, show, verify, export and estimate.
+"""The runs commands: list, show, verify and export.
 
 Proof: `python -m pytest tests/cli/test_runs_command.py tests/cli/test_export.py`.
 """
@@ -14,25 +14,17 @@ import click
 import torch
 from safetensors.torch import save_file
 
-from ..config import set_words
 from ..core.wording import format_bytes, write_json
 from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs, read_manifest
-from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.ranks import DamagedCheckpoint, StateMismatch
-from ..runs.retention import STATE_BYTES_PER_PARAMETER, DiskEstimate, estimate_disk
 from ..runs.store import SavedRun
-from ..workloads.models import load_workload
-from ..workloads.workload import Case
-from .options import dtype_option, json_option, model_option
+from .options import json_option
 from .screen import LazyGroup, UnusableInput, fill_screen, messages_on_screen, table
 
-# Tables of runs, checkpoints and disk, readable at 80 columns, and their rows as JSON.
-
-COUNT_SUFFIXES = ((10**9, "B"), (10**6, "M"), (1, ""))
-DISK_SIZE_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("bytes", 1))
+# Tables of runs and checkpoints, readable at 80 columns, and their rows as JSON.
 
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
@@ -89,28 +81,6 @@ def checkpoints_table(rows: list[dict[str, Any]]) -> str:
         size = format_bytes(row["bytes"])
         lines.append([row["kind"], str(row["step"]), size, date, row["metric"] or ""])
     return table(lines, texts=("date", "metric"))
-
-
-def estimate_table(found: DiskEstimate) -> str:
-    count, letter = next(
-        (found.parameters / factor, letter)
-        for factor, letter in COUNT_SUFFIXES
-        if found.parameters >= factor
-    )
-    unit, unit_bytes = next((unit, size) for unit, size in DISK_SIZE_UNITS if found.most >= size)
-    sizes = {
-        "one checkpoint: weights, moments, other state": found.checkpoint,
-        "one best-K checkpoint: weights only": found.best,
-        **{f"retained as {kind}": num_bytes for kind, num_bytes in found.kept.items()},
-        "retained in total": found.total,
-        "extra while one is written": found.in_flight,
-        "space needed on the volume": found.most,
-    }
-    lines = [[f"{round(count, 2):,g}{letter} parameters, {found.dtype}", unit]]
-    for label, num_bytes in sizes.items():
-        size = num_bytes / unit_bytes
-        lines.append([label, f"{size:,.1f}" if num_bytes >= unit_bytes / 10 else f"{size:.2g}"])
-    return table(lines)
 
 
 # Summary of a run's attempts: how each began and ended, and its unusual events.
@@ -178,6 +148,10 @@ IN_MODULES = {
         "Check that a resumed run is bit-equal.",
     ),
     "spike-check": ("spike_check:spike_check_command", "Check the recovery from a loss spike."),
+    "estimate": (
+        "runs_estimate:estimate_command",
+        "Estimate the disk space that a checkpoint policy needs.",
+    ),
 }
 RUN_ARGUMENT = click.argument("run", metavar="RUN")
 
@@ -390,58 +364,3 @@ def export_command(
     names = export_parameters(_open(run), checkpoint, Path(out), config=model_config, strip=strip)
     click.echo(f"{len(names)} tensors in {Path(out, MODEL_FILE_NAME)}")
     end(json_path, {"out": out, "names": names}, well=True)
-
-
-# Command `runs estimate`: disk space that a checkpoint policy needs.
-
-
-@runs_command.command("estimate", example="--parameters 7e9 retention.rollback_keep=2")
-@click.option(
-    "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
-)
-@model_option("model", more=". Its parameters are counted.")
-@dtype_option(type=click.Choice(list(STATE_BYTES_PER_PARAMETER)), help="Type of the weights.")
-@click.option(
-    "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
-)
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
-@json_option()
-def estimate_command(
-    parameters: str | None,
-    model: str | None,
-    dtype: str,
-    folder: str | None,
-    words: tuple[str, ...],
-    json_path: str | None,
-) -> None:
-    """Estimate the disk space that a checkpoint policy needs.
-
-    KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
-    estimated, 1 the volume of --folder is too small, 2 wrong usage.
-    """
-    if (parameters is None) == (model is None):
-        raise ValueError("give --parameters or --model")
-    number = _count(model) if model else int(float(parameters or 0))
-    block: dict[str, Any] = {}
-    set_words(block, [word.removeprefix("checkpoint.") for word in words])
-    policy = read_fields(PolicyConfig, block, inside="checkpoint")
-    estimate = estimate_disk(number, policy, dtype=dtype)
-    click.echo(estimate_table(estimate))
-    for line in estimate.advice:
-        click.echo(fill_screen(line, indent=""))
-
-    facts = estimate.to_json()
-    enough = True
-    if folder is not None:
-        free = SavedRun(folder).files.free_bytes("recovery")
-        enough = free >= estimate.most
-        facts["free"] = free
-        verdict = "enough" if enough else "not enough"
-        click.echo(fill_screen(f"{folder} has {free / 1e9:.1f} GB free: {verdict}"))
-    if json_path:
-        write_json(json_path, facts)
-    sys.exit(0 if enough else 1)
-
-
-def _count(model: str) -> int:
-    return sum(parameter.numel() for parameter in Case(load_workload(model)).build().parameters())

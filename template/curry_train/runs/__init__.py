@@ -42,7 +42,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Resumed",
             "load_chosen",
         ),
-        "retention": ("estimate_disk",),
         "spike": (
             "Recoveries",
             "Spike",

@@ -36,7 +36,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +43,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .background import BackgroundSaver
-from .files import keep_from_children
+from .files import StrPath, keep_from_children
 from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import SavedCheckpoint
@@ -86,7 +85,7 @@ class AttachedJournal:
         state: TrainingState,
         resumed: Resumed | None,
         *,
-        runs: str | os.PathLike[str],
+        runs: StrPath,
         config: PolicyConfig,
         stream: SampleStream | None,
     ) -> None:
@@ -283,7 +282,7 @@ def saving(
     optimizer: Optimizer | Sequence[Optimizer] = (),
     scheduler: Any = None,
     *,
-    runs: str | os.PathLike[str],
+    runs: StrPath,
     scaler: Any = None,
     extra: Mapping[str, Any] | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
@@ -350,7 +349,7 @@ class AttachedRun:
         state: TrainingState,
         config: PolicyConfig,
         *,
-        runs: str | os.PathLike[str],
+        runs: StrPath,
         watch: AttachedWatch,
         position: DataPosition,
         stream: SampleStream | None,
@@ -403,12 +402,7 @@ class AttachedRun:
     def __enter__(self) -> "AttachedRun":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if error is None:
             self.close()
         elif self._open:
@@ -429,8 +423,8 @@ class AttachedRun:
     @property
     def exit_status(self) -> int:
         """The status for `sys.exit`: 128 plus the signal that ended the loop, else 0."""
-        numbers = {number.name: 128 + number for number in STOP_SIGNALS}
-        return numbers.get(self.ended_by or "", 0)
+        number = signal.Signals.__members__.get(self.ended_by or "")
+        return 0 if number is None else 128 + number
 
     def continues(self, *, until: int) -> bool:
         """Return whether to train another step; call it on every rank.

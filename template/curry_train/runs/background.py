@@ -18,14 +18,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from itertools import zip_longest
-from types import TracebackType
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
-from .format import RankFiles, SavableState
+from .format import RankFiles, Savable
 from .layout import SavedCheckpoint
 from .ranks import Ranks, SaveError
 from .store import Store, Writing
@@ -164,12 +163,7 @@ class BackgroundSaver:
     def __enter__(self) -> "BackgroundSaver":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if error is None:
             self.close()
             return
@@ -185,7 +179,7 @@ class BackgroundSaver:
         self,
         kind: str,
         step: int,
-        state: SavableState,
+        state: Savable,
         *,
         metric: tuple[str, float] | None = None,
     ) -> None:
@@ -275,7 +269,7 @@ class BackgroundSaver:
                 write, lambda parts: self.store.commit(writing, parts)
             )
         except Exception as error:  # noqa: BLE001 - it is raised on the training thread
-            self._error = self.store.failed(writing, error)
+            self._error = self.store.failed(writing.ranks, writing.final, writing.folder, error)
             self._error.__cause__ = error
 
     def _report(self) -> None:

@@ -15,11 +15,12 @@ import shutil
 import stat
 import weakref
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
 MOST_POINTER_BYTES = 4096
+StrPath = str | os.PathLike[str]
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +37,7 @@ def checked(key: str) -> str:
 class Files:
     """The files of a run: a folder on a local or mounted file system."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: StrPath) -> None:
         self.root = Path(root).absolute()
 
     def path(self, key: str) -> Path:
@@ -186,24 +187,17 @@ class Files:
 _descriptors: set[int] = set()
 
 
-class LeftBehind(Protocol):
-    """An object that belongs to the process that made it."""
-
-    def leave_behind(self) -> None:
-        """Give up the object; called in a forked child, because the parent owns it."""
-
-
 # By the order in which they were made.
-_holders: "weakref.WeakValueDictionary[int, LeftBehind]" = weakref.WeakValueDictionary()
+_holders: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _holder_numbers = itertools.count()
 
 
-def keep_from_children(holder: LeftBehind) -> None:
-    """Call `holder.leave_behind()` in every forked child, of the last one first."""
+def keep_from_children(holder: Any) -> None:
+    """Call `holder.leave_behind()` in every forked child, of the last holder first."""
     _holders[next(_holder_numbers)] = holder
 
 
-def open_here(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
+def open_here(path: StrPath, flags: int, mode: int = 0o644) -> int:
     """Open a descriptor that every forked child closes; close it here with `close_here`."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
     _descriptors.add(descriptor)

@@ -35,7 +35,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..core.digest import digest, digest_rows
 from ..core.generators import generator_states
 from .history import run_facts
-from .optimizer_state import bare_name, inside_wrappers
+from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
 
 # Iterators of a DataLoader have this class, which has no public name.

@@ -12,9 +12,8 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from .files import Files
+from .files import Files, StrPath
 from .layout import FileEntry, HashingStream, Manifest
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
 from .values import PLAIN_DTYPES
@@ -251,6 +250,23 @@ class Snapshot:
     inline: Mapping[str, Tensor] = field(default_factory=dict)
     # Only these change the tensors: a copy in the background has to end before their next step.
     optimizers: Sequence[Any] = ()
+    # Which of the tensors are parameters.
+    parameters: Collection[str] = ()
+
+    @property
+    def judged(self) -> dict[str, Tensor]:
+        """All tensors in which NaN can be."""
+        return {**self.tensors, **self.inline}
+
+    def snapshot(self) -> "Snapshot":
+        """Return this snapshot, so that several saves of one step share it."""
+        return self
+
+
+class Savable(Protocol):
+    """A state that the store saves: that of a training, or a snapshot of it."""
+
+    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass(frozen=True)
@@ -289,57 +305,29 @@ class LoadReport:
         return not (self.missing or self.extra or self.different)
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True)
-class Loading:
-    """A load that passed its checks.
-
-    Fill `first`, which nothing uses yet, and call `prepare`, which may still refuse the checkpoint.
-    Then fill `targets`, which are in use, and call `finish`.
-    """
-
-    targets: Mapping[str, Tensor]
-    finish: Callable[[], None]
-    report: LoadReport
-    first: Mapping[str, Tensor] = field(default_factory=dict)
-    prepare: Callable[[], None] = _nothing
-
-
-class SavableState(Protocol):
-    """The interface of a state that the store saves and loads."""
-
-    def snapshot(self) -> Snapshot: ...
-
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading: ...
-
-
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
 SAFETENSORS_FILE_NAME = "model.safetensors"
 # The entry of the header that is no tensor.
 SAFETENSORS_NOTES = "__metadata__"
 SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-SAFETENSORS_DTYPE_CODES = {dtype: letters for letters, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class SafetensorsLayout:
@@ -363,7 +351,7 @@ class SafetensorsLayout:
             bare = name.removeprefix(MODEL_PREFIX)
             if value is None:
                 continue
-            if value.dtype in SAFETENSORS_DTYPE_CODES and bare != SAFETENSORS_NOTES:
+            if value.dtype in SAFETENSORS_DTYPES and bare != SAFETENSORS_NOTES:
                 whole[bare] = value
             else:
                 self._others[bare] = value.detach().clone()
@@ -389,7 +377,7 @@ class SafetensorsLayout:
         position = 0
         for name, tensor in zip(self._names, tensors, strict=True):
             end = position + tensor.nbytes
-            code = SAFETENSORS_DTYPE_CODES[tensor.dtype]
+            code = SAFETENSORS_DTYPES[tensor.dtype]
             place = [position, end]
             header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": place}
             position = end
@@ -411,35 +399,22 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
     return full.cpu() if keep else None
 
 
-class SafetensorsReader:
-    """Reads a safetensors file, whose header the library compares with the size of the file."""
+def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
+    """Map the tensors of a safetensors file, whose header the library checks, into memory."""
+    where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
+    try:
+        with safe_open(where, "pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {MODEL_PREFIX + name: tensor for name, tensor in {**found, **others}.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+    except (OSError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
+        raise DamagedCheckpoint(f"{where}: the header can't be read ({error})") from error
 
-    def __init__(self, files: Files, folder: str, others: Any) -> None:
-        self._where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
-        # Shape and dtype of each tensor, by its name in a state.
-        self.facts: dict[str, TensorFacts] = {}
-        self._others = others
-        try:
-            for name, tensor in others.items():
-                self.facts[MODEL_PREFIX + name] = TensorFacts(tuple(tensor.shape), tensor.dtype)
-            with safe_open(self._where, "pt") as file:
-                for name in file.keys():  # noqa: SIM118 - the file is no mapping
-                    found = file.get_slice(name)
-                    dtype = SAFETENSORS_DTYPES[found.get_dtype()]
-                    self.facts[MODEL_PREFIX + name] = TensorFacts(tuple(found.get_shape()), dtype)
-        except (OSError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
-            raise DamagedCheckpoint(f"{self._where}: the header can't be read ({error})") from error
 
-    def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill the targets, sharded or not."""
-        try:
-            with safe_open(self._where, "pt") as file:
-                for name, target in targets.items():
-                    bare = name.removeprefix(MODEL_PREFIX)
-                    other = self._others.get(bare)
-                    _copy(file.get_tensor(bare) if other is None else other, target.detach())
-        except (OSError, SafetensorError) as error:
-            raise DamagedCheckpoint(f"{self._where} can't be read ({error})") from error
+def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Fill the targets, sharded or not."""
+    for name, target in targets.items():
+        _copy(values[name], target.detach())
 
 
 def _copy(value: Tensor, target: Tensor) -> None:
@@ -465,7 +440,7 @@ class _TorchFiles:
     def __init__(self, open_file: Callable[[str, str], Any]) -> None:
         self._open = open_file
 
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+    def concat_path(self, path: StrPath, suffix: str) -> str:
         return suffix
 
     @contextlib.contextmanager

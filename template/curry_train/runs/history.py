@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.wording import provenance
+from .files import StrPath
 from .journal import OPENING_EVENT_KINDS, Event, JournalReading, event_number
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class History:
             course.keep_up_to(step)
 
 
-def read_history(path: str | os.PathLike[str], *, name: str | None = None) -> History:
+def read_history(path: StrPath, *, name: str | None = None) -> History:
     """Read the journal of a run's folder; a path with the suffix `@2` reads up to attempt 2."""
     given = os.fspath(path)
     attempt = None
@@ -226,7 +227,7 @@ def run_facts(
     *,
     device: "torch.device",
     world_size: int = 1,
-    folder: str | os.PathLike[str] | None = None,
+    folder: StrPath | None = None,
 ) -> dict[str, Any]:
     """Collect the facts of a run whose code is in `folder`, the working directory by default."""
     import torch

@@ -27,10 +27,9 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from .files import close_here, keep_from_children, lock_here, open_here
+from .files import StrPath, close_here, keep_from_children, lock_here, open_here
 from .layout import describe_existing_runs
 from .ranks import LockedRun, RunError
 
@@ -184,13 +183,13 @@ JOURNAL_FILE_NAME = "journal.jsonl"
 
 
 class JournalReading:
-    """An iterable over the events of a journal; its other attributes are complete afterwards.
+    """An iterator over the events of a journal; its other attributes are complete afterwards.
 
     Lines that are no event are counted. `torn` holds an incomplete last line: its writer died, or
     is still writing it. `attempt` is the last attempt to read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, attempt: int | None = None) -> None:
+    def __init__(self, path: StrPath, *, attempt: int | None = None) -> None:
         self.path = journal_path(path)
         self.run: str | None = None
         self.num_damaged = 0
@@ -199,10 +198,6 @@ class JournalReading:
         self._attempt = attempt
 
     def __iter__(self) -> Iterator[Event]:
-        self.run = None
-        self.num_damaged = 0
-        self.first_damaged = None
-        self.torn = b""
         is_empty = True
         try:
             with self.path.open("rb") as file:
@@ -242,7 +237,7 @@ class JournalReading:
             yield event
 
 
-def journal_path(path: str | os.PathLike[str]) -> Path:
+def journal_path(path: StrPath) -> Path:
     """Return the path of the journal in a run's folder, or of the journal file itself."""
     found = Path(path)
     if found.is_dir():
@@ -261,7 +256,7 @@ def journal_path(path: str | os.PathLike[str]) -> Path:
     return found
 
 
-def find_journal(name: str, *, root: str | os.PathLike[str]) -> str:
+def find_journal(name: str, *, root: StrPath) -> str:
     """Return the path for `read_history` from a path, or from the name of a run in `root`.
 
     Both may have a suffix such as `@2` for an attempt.
@@ -362,7 +357,7 @@ class Journal:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         *,
         rank: int = 0,
         clock: Callable[[], float] = time.time,
@@ -397,12 +392,7 @@ class Journal:
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     @property

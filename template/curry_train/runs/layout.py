@@ -70,8 +70,8 @@ class SavedCheckpoint:
     location: str
     metric: Metric | None = None
     num_bytes: int = 0
-    # The number of the line of states that it belongs to (see lineage.py).
-    line: int = 0
+    # The steps at which the run went back before it was saved, in their order.
+    branches: tuple[int, ...] = ()
 
     @property
     def is_state(self) -> bool:
@@ -156,14 +156,11 @@ class HashingStream:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        written = 0
-        # An unbuffered stream may write only a part of the data.
-        while written < view.nbytes:
-            try:
-                written += self._stream.write(view[written:])
-            except OSError as error:
-                self.failed = self.failed or error
-                raise
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
         self._hash.update(view)
         self.num_bytes += view.nbytes
         return view.nbytes
@@ -205,8 +202,9 @@ class Manifest:
     files: Mapping[str, FileEntry]
     metric: Metric | None = None
     about: Mapping[str, Any] = field(default_factory=dict)
-    # The number of the line of states that it belongs to.
-    line: int = 0
+    # The steps at which the run went back before this was saved, in their order: of the states of
+    # fewer branches, those after the step of a later one are given up.
+    branches: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -234,7 +232,7 @@ def parse_manifest(data: bytes) -> Manifest:
             files={name: FileEntry(**entry) for name, entry in content["files"].items()},
             metric=None if content["metric"] is None else Metric(**content["metric"]),
             about=content["about"],
-            line=content["line"],
+            branches=tuple(map(int, content["branches"])),
         )
         is_canonical = manifest.render() == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

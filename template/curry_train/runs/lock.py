@@ -81,15 +81,8 @@ class RunLock:
         keep_from_children(self)
 
     def _made(self) -> BaseFileLock:
-        """Return the lock for this folder; what is no file in its place is moved aside."""
         is_shared = not kernel_locks_reach_all(self._files.path(""))
-        name = LEASE_FILE_NAME if is_shared else LOCK_FILE_NAME
-        for one in (name, HOLDER_FILE_NAME):
-            if self._files.kind(one) in ("folder", "other"):
-                aside = f".{one}.damaged-{secrets.token_hex(4)}"
-                logger.warning("%s is no file: it is now %s", self._files.location(one), aside)
-                self._files.rename(one, aside)
-        path = self._files.path(name)
+        path = self._files.path(LEASE_FILE_NAME if is_shared else LOCK_FILE_NAME)
         if is_shared:
             return SoftFileLease(path, lease_duration=LEASE_SECONDS, thread_local=False)
         return FileLock(path, thread_local=False)

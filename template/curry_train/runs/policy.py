@@ -6,9 +6,7 @@
             ...
             policy.after_step(state.step, state, {"loss": loss, "dev_loss": dev_loss})
 
-A save is due every N steps, or within a bound on its overhead. Young: a run that fails every M
-seconds and needs d seconds for a save loses the least time when it saves every sqrt(2 d M) seconds.
-Daly added the terms that matter when d is not small against M.
+A save is due every N steps, or within a bound on its overhead.
 
 A step at which both a rollback and a recovery are due is written once, as a recovery, which counts
 as both on every kind of storage. A best-K is a separate file, because it has to stay when the
@@ -22,14 +20,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .background import BackgroundSaver
-from .format import MODEL_PREFIX, Contents, Loading, SavableState, Snapshot
+from .format import MODEL_PREFIX, Savable, Snapshot
 from .layout import (
     BEST_KIND,
     RESUMABLE_KINDS,
@@ -38,14 +35,15 @@ from .layout import (
     folder_name,
 )
 from .lock import is_being_read
-from .optimizer_state import parameter_names
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
 from .retention import (
     is_among_best,
+    newest_first,
     to_delete,
 )
+from .state import TrainingState
 from .store import Store
 
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
@@ -58,19 +56,6 @@ SAVE_MARGIN_FACTOR = 2.0
 # The next step is expected to take the mean of this many recent steps, and the next save as long
 # as the longest of this many recent saves.
 NUM_RECENT_DURATIONS = 8
-SECONDS_PER_HOUR = 3600.0
-
-
-def young_daly(save_seconds: float, mean_time_between_failures: float) -> float:
-    """Return the optimal seconds of training between the end of a save and the next save.
-
-    All arguments are in seconds.
-    """
-    share = save_seconds / (2 * mean_time_between_failures)
-    if share >= 1:
-        return mean_time_between_failures
-    first = math.sqrt(2 * save_seconds * mean_time_between_failures)
-    return first * (1 + math.sqrt(share) / 3 + share / 9) - save_seconds
 
 
 def steps_between(save_seconds: float, step_seconds: float, overhead: float) -> int:
@@ -111,8 +96,6 @@ class Cadence:
     def __init__(self, config: PolicyConfig, *, saver: BackgroundSaver | None = None) -> None:
         self._config = config
         self._saver = saver
-        self._earned = 0.0
-        self._since = 0.0
         # The seconds of all steps, and of all pauses for saves.
         self._trained = 0.0
         self._paused = 0.0
@@ -135,20 +118,16 @@ class Cadence:
 
     def stepped(self, seconds: float) -> None:
         self._steps.append(seconds)
-        self._since += seconds
         self._trained += seconds
-        self._earned += self._config.overhead * seconds
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
         """Record a pause of training.
 
         `save` means that the pause was a whole save, or the beginning of one in the background.
         """
-        self._earned -= seconds
         self._paused += seconds
         if save:
             self._saves.append(seconds)
-            self._since = 0.0
 
     def waited_later(self, seconds: float) -> None:
         """Record a further pause for the last save, which runs in the background."""
@@ -174,16 +153,11 @@ class Cadence:
             return max(0, FIRST_SAVE_STEPS - len(self._steps))
 
         save = max(self._saves)
-        step_seconds = _mean(self._steps)
-        missing_seconds = SAVE_MARGIN_FACTOR * save - self._earned
-        steps = 0
-        if missing_seconds > 1e-9 * save:
-            steps = steps_between(missing_seconds, step_seconds, self._config.overhead)
-        hours = self._config.mean_hours_between_failures
-        if hours is not None and save > 0:
-            waiting = young_daly(save, hours * SECONDS_PER_HOUR) - self._since
-            steps = max(steps, math.ceil(waiting / step_seconds - 1e-9))
-        return steps
+        earned = self._config.overhead * self._trained - self._paused
+        missing_seconds = SAVE_MARGIN_FACTOR * save - earned
+        if missing_seconds <= 1e-9 * save:
+            return 0
+        return steps_between(missing_seconds, _mean(self._steps), self._config.overhead)
 
     def is_due(self, step: int) -> bool:
         """Return whether `auto` saves after this step; call on all ranks together."""
@@ -208,24 +182,8 @@ def _mean(values: deque[float]) -> float:
 RUNNING_STATISTICS = (".running_mean", ".running_var")
 
 
-class TakenState:
-    """A state whose snapshot is taken once, for the checks and the saves of one step."""
-
-    def __init__(self, state: SavableState) -> None:
-        self.state = state
-        self._snapshot: Snapshot | None = None
-
-    def snapshot(self) -> Snapshot:
-        if self._snapshot is None:
-            self._snapshot = self.state.snapshot()
-        return self._snapshot
-
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        return self.state.begin_load(contents, strict=strict)
-
-
 def what_is_wrong(
-    state: SavableState,
+    snapshot: Snapshot,
     metrics: Mapping[str, Any],
     *,
     judged: Collection[str] = ("loss",),
@@ -242,19 +200,13 @@ def what_is_wrong(
         if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
             return f"{name} is {number}"
 
-    model = getattr(getattr(state, "state", state), "model", None)
-    named = parameter_names(model).values() if isinstance(model, torch.nn.Module) else ()
-    parameters = {f"{MODEL_PREFIX}{name}" for name in named}
-    snapshot = state.snapshot()
-    tensors = {
-        name: tensor
-        for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
-        if name not in by_design
-    }
+    tensors = {name: tensor for name, tensor in snapshot.judged.items() if name not in by_design}
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
         values = _floats(tensors[name])
-        is_judged = name.partition("/")[0] in parameters or name.endswith(RUNNING_STATISTICS)
+        is_judged = name.partition("/")[0] in snapshot.parameters or name.endswith(
+            RUNNING_STATISTICS
+        )
         if is_judged and not bool(torch.isfinite(values).all()):
             return f"{name.removeprefix(MODEL_PREFIX)} is not finite"
         if bool(torch.isnan(values).any()):
@@ -262,7 +214,7 @@ def what_is_wrong(
     return None
 
 
-def nan_by_design(state: SavableState) -> frozenset[str]:
+def nan_by_design(state: Savable) -> frozenset[str]:
     """Return the buffers and tensors of parts that have NaN already before a run trains."""
     try:
         snapshot = state.snapshot()
@@ -271,7 +223,7 @@ def nan_by_design(state: SavableState) -> frozenset[str]:
         return frozenset()
     suspects = {
         name: tensor
-        for name, tensor in [*snapshot.tensors.items(), *snapshot.inline.items()]
+        for name, tensor in snapshot.judged.items()
         if not name.startswith("optimizer.")
     }
     return frozenset(
@@ -342,8 +294,6 @@ class SavingPolicy:
         self._pending = False
         self._entered = False
         self._begun = False
-        # The step after which the next state that is saved begins a new line.
-        self._branching_at: int | None = None
         self._by_design: frozenset[str] = frozenset()
         # `auto` keeps the bound itself, and one warning is enough.
         self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks().first
@@ -352,22 +302,17 @@ class SavingPolicy:
     def __enter__(self) -> "SavingPolicy":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if error is None:
             self.finish()
 
     def resume(
-        self, state: SavableState, what: str | int = "latest", *, strict: bool = True
+        self, state: TrainingState, what: str | int = "latest", *, strict: bool = True
     ) -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
-        Where this run resumes from an earlier step, it begins a new line: its later states stay
-        until the new line has saved one. `before-180` gives them up at once (see `turn_back`).
+        Where this run resumes from an earlier step, its later states stay until a new one is saved.
+        `before-180` deletes them at once (see `turn_back`).
         """
         own = Ranks().agree(lambda: self._own_choice(what))
         if own is None:
@@ -381,7 +326,8 @@ class SavingPolicy:
             if str(what).startswith(BEFORE_PREFIX):
                 self.turn_back(resumed.saved.step)
             elif what != "latest":
-                self._branch_off(resumed.saved.step)
+                self.finish()
+                self._go_on_after(resumed.saved.step)
         self._by_design = nan_by_design(state)
         logger.info("%s", resumed.words)
         # Time spent reading must not count as a training step.
@@ -389,7 +335,7 @@ class SavingPolicy:
         return resumed
 
     def after_step(
-        self, step: int, state: SavableState, metrics: Mapping[str, Any]
+        self, step: int, state: Savable, metrics: Mapping[str, Any]
     ) -> list[SavedCheckpoint]:
         """Save what is due after `step` steps; nothing of a state with NaN.
 
@@ -405,7 +351,7 @@ class SavingPolicy:
             began = time.perf_counter()
             self._begun = False
             value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
-            taken = TakenState(state)
+            taken = Ranks().all_do(state.snapshot)
             if self._is_sound(step, taken, metrics):
                 saved = self._save_due(step, taken, kinds, value)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
@@ -415,22 +361,22 @@ class SavingPolicy:
         self._cadence.go_on()
         return saved
 
-    def save_now(self, step: int, state: SavableState) -> list[SavedCheckpoint]:
+    def save_now(self, step: int, state: Savable) -> list[SavedCheckpoint]:
         """Save a recovery at the end of a run, or before it is stopped.
 
         Nothing is saved if this step is saved already, or if the state is not sound.
         """
-        taken = TakenState(state)
+        taken = Ranks().all_do(state.snapshot)
         if not self._is_sound(step, taken, {}):
             return []
         saved = self._save_due(step, taken, ("recovery",), math.nan)
         return saved + self.finish()
 
-    def _is_sound(self, step: int, state: TakenState, metrics: Mapping[str, Any]) -> bool:
+    def _is_sound(self, step: int, taken: Snapshot, metrics: Mapping[str, Any]) -> bool:
         """Return whether the state of every rank may be saved; note the reason if not."""
         judged = ("loss", self.config.best_k_metric)
         wrong = Ranks().first_found(
-            lambda: what_is_wrong(state, metrics, judged=judged, by_design=self._by_design)
+            lambda: what_is_wrong(taken, metrics, judged=judged, by_design=self._by_design)
         )
         if wrong:
             self._note(f"step {step} was not saved: {wrong}")
@@ -443,28 +389,25 @@ class SavingPolicy:
         """
         self.finish()
         beyond = self._states_from(step + 1)
-        if beyond:
-            self.store.branch(step, at_once=True)
-            self._discard(lambda: self.store.given_up(self.store.all_committed()))
+        self._discard(lambda: beyond)
         if self._last and self._last.step > step:
             self._last = None
-        self._branching_at = None
-        self._cadence.turned_back()
+        self._go_on_after(step)
         return beyond
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
-        """Return the states of this line from a step on."""
-        return Ranks().agree(lambda: [saved for saved in self.store.states() if saved.step >= step])
+        """Return the states from a step on that are not given up, newest first."""
+        found = Ranks().agree(lambda: newest_first(self.store.states()))
+        return [saved for saved in found if saved.step >= step]
 
-    def _branch_off(self, step: int) -> None:
-        """Begin a new line of states at this step; the first one saved replaces the later ones."""
-        self.finish()
-        self._entered = False
-        self._branching_at = step
+    def _go_on_after(self, step: int) -> None:
+        """Let the next state that is saved replace all later ones."""
+        self.store.branch(step)
+        self._entered = True
         self._cadence.turned_back()
 
     def _save_due(
-        self, step: int, state: SavableState, kinds: tuple[str, ...], value: float
+        self, step: int, state: Savable, kinds: tuple[str, ...], value: float
     ) -> list[SavedCheckpoint]:
         saved = self.finish()
         kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
@@ -482,25 +425,19 @@ class SavingPolicy:
         return saved
 
     def _save(
-        self, kind: str, step: int, state: SavableState, metric: tuple[str, float] | None
+        self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
-        if self._branching_at is not None and kind in RESUMABLE_KINDS:
-            self.store.branch(self._branching_at)
-            self._branching_at = None
-
         if Ranks().agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
 
-        committed: list[SavedCheckpoint] = []
-        if self.saver is None:
-            committed = [self.store.save(kind, step, state, metric=metric)]
-        else:
-            self.saver.save(kind, step, state, metric=metric)
-            self._pending = True
         self._begun = True
-        return self._committed(committed)
+        if self.saver is None:
+            return self._committed([self.store.save(kind, step, state, metric=metric)])
+        self.saver.save(kind, step, state, metric=metric)
+        self._pending = True
+        return []
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
@@ -508,12 +445,10 @@ class SavingPolicy:
             return []
         self._pending = False
         committed = self.saver.finish()
-        return self._committed([committed] if committed else [])
+        return self._committed([committed]) if committed else []
 
     def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Record the committed checkpoints, and delete those that retention no longer keeps."""
-        if not committed:
-            return []
         for saved in committed:
             self._damaged.discard(saved.folder)
             if saved.kind in RESUMABLE_KINDS:
@@ -559,9 +494,9 @@ class SavingPolicy:
             return
         self.store.open()
         ahead = [one for one in self._states_from(step) if one.folder not in self._damaged]
-        if ahead and self._branching_at is None:
+        if ahead:
             raise RunError(
-                f"{self.store.files.location('')} has {ahead[-1].folder}, but training is at step "
+                f"{self.store.files.location('')} has {ahead[0].folder}, but training is at step "
                 f"{step}: resume from it, give this run a folder of its own, or call "
                 f"turn_back({step - 1}) to delete the states beyond"
             )

@@ -203,8 +203,6 @@ class PolicyConfig:
     retention: Retention = field(default_factory=Retention)
     # For `rollback_every: auto`: the time of all saves as a fraction of the time of the steps.
     overhead: float = 0.035
-    # For `rollback_every: auto`: save no more often than loses the least time (Young and Daly).
-    mean_hours_between_failures: float | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -219,9 +217,6 @@ class PolicyConfig:
         wanted = "letters, digits and _, such as dev_loss"
         require(fits, "best_k_metric", self.best_k_metric, wanted)
         require(0 < self.overhead <= 1, "overhead", self.overhead, "above 0, at most 1")
-        hours = self.mean_hours_between_failures
-        fits = hours is None or 0 < hours < float("inf")
-        require(fits, "mean_hours_between_failures", hours, "above 0, or null")
 
     @property
     def minimize(self) -> bool:

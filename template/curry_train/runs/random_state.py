@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -19,14 +18,17 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ..core.generators import generator_states, seed_generators, set_generator_states
+from ..core.generators import (
+    generator_states,
+    generators_kept,
+    seed_generators,
+    set_generator_states,
+)
 from .ranks import DamagedCheckpoint
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
 logger = logging.getLogger(__name__)
-# Seed and offset of a generator of CUDA.
-CUDA_STATE_BYTES = 16
 
 
 def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
@@ -39,37 +41,30 @@ def restore_random_state(
     states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
 ) -> list[str]:
     """Restore every generator; return a note for each one that could not be restored."""
-    notes = []
-    own = {f"generator-{name}": one for name, one in (generators or {}).items()}
+    here = take_random_state(generators).keys()
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    known = {"torch", "python", "numpy", *(f"cuda-{index}" for index in range(num_devices))}
-    for name, state in states.items():
-        if name in own:
-            own[name].set_state(state)
-        elif name not in known:
-            notes.append(f"the generator {name} was saved, but does not exist here")
-    for name in own:
-        if name not in states:
-            shown = name.removeprefix("generator-")
-            notes.append(f"the generator {shown} was not saved")
-    set_generator_states({name: state for name, state in states.items() if name in known})
-    if "numpy" in sys.modules and "numpy" not in states:
-        notes.append("numpy's generator was not saved: numpy was not imported at the save")
+    devices = {f"cuda-{index}" for index in range(num_devices)}
+    own = {f"generator-{name}": one for name, one in (generators or {}).items()}
+    known = states.keys() & (here | devices | {"numpy"})
+    set_generator_states({name: states[name] for name in known - own.keys()})
+    for name in known & own.keys():
+        own[name].set_state(states[name])
+    notes = [
+        f"the generator {name} was saved, but does not exist here"
+        for name in sorted(states.keys() - known)
+    ]
+    for name in sorted(here - states.keys()):
+        notes.append(f"the generator {name.removeprefix('generator-')} was not saved")
     return notes
 
 
 def check_random_state(states: Any) -> None:
     """Raise DamagedCheckpoint if the generators would refuse these states; none changes."""
     try:
-        for name, state in states.items():
-            if name.startswith("cuda-") and state.shape != (CUDA_STATE_BYTES,):
-                raise ValueError(f"{name} has the shape {list(state.shape)}")
-        torch.Generator().set_state(states["torch"])
-        random.Random().setstate(states["python"])
-        if "numpy" in states:
-            import numpy
-
-            numpy.random.RandomState().set_state(states["numpy"])
+        with generators_kept():
+            restore_random_state(states)
+            torch.set_rng_state(states["torch"])
+            random.setstate(states["python"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise DamagedCheckpoint(
             f"the saved random state can't be restored ({type(error).__name__}: {error})"

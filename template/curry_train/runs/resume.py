@@ -10,16 +10,17 @@ Proof: `python -m pytest tests/runs/test_resume.py`.
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .format import LoadReport, SavableState
+from .files import StrPath
+from .format import LoadReport
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
 from .retention import best_first, newest_first
+from .state import TrainingState
 from .store import SavedRun
 
 BEFORE_PREFIX = "before-"
@@ -61,8 +62,8 @@ class Resumed:
 
 
 def load_chosen(
-    run: SavedRun | str | os.PathLike[str],
-    state: SavableState,
+    run: SavedRun | StrPath,
+    state: TrainingState,
     what: str | int = "latest",
     *,
     config: PolicyConfig | None = None,

@@ -1,15 +1,13 @@
-"""Decide which checkpoints stay on the disk, and estimate the space that they take.
+"""Decide which checkpoints stay on the disk.
 
 These are pure functions over the list of saved checkpoints, so that every history can be tested.
 Steps are compared as numbers, never as text. A recovery counts as a rollback too. A damaged
 checkpoint does not count.
 
-Proof: `python -m pytest tests/runs/test_retention.py tests/runs/test_disk_estimate.py`.
+Proof: `python -m pytest tests/runs/test_retention.py`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from .layout import (
     BEST_KIND,
@@ -109,94 +107,3 @@ def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:
 
 def _metric(saved: SavedCheckpoint) -> str | None:
     return saved.metric.name if saved.metric else None
-
-
-# Estimate the disk space that a checkpoint policy needs.
-
-# Weights alone, in bytes per parameter.
-WEIGHT_BYTES_PER_PARAMETER: Mapping[str, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "bfloat16-pure": 2,
-}
-# Weights and optimizer state together, in bytes per parameter.
-STATE_BYTES_PER_PARAMETER: Mapping[str, int] = {
-    "float32": 12,
-    "bfloat16": 14,
-    "float16": 14,
-    "bfloat16-pure": 6,
-}
-
-
-@dataclass(frozen=True)
-class DiskEstimate:
-    """The disk space of a policy, in bytes."""
-
-    # Number of parameters of the model.
-    parameters: int
-    dtype: str
-    # Size of a checkpoint with the optimizer state.
-    checkpoint: int
-    # Size of a best-K checkpoint, which holds the weights alone.
-    best: int
-    # Size of all checkpoints that the policy retains, by kind.
-    kept: Mapping[str, int]
-    # Sum of `kept`.
-    total: int
-    # Size of the new checkpoint that is written before an old one is deleted.
-    in_flight: int
-    advice: tuple[str, ...] = ()
-
-    @property
-    def most(self) -> int:
-        """The highest use of the volume at any moment."""
-        return self.total + self.in_flight
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"most": self.most}
-
-
-def estimate_disk(
-    parameters: int,
-    config: PolicyConfig | None = None,
-    *,
-    dtype: str = "float32",
-) -> DiskEstimate:
-    """Estimate the disk space for a model with this number of parameters, trained with AdamW."""
-    config = config or PolicyConfig()
-    if parameters < 1:
-        raise ValueError(f"parameters must be 1 or more, got {parameters}")
-    if dtype not in STATE_BYTES_PER_PARAMETER:
-        raise ValueError(
-            f"dtype must be one of {', '.join(STATE_BYTES_PER_PARAMETER)}; got {dtype!r}"
-        )
-    checkpoint = parameters * STATE_BYTES_PER_PARAMETER[dtype]
-    best = parameters * WEIGHT_BYTES_PER_PARAMETER[dtype]
-    retention = config.retention
-    kept = {
-        "rollback": 0 if config.rollback_every is None else retention.rollback_keep * checkpoint,
-        # A recovery is written at the end of a run, even without `recovery_every`.
-        "recovery": retention.recovery_keep * checkpoint,
-        "best-k": config.best_k * best,
-    }
-    return DiskEstimate(
-        parameters,
-        dtype,
-        checkpoint,
-        best,
-        kept,
-        total=sum(kept.values()),
-        in_flight=checkpoint,
-        advice=_advice(config),
-    )
-
-
-def _advice(config: PolicyConfig) -> tuple[str, ...]:
-    every = config.retention.keep_every
-    if every is None:
-        return ()
-    return (
-        f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, in "
-        f"addition to this estimate",
-    )

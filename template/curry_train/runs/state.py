@@ -3,13 +3,19 @@
 `snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
 key, or another shape or dtype, is an error before anything is changed.
 
-Proof: `python -m pytest tests/runs/test_state.py`.
+Torch's `get_state_dict` and `set_state_dict` (2.13) restore the same in most trainings, but: saving
+an optimizer that has no state yet makes a step with it; a parameter that never had a gradient has
+no state, and the checkpoint can't be loaded; float32 moments of bfloat16 weights are rounded;
+LBFGS and state under other keys than parameters are errors; entries of quantised weights, which are
+no attributes, too. `tests/runs/test_torch_state.py` has the table.
+
+Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 """
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,17 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .format import MODEL_PREFIX, Contents, Loading, LoadReport, Snapshot, TensorFacts
-from .optimizer_state import (
-    FrozenBase,
-    MakeTensor,
-    OptimizerState,
-    ReadState,
-    bare_names,
-    parameter_names,
-    require_base,
-    same_memory,
-)
+from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot, TensorFacts
+from .parameters import FrozenBase, bare_name, bare_names, parameter_names, require_base
 from .random_state import (
     check_random_state,
     restore_random_state,
@@ -45,6 +42,7 @@ from .values import (
     encode,
     is_expanded,
     is_plain,
+    memory_of,
     name_component,
     references,
 )
@@ -70,6 +68,7 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 
 # How the names of parts' tensors begin, and how those of a module's extra state end.
 PART_PREFIX = "part."
+OPTIMIZER_PREFIX = "optimizer."
 EXTRA_STATE_SUFFIX = "_extra_state"
 
 
@@ -110,7 +109,8 @@ class TrainingState:
         self.generators = dict(generators or {})
         self.step = 0
         self.position = 0
-        self._random: tuple[Mapping[str, Any], bool] | None = None
+        # The loaded states of the generators, and whether they are those of another rank.
+        self.loaded_random: tuple[Mapping[str, Any], bool] | None = None
 
     def snapshot(self) -> Snapshot:
         """Return the current state; what only the optimizer's step changes is not copied.
@@ -119,278 +119,141 @@ class TrainingState:
         """
         ranks = Ranks()
         tensors = CollectedTensors()
-        model = self._model_values(tensors, self.base)
-        parameters = {MODEL_PREFIX + name for name in parameter_names(self.model).values()}
-        stays = parameters & tensors.by_name.keys()
-        optimizers = []
-        for one in self._optimizer_states():
-            before = set(tensors.by_name)
-            optimizers.append(one.take(tensors))
-            changing = {entry.name for entry in references(optimizers[-1]["groups"])}
-            stays |= tensors.by_name.keys() - before - changing
-
-        parts: dict[str, Any] = {}
-        own_parts: dict[str, Any] = {}
-        for name, part in sorted(self.parts.items()):
-            before = set(tensors.by_name)
-            own = bool(getattr(part, "of_each_rank", False))
-            held = own_parts if own else parts
-            held[name] = self._part_values(name, tensors, rank=ranks.rank if own else None)
-            # An average of weights changes only after a step; a loader's state may change at once.
-            if isinstance(part, nn.Module):
-                stays |= tensors.by_name.keys() - before
+        own_parts = {
+            name for name in self.parts if getattr(self.parts[name], "of_each_rank", False)
+        }
+        values = self.encoded(tensors, self.base, self.parts.keys() - own_parts)
+        parts = self._encoded_parts(tensors, own_parts, f"rank-{ranks.rank}.")
         place = Place("the generators", f"rank-{ranks.rank}.random")
         random = encode(take_random_state(self.generators), place, tensors)
 
+        # An average of weights changes only after a step; a loader's state may change at once.
+        averages = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
+        stays = (OPTIMIZER_PREFIX, *(f"{_part_name(name)}/" for name in averages))
+        parameters = {MODEL_PREFIX + name for name in parameter_names(self.model).values()}
         taken = {
-            name: tensor if name in stays else tensor.clone()
+            name: tensor if name in parameters or name.startswith(stays) else tensor.clone()
             for name, tensor in tensors.by_name.items()
         }
-        for name in self._buffer_names() & taken.keys() if ranks.rank else ():
+        for name in self.buffer_names() & taken.keys() if ranks.rank else ():
             if not hasattr(taken[name], "to_local"):
                 taken[f"rank-{ranks.rank}.{name}"] = taken[name]
 
-        values = {
+        values |= {
             "step": self.step,
             "position": self.position,
             "config": _as_json(self.config),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
-            "model": model,
-            "optimizers": optimizers,
-            "parts": parts,
         }
         if self.base is not None:
             values["base"] = self.base.content()
-        rank_values = {"random": random, "parts": own_parts}
-        return Snapshot(taken, values, rank_values, tensors.inline, self.optimizers)
+        rank_values = {"random": random, "parts": parts}
+        return Snapshot(taken, values, rank_values, tensors.inline, self.optimizers, parameters)
 
-    def _model_values(self, tensors: CollectedTensors, base: FrozenBase | None) -> dict[str, Any]:
-        """Return the model's state; its tensors go into `tensors`."""
+    def encoded(
+        self, tensors: CollectedTensors, base: FrozenBase | None, parts: Collection[str]
+    ) -> dict[str, Any]:
+        """Return the model, the optimizers and these parts; their tensors go into `tensors`."""
         named = bare_names(self.model, self.model.state_dict())
-        chosen = named if base is None else base.leave_out(named)
-        state = {MODEL_PREFIX + name: value for name, value in chosen.items()}
-        return {
-            name: encode(_once(value), Place(name, name), tensors) for name, value in state.items()
-        }
+        model = {}
+        for name, value in (named if base is None else base.leave_out(named)).items():
+            stored = MODEL_PREFIX + name
+            model[stored] = encode(_once(value), Place(stored, stored), tensors)
+        names = parameter_names(self.model)
+        optimizers = [
+            _encoded_optimizer(one, names, number, tensors)
+            for number, one in enumerate(self.optimizers)
+        ]
+        held = self._encoded_parts(tensors, parts)
+        return {"model": model, "optimizers": optimizers, "parts": held}
 
-    def _part_values(self, name: str, tensors: CollectedTensors, *, rank: int | None = None) -> Any:
-        stored = PART_PREFIX + name_component(name, 0)
-        if rank is not None:
-            stored = f"rank-{rank}.{stored}"
-        shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
-        return encode(self.parts[name].state_dict(), Place(shown, stored), tensors)
+    def _encoded_parts(
+        self, tensors: CollectedTensors, names: Collection[str], prefix: str = ""
+    ) -> dict[str, Any]:
+        found = {}
+        for name in sorted(names):
+            shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
+            place = Place(shown, prefix + _part_name(name))
+            found[name] = encode(self.parts[name].state_dict(), place, tensors)
+        return found
 
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> Loading:
-        """Match a checkpoint with this state, and return the tensors to fill.
+    def begin_load(self, contents: Contents, *, strict: bool = True) -> "Load":
+        """Match a checkpoint with this state.
 
         Raises StateMismatch or DamagedCheckpoint before anything is changed.
         """
         with _state_of_a_training():
-            load = self._matched(contents, strict=strict)
-        return Loading(
-            load.live,
-            lambda: self._finish_load(load),
-            load.report,
-            first=load.new,
-            prepare=lambda: self._prepare(load),
-        )
-
-    def _matched(self, contents: Contents, *, strict: bool) -> "_Load":
-        """Compare a checkpoint with this state."""
-        ranks = Ranks()
-        values = contents.values
-        for name in ("step", "position", "threads", "world_size"):
-            if type(values[name]) is not int or values[name] < 0:
-                raise TypeError(f"{name} is {values[name]!r:.40}")
-        base = self.base if "base" in values else None
-        if "base" in values and strict:
-            require_base(values["base"], base)
-
-        own = CollectedTensors()
-        try:
-            model = self._model_values(own, base)
-            for state in self._optimizer_states():
-                state.take(own)
-        except ValueError as error:
-            raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
-        # A rank that was not there at the save loads the values of rank 0.
-        source_rank = ranks.rank if ranks.rank < values["world_size"] else 0
-        load = _Load(contents, own, ranks, source_rank)
-        load.match_model(model)
-        if not contents.model_only:
-            self._match_optimizers(load)
-        if strict and not load.report.exact:
-            raise StateMismatch(_describe(load.report))
-
-        if values["world_size"] == ranks.size and ranks.rank:
-            self._prefer_own_buffers(load)
-        load.add(load.extras)
-        if not contents.model_only:
-            self._match_parts(load)
-            _as_json(values["config"])
-        return load
-
-    def _match_optimizers(self, load: "_Load") -> None:
-        """Add the tensors to fill for each optimizer that fits; put differences in the report."""
-        values = load.contents.values
-        for state, saved in zip(self._optimizer_states(), values["optimizers"], strict=False):
-            try:
-                state.add_to(load.add, saved)
-            except StateMismatch as error:
-                load.report.different.append(str(error))
-            else:
-                load.optimizers.append((state, saved))
-
-        saved_parts = {*load.parts, *(f"optimizer {n}" for n in range(len(values["optimizers"])))}
-        own = {*self.parts, *(f"optimizer {number}" for number in range(len(self.optimizers)))}
-        load.report.missing += sorted(
-            name
-            for name in own - saved_parts
-            if not getattr(self.parts.get(name), "may_be_new", False)
-        )
-        load.report.extra += sorted(saved_parts - own)
-
-    def _match_parts(self, load: "_Load") -> None:
-        """Add the tensors of parts: those of a module are filled in place, others are new."""
-        for name in sorted(self.parts.keys() & load.parts.keys()):
-            if isinstance(self.parts[name], nn.Module):
-                load.require_same(load.parts[name], self._part_values(name, load.collected))
-        load.add([load.parts[name] for name in self.parts if name in load.parts])
-        load.add(load.contents.rank_values[load.source_rank]["random"])
-
-    def _prepare(self, load: "_Load") -> None:
-        """Read everything but the tensors that are filled in place, and load the parts.
-
-        What is damaged or does not fit is found here, before model and optimizers change.
-        """
-        tensors = {**load.own, **load.live, **load.new}
-        load.values = {name: decode(content, tensors) for name, content in load.extras.items()}
-        self._compare_extras(load.values)
-        if load.contents.model_only:
-            return
-
-        with _state_of_a_training():
-            for optimizer, saved in load.optimizers:
-                load.read.append((optimizer, optimizer.read(saved, tensors, load.fitting)))
-        content = load.contents.rank_values[load.source_rank]["random"]
-        load.random = decode(content, tensors)
-        check_random_state(load.random)
-
-        # What shares its memory with the model or an optimizer is loaded once that is filled.
-        read = {
-            name: decode(load.parts[name], tensors) for name in self.parts if name in load.parts
-        }
-        for name, content in read.items():
-            if any(found.name in load.live for found in references(load.parts[name])):
-                load.late_parts[name] = content
-            else:
-                self._load_part(name, content)
-
-    def _compare_extras(self, values: Mapping[str, Any]) -> None:
-        """Raise StateMismatch where a tensor in the model's other state has another form."""
-        state = bare_names(self.model, self.model.state_dict())
-        for name, value in values.items():
-            current = state[name.removeprefix(MODEL_PREFIX)]
-            is_free = name.endswith(EXTRA_STATE_SUFFIX) or not isinstance(current, Tensor)
-            if not is_free and _form(current) != _form(value):
-                raise StateMismatch(f"{name} was {_form(value)} and is {_form(current)}")
-
-    def _load_part(self, name: str, content: Any) -> None:
-        try:
-            self.parts[name].load_state_dict(content)
-        except Exception as error:
-            part = type(self.parts[name]).__name__
-            raise StateMismatch(
-                f"load_state_dict of {name} ({part}) refused its saved state "
-                f"({type(error).__name__}: {error}): build it as at the save"
-            ) from error
-
-    def _finish_load(self, load: "_Load") -> None:
-        """Restore everything from the filled tensors and the values that were read."""
-        values = load.contents.values
-        self._finish_model(load)
-        if load.contents.model_only:
-            load.report.notes.append(
-                "parameters only: optimizer, generators and position are as they were"
-            )
-            return
-
-        for optimizer, read in load.read:
-            optimizer.restore(read)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        for name, content in load.late_parts.items():
-            self._load_part(name, content)
-
-        self.step = values["step"]
-        self.position = values["position"]
-        self._random = (load.random, load.source_rank != load.ranks.rank)
-        load.report.notes += [*self._differences(values, load.ranks), *self.restore_random()]
-
-    def _finish_model(self, load: "_Load") -> None:
-        """Load what was not filled in the model's own memory."""
-        state = self.model.state_dict()
-        for bare, full in bare_names(self.model, {name: name for name in state}).items():
-            name = MODEL_PREFIX + bare
-            if name in load.values:
-                state[full] = load.values[name]
-                continue
-            filled = load.own.get(load.filled.get(name, ""))
-            if filled is None or same_memory(_once(state[full]), filled):
-                del state[full]
-            else:
-                state[full] = filled
-        if state:
-            self.model.load_state_dict(state, strict=False)
-
-    def _prefer_own_buffers(self, load: "_Load") -> None:
-        """Load this rank's own copy of a buffer instead of the first rank's."""
-        for name in self._buffer_names() & load.live.keys():
-            own_name = f"rank-{load.ranks.rank}.{name}"
-            if own_name in load.contents.tensors:
-                load.live[own_name] = load.live.pop(name)
+            return Load(self, contents, strict=strict)
 
     def restore_random(self) -> list[str]:
         """Restore the loaded generators' states once more.
 
         Creating an iterator over a DataLoader draws from the generators, so call this afterwards.
         """
-        if self._random is None:
+        if self.loaded_random is None:
             raise ValueError("nothing was loaded yet, so there is no random state to restore")
-        state, is_new = self._random
+        state, is_new = self.loaded_random
         if is_new:
             rank = Ranks().rank
             seed_new_rank(state, rank, self.generators)
             return [f"rank {rank} was not there at the save: its generators are seeded anew"]
         return restore_random_state(state, self.generators)
 
-    def _buffer_names(self) -> set[str]:
+    def buffer_names(self) -> set[str]:
         names = bare_names(self.model, dict(self.model.named_buffers()))
         return {MODEL_PREFIX + name for name in names}
 
-    def _optimizer_states(self) -> list[OptimizerState]:
-        names = parameter_names(self.model)
-        return [
-            OptimizerState(one, names, f"optimizer.{index}.")
-            for index, one in enumerate(self.optimizers)
-        ]
 
-    def _differences(self, values: Mapping[str, Any], ranks: Ranks) -> list[str]:
-        """Return notes on how the run differs from the one that saved the state."""
-        notes = []
-        if values["world_size"] != ranks.size:
-            notes.append(
-                f"saved by {values['world_size']} ranks, loaded by {ranks.size}: the state is "
-                f"bit-equal"
-            )
-        if values["threads"] != torch.get_num_threads():
-            # With other ranks the sums differ anyway, and more threads could crowd the cores.
-            may_restore = values["world_size"] == ranks.size
-            notes.append(restore_threads(values["threads"], may_restore=may_restore))
-        if changed := list(_changes(values["config"], _as_json(self.config))):
-            notes.append(f"the configuration differs in {', '.join(changed)}")
-        return notes
+def _part_name(name: str) -> str:
+    return PART_PREFIX + name_component(name, 0)
+
+
+def _encoded_optimizer(
+    optimizer: Optimizer, names: Mapping[Any, str], number: int, tensors: CollectedTensors
+) -> dict[str, Any]:
+    """Return an optimizer's state by the names of parameters; its tensors go into `tensors`."""
+    kind = type(optimizer).__name__
+    if additional := set(optimizer.state_dict()) - {"state", "param_groups"}:
+        raise ValueError(
+            f"{kind} keeps {', '.join(sorted(map(str, additional)))} besides its state and groups, "
+            f"which would be lost: save it under TrainingState(extra=...)"
+        )
+    groups = []
+    options = []
+    parameters = {}
+    for index, group in enumerate(optimizer.param_groups):
+        place = Place(f"{kind}.param_groups[{index}]", f"options.{number}-{index}")
+        given = {key: value for key, value in group.items() if key != "params"}
+        options.append(encode(given, place, tensors))
+        members: list[str] = []
+        groups.append(members)
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"group {index} of {kind} has a parameter of shape {list(parameter.shape)} "
+                    f"that the model does not have: save the module that holds it"
+                )
+            name = names[parameter]
+            members.append(name)
+            entries = optimizer.state.get(parameter)
+            if entries:
+                # A load makes tensors like the parameter of its class again.
+                plain = dict(entries)
+                for key, value in entries.items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        plain[key] = elements_of(value)
+                stored = f"{OPTIMIZER_PREFIX}{number}.{name_component(name, 0)}"
+                parameters[name] = encode(plain, Place(f"{kind}.state[{name!r}]", stored), tensors)
+    others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    place = Place(f"{kind}.state", f"{OPTIMIZER_PREFIX}{number}/state")
+    return {
+        "class": kind,
+        "groups": groups,
+        "options": options,
+        "parameters": parameters,
+        "others": encode(others, place, tensors),
+    }
 
 
 def _as_json(config: Any) -> Any:
@@ -419,133 +282,311 @@ def _state_of_a_training() -> Iterator[None]:
         ) from error
 
 
-@dataclass
-class _Load:
-    """One load: the tensors to fill, and the values to read."""
+# Match a checkpoint with the state of a training, and restore it.
 
-    contents: Contents
-    # This state's own tensors, by the names under which they would be saved.
-    collected: CollectedTensors
-    ranks: Ranks
-    source_rank: int
-    report: LoadReport = field(default_factory=LoadReport)
-    # Tensors that are filled in place, and new ones that are filled before anything changes.
-    live: dict[str, Tensor] = field(default_factory=dict)
-    new: dict[str, Tensor] = field(default_factory=dict)
-    # The names of the model's tensors.
-    of_model: set[str] = field(default_factory=set)
-    # Names of the model's state that fit, each with the name of its tensor.
-    filled: dict[str, str] = field(default_factory=dict)
-    # The model's other state, as saved and as read.
-    extras: dict[str, Any] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    # The optimizers that fit, with their state as saved and as read.
-    optimizers: list[tuple[OptimizerState, Mapping[str, Any]]] = field(default_factory=list)
-    read: list[tuple[OptimizerState, ReadState]] = field(default_factory=list)
-    late_parts: dict[str, Any] = field(default_factory=dict)
-    random: Any = None
+# The description of state that may have another form at each save.
+FREE = "free"
 
-    @property
-    def own(self) -> dict[str, Tensor]:
-        return self.collected.by_name
 
-    @property
-    def parts(self) -> dict[str, Any]:
-        """The saved state of shared parts, and of this rank's parts."""
-        # A best-K has no values of ranks.
-        ranks = self.contents.rank_values
-        own = ranks[self.source_rank]["parts"] if ranks else {}
-        return {**self.contents.values["parts"], **own}
+class Load:
+    """A load that passed its checks.
 
-    @property
-    def fitting(self) -> set[str]:
-        """The parameters that the checkpoint fits."""
-        return {name.removeprefix(MODEL_PREFIX) for name in self.filled}
+    Fill `new`, which nothing uses yet, and call `prepare`, which may still refuse the checkpoint.
+    Then fill `live`, which are in use, and call `finish`.
+    """
 
-    def match_model(self, current: Mapping[str, Any]) -> None:
+    def __init__(self, state: TrainingState, contents: Contents, *, strict: bool) -> None:
+        values = contents.values
+        for name in ("step", "position", "threads", "world_size"):
+            if type(values[name]) is not int or values[name] < 0:
+                raise TypeError(f"{name} is {values[name]!r:.40}")
+        self._state = state
+        self._contents = contents
+        self._ranks = Ranks()
+        self.report = LoadReport()
+        # Tensors that are filled in place, and new ones that are filled before anything changes.
+        self.live: dict[str, Tensor] = {}
+        self.new: dict[str, Tensor] = {}
+        # A rank that was not there at the save loads the values of rank 0.
+        self._is_new_rank = self._ranks.rank >= values["world_size"]
+        source = 0 if self._is_new_rank else self._ranks.rank
+        self._of_rank = contents.rank_values[source] if contents.rank_values else {"parts": {}}
+        self._parts = {**values["parts"], **self._of_rank["parts"]}
+
+        base = state.base if "base" in values else None
+        if "base" in values and strict:
+            require_base(values["base"], base)
+        own = CollectedTensors()
+        self._modules = [name for name, one in state.parts.items() if isinstance(one, nn.Module)]
+        try:
+            current = state.encoded(own, base, self._modules)
+        except ValueError as error:
+            raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
+        # This state's own tensors, by the names under which they would be saved.
+        self._own = own.by_name
+        self._match_model(current["model"])
+        # Names of the optimizers and parts that fit.
+        self._fitting: set[str] = set()
+        if not contents.model_only:
+            self._match_others(current)
+        if strict and not self.report.exact:
+            raise StateMismatch(_describe(self.report))
+        self._choose_tensors()
+
+    def _match_model(self, current: Mapping[str, Any]) -> None:
         """Compare the saved state of the model with the current one; report what differs."""
-        saved = self.contents.values["model"]
+        saved = self._contents.values["model"]
+        was = _descriptions(saved, self._contents.tensors)
+        now = _descriptions(current, self._own)
+        fitting = {name for name in was if was[name] == now.get(name)}
         report = self.report
-        report.missing += sorted(current.keys() - saved.keys())
-        report.extra += sorted(saved.keys() - current.keys())
-        report.wanted = len(saved.keys() | current.keys())
-        for name in sorted(saved.keys() & current.keys()):
-            was = saved[name]
-            now = current[name]
-            are_tensors = isinstance(was, Stored) and isinstance(now, Stored)
-            if name.endswith(EXTRA_STATE_SUFFIX) or not are_tensors:
-                self.extras[name] = was
-                report.matched += 1
-                continue
-            self.of_model |= {was.name, now.name}
-            if difference := self._difference(name, was.name, now.name):
-                report.different.append(f"{name} was {difference}")
-            else:
-                self.filled[name] = now.name
-                self.live[now.name] = self.own[now.name]
-                report.matched += 1
+        report.missing += sorted(now.keys() - was.keys())
+        report.extra += sorted(was.keys() - now.keys())
+        report.different += _differences(was, now, was.keys() & now.keys())
+        report.wanted = len(now.keys() | was.keys())
+        report.matched = len(fitting)
+        # Names that fit, each with the name of its tensor; and the model's other state.
+        self._filled = {
+            name: saved[name].name
+            for name in fitting
+            if isinstance(saved[name], Stored) and was[name] != FREE
+        }
+        self._extras = {name: saved[name] for name in fitting - self._filled.keys()}
 
-    def _difference(self, name: str, was: str, now: str) -> str:
-        """Describe how a tensor of the model differs from the saved one; empty if it does not."""
-        if was != now:
-            return f"{_tie(name, was)} and is {_tie(name, now)}"
-        facts = self._facts(was)
-        current = self.own[now]
-        if tuple(current.shape) != facts.shape:
-            return f"{list(facts.shape)} and is {list(current.shape)}"
-        return "" if current.dtype == facts.dtype else f"{facts.dtype} and is {current.dtype}"
+    def _match_others(self, current: Mapping[str, Any]) -> None:
+        """Compare the optimizers and parts; those that do not fit are not loaded."""
+        was = self._sections(self._contents.values, self._parts, self._contents.tensors)
+        parts = {**dict.fromkeys(self._state.parts), **current["parts"]}
+        now = self._sections(current, parts, self._own)
+        for name in sorted(was.keys() & now.keys()):
+            found = _differences(was[name], now[name], was[name].keys() | now[name].keys())
+            self.report.different += found
+            if not found:
+                self._fitting.add(name)
+        new = {name for name, one in self._state.parts.items() if hasattr(one, "may_be_new")}
+        self.report.missing += sorted(now.keys() - was.keys() - new)
+        self.report.extra += sorted(was.keys() - now.keys())
 
-    def _facts(self, name: str) -> TensorFacts:
-        if name not in self.contents.tensors:
-            raise DamagedCheckpoint(f"{name:.80} is in the saved state, but not saved")
-        return self.contents.tensors[name]
+    def _sections(
+        self, values: Mapping[str, Any], parts: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> dict[str, dict[str, str]]:
+        """Describe what has to be equal of each optimizer, and of each part that is a module."""
+        sections: dict[str, dict[str, str]] = {}
+        for number, one in enumerate(values["optimizers"]):
+            shown = f"optimizer {number}"
+            sections[shown] = {shown: one["class"]}
+            for index, group in enumerate(one["groups"]):
+                sections[shown] |= {f"{name} of {shown}": f"in group {index}" for name in group}
+            for name in one["parameters"]:
+                if f"{name} of {shown}" not in sections[shown]:
+                    raise LookupError(f"{name:.80} is in no group of {shown}")
+        for name, content in parts.items():
+            place = Place(name, _part_name(name))
+            entries = content if name in self._modules else {}
+            placed = {place.inner(key, 0).name: item for key, item in entries.items()}
+            sections[name] = _descriptions(placed, tensors)
+        return sections
 
-    def require_same(self, saved: Any, own: Any) -> None:
-        """Raise StateMismatch unless a module that is a part has the saved tensors."""
-        was = {found.name: self._facts(found.name) for found in references(saved)}
-        now = {found.name: self.own[found.name] for found in references(own)}
-        for name in sorted(was.keys() | now.keys()):
-            facts = was.get(name)
-            current = now.get(name)
-            # Extra state may have other tensors at each save.
-            if EXTRA_STATE_SUFFIX in name or not name.startswith(PART_PREFIX):
-                continue
-            if facts is None or current is None or not _has(current, facts):
-                raise StateMismatch(
-                    f"{name} was {_shape_of(facts)} and is {_shape_of(current)}: build the part as "
-                    f"at the save"
-                )
+    def _choose_tensors(self) -> None:
+        """Find the tensors to fill."""
+        state = self._state
+        values = self._contents.values
+        self.live |= {stored: self._own[stored] for stored in self._filled.values()}
+        self._add(self._extras)
+        if not self._contents.model_only:
+            for optimizer, saved in self._optimizers():
+                for parameter, group, name, entries in self._entries(optimizer, saved):
+                    was_moved = values["model"][name].device is not None
+                    # Torch keeps `step` on the host, except with capturable or fused.
+                    keeps_step = not (group.get("capturable") or group.get("fused"))
+                    for key, item in entries.items():
+                        on_host = was_moved or (key == "step" and keeps_step)
+                        self._add(item, functools.partial(_new_entry, parameter, on_host))
+                self._add([saved["others"], saved["options"]])
+            self._add([self._parts[name] for name in self._part_names()])
+            self._add(self._of_rank["random"])
+            _as_json(values["config"])
+        if values["world_size"] == self._ranks.size and self._ranks.rank:
+            # This rank's own copy of a buffer, in place of the first rank's.
+            for name in state.buffer_names() & self.live.keys():
+                own_name = f"rank-{self._ranks.rank}.{name}"
+                if own_name in self._contents.tensors:
+                    self.live[own_name] = self.live.pop(name)
 
-    def add(self, content: Any, make: MakeTensor | None = None) -> None:
+    def _part_names(self) -> list[str]:
+        return [name for name in self._state.parts if name in self._fitting]
+
+    def _optimizers(self) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
+        """Yield each optimizer that fits, and its saved state."""
+        pairs = zip(self._state.optimizers, self._contents.values["optimizers"], strict=False)
+        for number, pair in enumerate(pairs):
+            if f"optimizer {number}" in self._fitting:
+                yield pair
+
+    def _entries(
+        self, optimizer: Optimizer, saved: Mapping[str, Any]
+    ) -> Iterator[tuple[Tensor, Mapping[str, Any], str, Mapping[Any, Any]]]:
+        """Yield each parameter that fits and has state: its group, its name, the saved state."""
+        names = parameter_names(self._state.model)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                entries = saved["parameters"].get(names[parameter])
+                name = MODEL_PREFIX + names[parameter]
+                if entries is not None and name in self._filled:
+                    yield parameter, group, name, entries
+
+    def _add(
+        self, content: Any, make: Callable[[Stored, TensorFacts], Tensor] | None = None
+    ) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
         for found in references(content):
-            name = found.name
-            if name in self.live or name in self.new or name in self.of_model:
+            facts = self._contents.tensors[found.name]
+            current = self._own.get(found.name)
+            if found.name in self.live or found.name in self.new:
                 continue
-            facts = self._facts(name)
-            current = self.own.get(name)
             if current is not None and _has(current, facts) and not is_expanded(current):
-                self.live[name] = current
-            elif make is not None:
-                self.new[name] = make(found, facts)
+                self.live[found.name] = current
             else:
-                place = _device(found.device)
-                self.new[name] = torch.empty(facts.shape, dtype=facts.dtype, device=place)
+                self.new[found.name] = (make or _new_tensor)(found, facts)
+
+    def prepare(self) -> None:
+        """Read everything but the tensors that are filled in place, and load the parts.
+
+        What is damaged or does not fit is found here, before model and optimizers change.
+        """
+        tensors = {**self._own, **self.live, **self.new}
+        self._read_extras = {name: decode(item, tensors) for name, item in self._extras.items()}
+        self._read: list[tuple[Optimizer, dict[Any, Any], list[Any]]] = []
+        self._late: dict[str, Any] = {}
+        if self._contents.model_only:
+            return
+        with _state_of_a_training():
+            for optimizer, saved in self._optimizers():
+                entries = {
+                    parameter: {**decode(item, tensors)}
+                    for parameter, _, _, item in self._entries(optimizer, saved)
+                }
+                options = [{**decode(one, tensors)} for one in saved["options"]]
+                groups = list(zip(optimizer.param_groups, options, strict=True))
+                found = {**entries, **decode(saved["others"], tensors)}
+                self._read.append((optimizer, found, groups))
+        self._random = decode(self._of_rank["random"], tensors)
+        check_random_state(self._random)
+
+        read = {name: decode(self._parts[name], tensors) for name in self._part_names()}
+        for name, content in read.items():
+            # What shares its memory with the model or an optimizer is loaded once that is filled.
+            if any(one.name in self._own for one in references(self._parts[name])):
+                self._late[name] = content
+            else:
+                self._load_part(name, content)
+
+    def _load_part(self, name: str, content: Any) -> None:
+        part = self._state.parts[name]
+        try:
+            part.load_state_dict(content)
+        except Exception as error:
+            raise StateMismatch(
+                f"load_state_dict of {name} ({type(part).__name__}) refused its saved state "
+                f"({type(error).__name__}: {error}): build it as at the save"
+            ) from error
+
+    def finish(self) -> None:
+        """Restore everything from the filled tensors and the values that were read."""
+        state = self._state
+        self._finish_model()
+        notes = self.report.notes
+        if self._contents.model_only:
+            notes.append("parameters only: optimizer, generators and position are as they were")
+            return
+        for optimizer, entries, groups in self._read:
+            optimizer.state.clear()
+            optimizer.state.update(entries)
+            for group, options in groups:
+                group.update(options)
+        for parameter in state.model.parameters():
+            parameter.grad = None
+        for name, content in self._late.items():
+            self._load_part(name, content)
+        state.step = self._contents.values["step"]
+        state.position = self._contents.values["position"]
+        notes += self._changes_of_the_run()
+        state.loaded_random = (self._random, self._is_new_rank)
+        notes += state.restore_random()
+
+    def _finish_model(self) -> None:
+        """Load what was not filled in the model's own memory."""
+        model = self._state.model
+        late = {}
+        for full, value in model.state_dict().items():
+            name = MODEL_PREFIX + bare_name(model, full)
+            if name in self._read_extras:
+                late[full] = self._read_extras[name]
+            elif name in self._filled:
+                filled = self._own[self._filled[name]]
+                if memory_of(_once(value)) != memory_of(filled) and filled.numel():
+                    late[full] = filled
+        if late:
+            model.load_state_dict(late, strict=False)
+
+    def _changes_of_the_run(self) -> list[str]:
+        """Return notes on how the run differs from the one that saved the state."""
+        values = self._contents.values
+        size = self._ranks.size
+        notes = []
+        if values["world_size"] != size:
+            notes.append(
+                f"saved by {values['world_size']} ranks, loaded by {size}: the state is bit-equal"
+            )
+        if values["threads"] != torch.get_num_threads():
+            # With other ranks the sums differ anyway, and more threads could crowd the cores.
+            may_restore = values["world_size"] == size
+            notes.append(restore_threads(values["threads"], may_restore=may_restore))
+        if changed := list(_changes(values["config"], _as_json(self._state.config))):
+            notes.append(f"the configuration differs in {', '.join(changed)}")
+        return notes
 
 
-def _device(kind: Any) -> torch.device:
-    """Return the current device of the kind that a tensor was on, or the host without one."""
-    if kind == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _descriptions(content: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Describe what has to be equal of each entry: a shape, a dtype, or a tie."""
+    found = {}
+    for name, item in content.items():
+        if name.endswith(EXTRA_STATE_SUFFIX):
+            found[name] = FREE
+        elif isinstance(item, Stored):
+            held = tensors[item.name]
+            found[name] = f"{list(held.shape)}, {held.dtype}"
+            if item.name != name:
+                found[name] = f"one tensor with {item.name}"
+        elif isinstance(item, Tensor):
+            found[name] = f"{list(item.shape)}, {item.dtype}, {item.layout}"
+        else:
+            found[name] = f"a {type(item).__name__}"
+    return found
 
 
-def _tie(name: str, first: str) -> str:
-    return "a tensor of its own" if name == first else f"one tensor with {first}"
+def _differences(was: Mapping[str, str], now: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    pairs = [(name, was.get(name, "missing"), now.get(name, "missing")) for name in sorted(names)]
+    return [
+        f"{name} was {before} and is {after}" for name, before, after in pairs if before != after
+    ]
 
 
-def _shape_of(tensor: Tensor | TensorFacts | None) -> str:
-    return "missing" if tensor is None else f"{list(tensor.shape)}, {tensor.dtype}"
+def _new_entry(parameter: Tensor, on_host: bool, found: Stored, facts: TensorFacts) -> Tensor:
+    """Return a tensor for the state of a parameter, where the optimizer keeps it."""
+    if found.device is None and on_host:
+        return _new_tensor(found, facts)
+    is_strided = parameter.layout is torch.strided and not parameter.is_quantized
+    if is_strided and tuple(parameter.shape) == facts.shape:
+        return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
+    return torch.zeros(facts.shape, dtype=facts.dtype, device=parameter.device)
+
+
+def _new_tensor(found: Stored, facts: TensorFacts) -> Tensor:
+    """Return a tensor on the current device of the kind that it was on, or on the host."""
+    is_cuda = found.device == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else None
+    return torch.zeros(facts.shape, dtype=facts.dtype, device=device)
 
 
 def _has(tensor: Tensor, facts: TensorFacts) -> bool:
@@ -563,12 +604,6 @@ def _once(value: Any) -> Any:
     return tensor[
         tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
     ]
-
-
-def _form(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{list(value.shape)}, {value.dtype}, {value.layout}"
 
 
 def _describe(report: LoadReport) -> str:

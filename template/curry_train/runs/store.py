@@ -13,27 +13,27 @@ import functools
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .files import Files
+from .files import Files, StrPath
 from .format import (
     Contents,
     HashingFolder,
     LoadReport,
     RankFiles,
     SafetensorsLayout,
-    SafetensorsReader,
-    SavableState,
+    Savable,
     ShardedLayout,
     Snapshot,
+    TensorFacts,
     checked_index,
+    copy_into,
     facts_of,
+    read_best,
     read_tensors,
     readable,
 )
@@ -53,7 +53,6 @@ from .layout import (
     step_of,
     verify_files,
 )
-from .lineage import Branch, branches_in_force, is_given_up, read_branches, write_branches
 from .lock import RunLock, reading
 from .ranks import (
     DamagedCheckpoint,
@@ -63,6 +62,8 @@ from .ranks import (
     SaveError,
     StepExists,
 )
+from .retention import newest_first
+from .state import TrainingState
 from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
@@ -87,7 +88,7 @@ class Writing:
         folder: str,
     ) -> None:
         self.files = store.files
-        self.line = store.line
+        self.branches = store.branches
         self.ranks = ranks
         self.kind = kind
         self.step = step
@@ -129,7 +130,7 @@ class Writing:
             "torch": torch.__version__.split("+")[0],
             "world_size": self.ranks.size,
         }
-        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.line)
+        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.branches)
         rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
         self.files.sync_folder(self.folder)
@@ -141,7 +142,7 @@ class Writing:
         return manifest
 
     def _rename(self) -> None:
-        """Give the folder its final name; one of an earlier line is renamed just before."""
+        """Give the folder its final name; one that was given up is renamed just before."""
         removed = removed_name(self.final)
         is_in_the_way = self.files.kind(self.final) is not None
         if is_in_the_way:
@@ -162,17 +163,20 @@ def committed_anyway(location: str) -> Iterator[None]:
 
 
 def removed_name(folder: str) -> str:
-    """Return a new name for a folder that is being removed; a sweep removes what is left."""
+    """Return a new name for a folder that is being removed; the next opening removes the rest."""
     return f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
 
 
 # Read-only access to a run: list, verify and load its checkpoints.
 
+# A checkpoint, its path, or `latest`.
+Which = SavedCheckpoint | StrPath
+
 
 class SavedRun:
     """The checkpoints of the run at `root`, a folder; `files` replaces the access to it."""
 
-    def __init__(self, root: str | os.PathLike[str], *, files: Files | None = None) -> None:
+    def __init__(self, root: StrPath, *, files: Files | None = None) -> None:
         if "://" in str(root):
             raise ValueError(
                 f"{root} is no folder: write the run to a disk, and copy its committed checkpoints "
@@ -203,7 +207,7 @@ class SavedRun:
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        return max(self.states(), key=_newness, default=None)
+        return next(iter(newest_first(self.states())), None)
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the committed rollbacks and recoveries that were not given up."""
@@ -217,14 +221,15 @@ class SavedRun:
 
     def given_up(self, committed: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Return the states among these that the run went back from."""
-        in_force = self._branches(committed)
-        return [saved for saved in committed if saved.is_state and is_given_up(saved, in_force)]
-
-    def _branches(self, committed: Sequence[SavedCheckpoint]) -> list[Branch]:
         states = [saved for saved in committed if saved.is_state]
-        return branches_in_force(read_branches(self.files), states)
+        branches = _newest_branches(states)
+        return [
+            saved
+            for saved in states
+            if any(saved.step > after for after in branches[len(saved.branches) :])
+        ]
 
-    def verify(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Manifest:
+    def verify(self, checkpoint: Which) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
         folder = self.folder_of(checkpoint)
         with reading(self.files, folder):
@@ -234,8 +239,8 @@ class SavedRun:
 
     def load(
         self,
-        checkpoint: SavedCheckpoint | str | os.PathLike[str],
-        state: SavableState,
+        checkpoint: Which,
+        state: TrainingState,
         *,
         strict: bool = True,
     ) -> LoadReport:
@@ -249,7 +254,7 @@ class SavedRun:
         with reading(self.files, folder):
             return self._load(folder, state, ranks, strict=strict)
 
-    def _load(self, folder: str, state: SavableState, ranks: Ranks, *, strict: bool) -> LoadReport:
+    def _load(self, folder: str, state: TrainingState, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
@@ -261,11 +266,11 @@ class SavedRun:
         loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
 
         def prepare() -> None:
-            fill(loading.first)
+            fill(loading.new)
             loading.prepare()
 
         ranks.all_do(prepare)
-        ranks.all_do(lambda: fill(loading.targets))
+        ranks.all_do(lambda: fill(loading.live))
         ranks.all_do(loading.finish)
         return loading.report
 
@@ -275,14 +280,15 @@ class SavedRun:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
         found = self._values(folder)
         if manifest.kind == BEST_KIND:
-            reader = SafetensorsReader(self.files, folder, found.get("others"))
-            contents = Contents(reader.facts, found["values"], found["ranks"], model_only=True)
-            return contents, reader.read_into
+            best = read_best(self.files, folder, found.get("others"))
+            facts = {name: TensorFacts(tuple(one.shape), one.dtype) for name, one in best.items()}
+            contents = Contents(facts, found["values"], found["ranks"], model_only=True)
+            return contents, lambda targets: copy_into(targets, best)
         metadata = checked_index(found.get("index"), manifest)
         contents = Contents(facts_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
-    def folder_of(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> str:
+    def folder_of(self, checkpoint: Which) -> str:
         """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
         if isinstance(checkpoint, SavedCheckpoint):
             given = checkpoint.folder
@@ -306,7 +312,7 @@ class SavedRun:
             )
         return folder
 
-    def values(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> Mapping[str, Any]:
+    def values(self, checkpoint: Which) -> Mapping[str, Any]:
         """Return the state beside the tensors: step, position, configuration and so on."""
         values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
         return values
@@ -336,12 +342,12 @@ class SavedRun:
             location,
             manifest.metric,
             manifest.num_bytes,
-            manifest.line,
+            manifest.branches,
         )
 
 
-def _newness(saved: SavedCheckpoint) -> tuple[int, bool]:
-    return saved.step, saved.kind == "recovery"
+def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:
+    return max((saved.branches for saved in states), key=len, default=())
 
 
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
@@ -358,33 +364,25 @@ class Store(SavedRun):
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrPath,
         *,
         files: Files | None = None,
     ) -> None:
         super().__init__(root, files=files)
-        # The number of the line of states that saves belong to; the first rank counts it.
-        self.line = 0
+        # The steps at which this run went back; the first rank reads those of earlier attempts.
+        self.branches: tuple[int, ...] = ()
         self._lock = RunLock(self.files)
         self._opened = False
-        # A save in the background may commit while this thread discards or sweeps.
-        self._commits = threading.RLock()
-        self._unfinished: set[str] = set()
 
     def __enter__(self) -> "Store":
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def open(self, *, wait_seconds: float = 0.0) -> None:
-        """Take the lock, and sweep.
+        """Take the lock, and remove what interrupted saves left.
 
         Raises LockedRun, which names the holder, if it is still locked after `wait_seconds`.
         """
@@ -406,14 +404,8 @@ class Store(SavedRun):
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
-        self._number_line()
+        self.branches = _newest_branches([one for one in self.all_committed() if one.is_state])
         self._sweep()
-
-    def _number_line(self) -> None:
-        committed = self.all_committed()
-        lines = [saved.line for saved in committed if saved.is_state]
-        lines += [branch.line for branch in self._branches(committed)]
-        self.line = max(lines, default=0)
 
     def close(self) -> None:
         """Release the lock."""
@@ -424,7 +416,7 @@ class Store(SavedRun):
         self,
         kind: str,
         step: int,
-        state: SavableState,
+        state: Savable,
         *,
         metric: tuple[str, float] | None = None,
     ) -> SavedCheckpoint:
@@ -433,115 +425,90 @@ class Store(SavedRun):
         try:
             return Ranks().collect(writing.write, lambda parts: self.commit(writing, parts))
         except (OSError, RuntimeError) as error:
-            raise self.failed(writing, error) from error
+            raise self.failed(writing.ranks, writing.final, writing.folder, error) from error
 
     def begin(
         self,
         kind: str,
         step: int,
-        state: SavableState,
+        state: Savable,
         *,
         metric: tuple[str, float] | None = None,
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
+        name = f"the {kind} of step {step}"
+        folder = ""
 
         def take() -> tuple[Metric | None, str, Snapshot]:
             checked_metric = None if metric is None else Metric(*metric)
             return checked_metric, folder_name(kind, step, checked_metric), state.snapshot()
 
-        # An error on one rank must reach the others before they wait for it in a collective call.
         try:
-            checked_metric, final, snapshot = ranks.all_do(take)
-        except OtherRank as error:
-            raise SaveError(self._words(f"the {kind} of step {step}", error)) from error
-        folder = ""
-        try:
+            # An error on one rank must reach the others before they wait for it in a collective.
+            checked_metric, name, snapshot = ranks.all_do(take)
             self.open()
-            folder = ranks.agree(lambda: self._prepare(final))
+            folder = ranks.agree(lambda: self._prepare(name))
             return Writing(self, ranks, kind, step, checked_metric, snapshot, folder=folder)
         except Exception as error:
-            failed = self._failed(ranks, final, folder, error)
+            failed = self.failed(ranks, name, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error
             raise
 
     def commit(self, writing: Writing, parts: list[RankFiles]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""
-        with self._commits:
-            # After a takeover: the new writer has removed the folder, or this raises.
-            self._lock.require_held()
-            manifest = writing.commit(parts)
-            self._unfinished.discard(writing.folder)
-            if writing.kind in RESUMABLE_KINDS:
-                with committed_anyway(self.files.location(writing.final)):
-                    self._point()
+        # After a takeover: the new writer has removed the folder, or this raises.
+        self._lock.require_held()
+        manifest = writing.commit(parts)
+        if writing.kind in RESUMABLE_KINDS:
+            with committed_anyway(self.files.location(writing.final)):
+                self._point()
         return self._saved(writing.final, manifest)
 
-    def failed(self, writing: Writing, error: Exception) -> SaveError:
+    def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""
-        return self._failed(writing.ranks, writing.final, writing.folder, error)
-
-    def _failed(self, ranks: Ranks, final: str, folder: str, error: Exception) -> SaveError:
         if ranks.first and folder:
-            # The next sweep removes what is left after an error.
+            # The next opening removes what is left after an error.
             with contextlib.suppress(OSError):
                 if self.files.kind(folder) is not None:
                     self.files.remove_folder(folder)
-            self._unfinished.discard(folder)
-        return SaveError(self._words(final, error))
-
-    def _words(self, folder: str, error: Exception) -> str:
-        try:
-            newest = self.latest()
-        except OSError:
-            newest = None
         remaining = "nothing else is saved"
-        if newest:
-            remaining = f"the newest intact checkpoint is step {newest.step} ({newest.kind})"
-        advice = ""
+        with contextlib.suppress(OSError):
+            if newest := self.latest():
+                remaining = f"the newest intact checkpoint is step {newest.step} ({newest.kind})"
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "; free some space, or keep fewer checkpoints"
-        return (
-            f"{folder} in {self.files.location('')} was not saved: "
-            f"{error or type(error).__name__}; {remaining}{advice}"
+            remaining += "; free some space, or keep fewer checkpoints"
+        return SaveError(
+            f"{what} in {self.files.location('')} was not saved: "
+            f"{error or type(error).__name__}; {remaining}"
         )
 
-    def branch(self, after: int, *, at_once: bool = False) -> None:
-        """Begin a new line of states after a step: later states of this line are given up.
-
-        They stay until the new line has saved a state, or are given up at once. All ranks call
-        together.
-        """
+    def branch(self, after: int) -> None:
+        """Give up the later states of this run, once a state is saved after this call."""
         self.open()
-        Ranks().agree(lambda: self._branch_first(after, at_once))
-
-    def _branch_first(self, after: int, at_once: bool) -> None:
-        in_force = self._branches(self.all_committed())
-        self.line += 1
-        write_branches(self.files, [*in_force, Branch(self.line, after, at_once)])
+        self.branches = (*self.branches, after)
 
     def is_saved(self, folder: str) -> bool:
         """Return whether a folder holds a committed checkpoint that a save does not replace."""
         try:
-            return read_manifest(self.files, folder).line >= self.line
+            return len(read_manifest(self.files, folder).branches) >= len(self.branches)
         except DamagedCheckpoint:
             return False
 
-    def discard(self, checkpoint: SavedCheckpoint | str | os.PathLike[str]) -> None:
+    def discard(self, checkpoint: Which) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = self.folder_of(checkpoint)
         self.open()
         Ranks().agree(lambda: self._discard_first(folder))
 
     def _discard_first(self, folder: str) -> None:
-        with self._commits:
-            self._lock.require_held()
-            if self.files.kind(folder) is not None:
-                is_latest = self.files.pointed(LATEST_POINTER) == folder
-                self._remove(folder)
-                if is_latest:
-                    self._point()
+        self._lock.require_held()
+        if self.files.kind(folder) is not None:
+            is_latest = self.files.pointed(LATEST_POINTER) == folder
+            self._remove(folder)
+            if is_latest:
+                self._point()
 
     def _remove(self, folder: str) -> None:
         removed = removed_name(folder)
@@ -552,47 +519,32 @@ class Store(SavedRun):
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name is removed; one of an earlier line stays until the new
-        one is written; any other raises StepExists.
+        A damaged checkpoint of the same name, or one that was given up, stays until the new one is
+        written; any other raises StepExists.
         """
         if self.files.kind(final) is not None:
             try:
-                is_of_line = self.verify(final).line >= self.line
+                is_current = len(self.verify(final).branches) >= len(self.branches)
             except DamagedCheckpoint as error:
                 logger.warning("a new save replaces a damaged checkpoint: %s", error)
-                self._remove(final)
             else:
-                if is_of_line:
+                if is_current:
                     raise StepExists(
                         f"{self.files.location(final)} is saved already: if it is stale, discard "
                         f"it first"
                     )
 
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
-        self._unfinished.add(folder)
         self.files.make_folder(folder)
         return folder
 
-    def sweep(self) -> list[str]:
-        """Remove the leftovers of interrupted saves and deletions, and return their names.
-
-        Damaged checkpoints stay.
-        """
-        self.open()
-        return Ranks().agree(self._sweep)
-
-    def _sweep(self) -> list[str]:
-        swept = []
-        with self._commits:
-            folders = [
-                f"{kind}/{name}" for kind in CHECKPOINT_KINDS for name in self.files.names(kind)
-            ]
-            for folder in folders:
-                if folder not in self._unfinished and is_leftover(folder.partition("/")[2]):
-                    self.files.remove_folder(folder)
-                    swept.append(folder)
-            self._point()
-        return swept
+    def _sweep(self) -> None:
+        """Remove the leftovers of interrupted saves and deletions. Damaged checkpoints stay."""
+        for kind in CHECKPOINT_KINDS:
+            for name in self.files.names(kind):
+                if is_leftover(name):
+                    self.files.remove_folder(f"{kind}/{name}")
+        self._point()
 
     def _point(self) -> None:
         newest = self.latest()

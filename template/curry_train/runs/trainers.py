@@ -15,6 +15,7 @@ Proof: `python -m pytest tests/runs/test_trainers.py`.
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import os
 import re
@@ -27,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import Files
-from .journal import Journal, JournalReading, journal_path
+from .files import Files, StrPath
+from .journal import Journal
 from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
@@ -38,7 +39,7 @@ from .layout import (
 )
 from .policy_config import SpikeConfig
 from .ranks import DamagedCheckpoint, Ranks, RunError
-from .spike import Spike, SpikeWatchdog
+from .spike import SpikeWatchdog
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ FOREIGN_KIND = "trainer"
 DEEPEST_SEARCH = 4
 # A checkpoint whose deletion was interrupted.
 LEFT_PATTERN = re.compile(r"\..+\.removed-[0-9a-f]{8}")
+# One that is being written, or that a new save of its name has moved out of the way.
+HIDDEN_PATTERN = re.compile(r"\.(?P<name>.+)\.hidden-[0-9a-f]{8}")
 # Names that the three libraries give to checkpoints.
 FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 
@@ -80,7 +83,7 @@ class Commit:
                 raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
 
 
-def commit_folder(folder: str | os.PathLike[str]) -> Commit:
+def commit_folder(folder: StrPath) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
     names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
@@ -96,13 +99,21 @@ def commit_folder(folder: str | os.PathLike[str]) -> Commit:
 def _sweep(final: Path) -> None:
     """Remove what interrupted saves of this name, and interrupted deletions, left beside it."""
     for path in final.parent.iterdir():
-        is_of_this_name = path.name.startswith((f".{final.name}.partial-", f".{final.name}.aside-"))
-        if not is_of_this_name and not LEFT_PATTERN.fullmatch(path.name):
-            continue
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        if _final_of(path) == final != path or LEFT_PATTERN.fullmatch(path.name):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _hidden(path: Path) -> Path:
+    """Return a new name beside a checkpoint, which hides it from the library."""
+    return path.with_name(f".{path.name}.hidden-{secrets.token_hex(4)}")
+
+
+def _final_of(path: Path) -> Path:
+    """Return the name of a checkpoint that may be hidden."""
+    return path.with_name(HIDDEN_PATTERN.sub(r"\g<name>", path.name))
 
 
 def commit_file(staged: Path, final: Path) -> Commit:
@@ -121,7 +132,7 @@ def commit_file(staged: Path, final: Path) -> Commit:
     return Commit(final, manifest)
 
 
-def newest_whole(folder: str | os.PathLike[str]) -> str | None:
+def newest_whole(folder: StrPath) -> str | None:
     """Return the newest committed checkpoint below `folder` whose every byte is what was saved.
 
     None if there is none. Checkpoints that are damaged, or that were never committed, are named in
@@ -137,20 +148,20 @@ def _newest_whole(folder: Path) -> str | None:
         except (DamagedCheckpoint, OSError) as error:
             logger.warning("a damaged checkpoint is passed over: %s", error)
             continue
-        return str(_shown(commit.path))
+        return str(_show(commit.path))
     return None
 
 
 def _commits(folder: Path, depth: int = 0) -> Iterator[Commit]:
     """Yield what is committed in a folder and below it; committed folders are not searched."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        is_staged = path.name.startswith(".") and ASIDE_MARK not in path.name
-        if path.is_symlink() or is_staged or path.name.endswith(MANIFEST_FILE_NAME):
+        is_left = LEFT_PATTERN.fullmatch(path.name)
+        if path.is_symlink() or is_left or path.name.endswith(MANIFEST_FILE_NAME):
             continue
         try:
             yield read_commit(path)
         except FileNotFoundError:
-            if path.is_dir() and depth < DEEPEST_SEARCH:
+            if path.is_dir() and depth < DEEPEST_SEARCH and _final_of(path) == path:
                 yield from _commits(path, depth + 1)
             if FOREIGN_NAME_PATTERN.fullmatch(path.name):
                 logger.warning("%s was never committed, and is passed over", path)
@@ -208,30 +219,15 @@ def _sync_folder(path: Path) -> None:
     Files(path).sync_folder("")
 
 
-# Replace a checkpoint of the same name: the old one stands aside until the new one is committed.
-
-ASIDE_MARK = ".aside-"
-
-
-def _set_aside(path: Path) -> Path | None:
-    """Rename a committed checkpoint, so that a new save can't destroy it; return its new path."""
-    if not (path / MANIFEST_FILE_NAME).is_file():
-        return None
-    aside = path.with_name(f".{path.name}{ASIDE_MARK}{secrets.token_hex(4)}")
-    path.rename(aside)
-    return aside
-
-
-def _shown(path: Path) -> Path:
-    """Put a checkpoint that stands aside back in its place; return its path."""
-    if ASIDE_MARK not in path.name:
-        return path
-    final = path.with_name(path.name[1:].partition(ASIDE_MARK)[0])
-    if final.exists():
-        # What is there now was never committed, or is damaged.
-        _remove(final)
-    path.rename(final)
-    _sync_folder(final.parent)
+def _show(path: Path) -> Path:
+    """Give a committed checkpoint its name, in place of another one; return its path."""
+    final = _final_of(path)
+    # Another process that looked for the newest checkpoint may have renamed it just now.
+    if final != path and path.exists():
+        if final.exists():
+            _remove(final)
+        path.rename(final)
+        _sync_folder(final.parent)
     return final
 
 
@@ -268,14 +264,7 @@ def commit_checkpoints(trainer: Any) -> Any:
     the commit of the newer checkpoint.
     """
     library = library_of(trainer, otherwise="commit its folders with commit_folder")
-    if library == "transformers":
-        if trainer.args.save_on_each_node:
-            raise ValueError("save_on_each_node writes folders that the first rank can't commit")
-        add_callback(trainer, _HuggingFaceCommits)
-    elif library == "accelerate":
-        trainer.save_state = _AcceleratorSaves(trainer)
-    else:
-        trainer.strategy.checkpoint_io = committing_io(trainer.strategy.checkpoint_io)
+    COMMITS[library](trainer)
     return trainer
 
 
@@ -317,22 +306,20 @@ def add_callback(trainer: Any, methods: type, *args: Any) -> None:
         trainer.callbacks.append(callback)
 
 
-def _interface(instance: Any, name: str) -> type:
-    """Return a base class of an object of a library that is not imported here."""
-    return next(one for one in type(instance).__mro__ if one.__name__ == name)
-
-
 def _with_methods(name: str, base: type, methods: type) -> Any:
     """Return a class with the interface of a library, and the methods of one of ours."""
     return type(name, (methods, base), {})
 
 
 class _HuggingFaceCommits:
-    """Commits after each save; a folder that would be written again stands aside meanwhile."""
+    """Commits after each save; an older checkpoint of its name is hidden meanwhile."""
 
-    def __init__(self) -> None:
-        self._aside: Path | None = None
+    def __init__(self, trainer: Any) -> None:
+        if trainer.args.save_on_each_node:
+            raise ValueError("save_on_each_node writes folders that the first rank can't commit")
         self._limit: int | None = None
+        self._save = trainer.save_model
+        trainer.save_model = self._save_model
 
     @functools.cached_property
     def _ranks(self) -> Ranks:
@@ -356,25 +343,13 @@ class _HuggingFaceCommits:
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         args.save_total_limit = self._limit
-        self._put_back()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        path = _checkpoint_of(args, state)
-        # One process can't know here whether it will save; several meet only where they do.
-        if self._ranks.size == 1 or control.should_save:
-            self._aside = self._ranks.agree(lambda: _set_aside(path)) or self._aside
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.on_step_end(args, state, control)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
-        """Put the checkpoint of the last step back, if it was not saved again."""
-        if self._aside is not None and self._aside.exists():
-            _shown(self._aside)
-        self._aside = None
+    def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the first files of a checkpoint, or those that the user asks for."""
+        if _internal_call and output_dir is not None:
+            # A kill in the middle of the save must leave the older one.
+            self._ranks.agree(lambda: _hide(Path(output_dir)))
+        self._save(output_dir, _internal_call)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Every rank has written its part when the first one begins to hash.
@@ -382,7 +357,7 @@ class _HuggingFaceCommits:
         self._ranks.agree(lambda: self._commit(args, state))
 
     def _commit(self, args: Any, state: Any) -> None:
-        path = _checkpoint_of(args, state)
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}")
         commit_folder(path)
         _sweep(path)
         best = state.best_model_checkpoint
@@ -390,58 +365,50 @@ class _HuggingFaceCommits:
         _keep_newest(folders, self._limit, keep=None if best is None else Path(best))
 
 
-def _checkpoint_of(args: Any, state: Any) -> Path:
-    return Path(args.output_dir, f"checkpoint-{state.global_step}")
+def _hide(path: Path) -> None:
+    """Rename a committed checkpoint, so that a new save can't destroy it."""
+    if (path / MANIFEST_FILE_NAME).is_file():
+        path.rename(_hidden(path))
 
 
-class _AcceleratorSaves:
-    """Replaces `save_state`: writes under another name, commits, and renames."""
+def _commit_accelerator(accelerator: Any) -> None:
+    """Replace `save_state`: write under another name, commit, and rename."""
+    save: Callable[..., str] = accelerator.save_state
+    configuration = accelerator.project_configuration
+    # Accelerate would delete older checkpoints before it writes the new one.
+    limit = configuration.total_limit
+    configuration.total_limit = None
+    ranks = Ranks.on_the_host()
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        self._save: Callable[..., str] = accelerator.save_state
-        self._configuration = accelerator.project_configuration
-        # Accelerate would delete older checkpoints before it writes the new one.
-        self._limit = self._configuration.total_limit
-        self._configuration.total_limit = None
-        self._ranks = Ranks.on_the_host()
-
-    def __call__(self, output_dir: str | None = None, *args: Any, **options: Any) -> str:
-        ranks = self._ranks
-        if self._configuration.automatic_checkpoint_naming:
-            written = Path(self._save(output_dir, *args, **options))
-            ranks.all_do(lambda: None)
-            ranks.agree(lambda: self._commit_automatic(written))
-            return str(written)
-        if output_dir is None:
+    def save_state(output_dir: str | None = None, *args: Any, **options: Any) -> str:
+        names = configuration.automatic_checkpoint_naming
+        if output_dir is None and not names:
             raise ValueError("save_state needs a folder, unless automatic_checkpoint_naming is on")
+        place = output_dir
+        if output_dir is not None and not names:
+            final = Path(output_dir)
+            place = ranks.agree(lambda: str(_hidden(final)))
+        written = ranks.all_do(lambda: save(place, *args, **options))
+        return ranks.agree(lambda: commit(Path(written), names))
 
-        final = Path(output_dir)
-        token = ranks.agree(lambda: secrets.token_hex(4))
-        staged = final.with_name(f".{final.name}.partial-{token}")
-        ranks.all_do(lambda: self._save(str(staged), *args, **options))
-        ranks.agree(lambda: self._rename(staged, final))
+    def commit(written: Path, names: bool) -> str:
+        commit_folder(written)
+        final = _show(written)
+        _sweep(final)
+        if names:
+            _keep_newest([one for one in final.parent.glob("checkpoint_*") if one.is_dir()], limit)
         return str(final)
 
-    def _commit_automatic(self, written: Path) -> None:
-        commit_folder(written)
-        _sweep(written)
-        folders = [one for one in written.parent.glob("checkpoint_*") if one.is_dir()]
-        _keep_newest(folders, self._limit)
+    accelerator.save_state = save_state
 
-    def _rename(self, staged: Path, final: Path) -> None:
-        commit_folder(staged)
-        _set_aside(final)
-        if final.exists():
-            _remove(final)
-        staged.rename(final)
-        _sync_folder(final.parent)
-        _sweep(final)
+
+def _commit_lightning(trainer: Any) -> None:
+    trainer.strategy.checkpoint_io = committing_io(trainer.strategy.checkpoint_io)
 
 
 def committing_io(base: Any) -> Any:
     """Return a CheckpointIO that writes through `base`, and commits."""
-    interface = _interface(base, "CheckpointIO")
+    interface = next(one for one in type(base).__mro__ if one.__name__ == "CheckpointIO")
     return _with_methods("CommittingCheckpointIO", interface, _LightningCommits)(base)
 
 
@@ -456,7 +423,7 @@ class _LightningCommits:
             raise ValueError(f"{path} is no local path: only local checkpoints are committed")
         final = Path(path)
         final.parent.mkdir(parents=True, exist_ok=True)
-        staged = final.with_name(f".{final.name}.partial-{secrets.token_hex(4)}")
+        staged = _hidden(final)
         self._base.save_checkpoint(checkpoint, str(staged), storage_options=storage_options)
         commit_file(staged, final)
 
@@ -474,12 +441,17 @@ class _LightningCommits:
         self._base.teardown()
 
 
+COMMITS: dict[str, Callable[[Any], None]] = {
+    "transformers": lambda trainer: add_callback(trainer, _HuggingFaceCommits, trainer),
+    "accelerate": _commit_accelerator,
+    "lightning": _commit_lightning,
+}
+
+
 # Record the journal of other trainers, and stop at a loss spike.
 
 
-def record_training(
-    trainer: Any, folder: str | os.PathLike[str], *, watch: SpikeConfig | None = None
-) -> Any:
+def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None = None) -> Any:
     """Write the journal of a Trainer of Hugging Face or Lightning, or of an Accelerator's loop.
 
     The journal has the loss of each step, and of Hugging Face's Trainer the losses that it logs: of
@@ -502,60 +474,36 @@ class _Record:
     """The journal of a training, and the watchdog over its losses."""
 
     def __init__(self, folder: Path, watch: SpikeConfig | None) -> None:
-        self.folder = folder
-        is_off = watch is None or watch.action == "none"
-        self._watchdog = None if is_off else SpikeWatchdog(watch)
-        self._journal: Journal | None = None
+        self._folder = folder
+        self._watchdog = SpikeWatchdog(watch or SpikeConfig(action="none"))
+        # The journal, from the first step to the end of a training.
+        self.journal: Any = None
 
     def begin(self, step: int, *, rank: int, config: dict[str, Any]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._journal = Journal(self.folder, rank=rank)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.journal = Journal(self._folder, rank=rank)
         facts = {"config": config}
-        if self._journal.empty:
-            self._journal.start(facts=facts)
+        if self.journal.empty:
+            self.journal.start(facts=facts)
         else:
-            self._journal.resume(step, facts=facts)
+            self.journal.resume(step, facts=facts)
 
-    @property
-    def has_begun(self) -> bool:
-        return self._journal is not None
+    def step(self, step: int, loss: float, rate: float, norm: float | None) -> str | None:
+        """Record a step; return the reason if its loss completes a spike that ends the training."""
+        self.journal.step(step, loss=loss, learning_rate=rate, grad_norm=norm)
+        config = self._watchdog.config
+        spike = None if config.action == "none" else self._watchdog.observe(step, loss)
+        if spike is None:
+            return None
+        self.journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
+        logger.warning("%s", spike.words)
+        return spike.words if config.rolls_back else None
 
-    def saved(self, step: int, checkpoint: str) -> None:
-        """Record a checkpoint, by which a resume finds its step."""
-        assert self._journal is not None
-        self._journal.write("save", step=step, checkpoint=checkpoint)
-
-    def step_of(self, checkpoint: str) -> int | None:
-        """Return the step at which this checkpoint was recorded the last time."""
-        found = None
-        if journal_path(self.folder).is_file():
-            for event in JournalReading(self.folder):
-                if event.kind == "save" and event.facts.get("checkpoint") == checkpoint:
-                    found = event.step
-        return found
-
-    def step(self, step: int, loss: float, rate: float, norm: float | None) -> Spike | None:
-        """Record a step; return the spike if its loss completes one that ends the training."""
-        assert self._journal is not None
-        self._journal.step(step, loss=loss, learning_rate=rate, grad_norm=norm)
-        spike = None if self._watchdog is None else self._watchdog.observe(step, loss)
-        if spike is not None:
-            self._journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
-            logger.warning("%s", spike.words)
-        ends = self._watchdog is not None and self._watchdog.config.action == "rollback"
-        return spike if ends else None
-
-    def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record what an evaluation has measured."""
-        assert self._journal is not None
-        for name, value in metrics.items():
-            self._journal.write("eval", step=step, metric=name, value=float(value))
-
-    def end(self, step: int, reason: str) -> None:
-        if self._journal is not None:
-            self._journal.write("stop", step=step, reason=reason)
-            self._journal.close()
-        self._journal = None
+    def end(self, step: int, reason: str | None) -> None:
+        if self.journal is not None:
+            self.journal.write("stop", step=step, reason=reason or "steps")
+            self.journal.close()
+        self.journal = None
 
 
 class _HuggingFaceJournal:
@@ -563,7 +511,7 @@ class _HuggingFaceJournal:
 
     def __init__(self, record: _Record) -> None:
         self._record = record
-        self._reason = "steps"
+        self._reason: str | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         rank = 0 if state.is_world_process_zero else 1
@@ -572,15 +520,17 @@ class _HuggingFaceJournal:
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step = state.global_step
         if "loss" in logs:
-            loss, rate = float(logs["loss"]), float(logs.get("learning_rate", 0.0))
             norm = logs.get("grad_norm")
-            spike = self._record.step(step, loss, rate, None if norm is None else float(norm))
-            if spike is not None:
-                self._reason = spike.words
-                control.should_training_stop = True
-        evaluated = {name: value for name, value in logs.items() if name == "eval_loss"}
-        if evaluated:
-            self._record.measured(step, evaluated)
+            self._reason = self._reason or self._record.step(
+                step,
+                float(logs["loss"]),
+                float(logs.get("learning_rate", 0.0)),
+                None if norm is None else float(norm),
+            )
+            control.should_training_stop |= self._reason is not None
+        if "eval_loss" in logs:
+            value = float(logs["eval_loss"])
+            self._record.journal.write("eval", step=step, metric="eval_loss", value=value)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._record.end(state.global_step, self._reason)
@@ -591,7 +541,7 @@ class _LightningJournal:
 
     def __init__(self, record: _Record) -> None:
         self._record = record
-        self._reason = "steps"
+        self._reason: str | None = None
         self._seen = 0
         self._loss: Any = 0.0
 
@@ -603,36 +553,32 @@ class _LightningJournal:
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        step = trainer.global_step
         own = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if own is None:
             return
         # Lightning has divided the loss by the number of batches of the step.
         self._loss = own.detach() + self._loss
-        if step == self._seen:
+        if trainer.global_step == self._seen:
             return
-        self._seen = step
+        self._seen = trainer.global_step
         loss = self._loss
         self._loss = 0.0
         if trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
-        spike = self._record.step(
-            step, float(loss), trainer.optimizers[0].param_groups[0]["lr"], None
-        )
-        if spike is not None:
-            self._reason = spike.words
-            trainer.should_stop = True
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self._reason = self._record.step(self._seen, float(loss), rate, None)
+        trainer.should_stop |= self._reason is not None
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self._record.end(trainer.global_step, self._reason)
 
 
-class _AcceleratorJournal:
-    """Records the loss of each optimizer step of a loop that trains with an Accelerator.
+# Accelerate counts no steps, so its checkpoints hold their number in this file.
+STEP_FILE_NAME = "journal_step.json"
 
-    Accelerate counts no steps: after `load_state` they continue from the step at which the journal
-    has this checkpoint.
-    """
+
+class _AcceleratorJournal:
+    """Records the loss of each optimizer step of a loop that trains with an Accelerator."""
 
     def __init__(self, accelerator: Any, record: _Record) -> None:
         if accelerator.state.deepspeed_plugin is not None:
@@ -643,11 +589,11 @@ class _AcceleratorJournal:
         self._loss: Any = None
         self._norm: Any = None
         self._has_hook = False
+        accelerator.register_save_state_pre_hook(self._save)
+        accelerator.register_load_state_pre_hook(self._load)
         replaced: dict[str, Callable[..., Any]] = {
             "backward": self._backward,
             "clip_grad_norm_": self._clip,
-            "save_state": self._save,
-            "load_state": self._load,
             "end_training": self._end,
         }
         for name, function in replaced.items():
@@ -678,15 +624,15 @@ class _AcceleratorJournal:
         self._step += 1
         norm = None if self._norm is None else float(self._norm)
         rate = float(optimizer.param_groups[0]["lr"])
-        spike = self._record.step(self._step, float(loss), rate, norm)
+        reason = self._record.step(self._step, float(loss), rate, norm)
         self._loss = None
         self._norm = None
-        if spike is not None:
-            self._record.end(self._step, spike.words)
-            raise RunError(f"{spike.words}: start again from an older checkpoint")
+        if reason is not None:
+            self._record.end(self._step, reason)
+            raise RunError(f"{reason}: start again from an older checkpoint")
 
     def _begin(self) -> None:
-        if not self._record.has_begun:
+        if self._record.journal is None:
             accelerator = self._accelerator
             config = {
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
@@ -694,38 +640,25 @@ class _AcceleratorJournal:
             }
             self._record.begin(self._step, rank=accelerator.process_index, config=config)
 
-    def _save(self, save: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        written = save(*args, **options)
+    def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._begin()
-        self._record.saved(self._step, _checkpoint_name(written))
-        return written
+        place = Path(folder).resolve()
+        if self._accelerator.is_main_process:
+            (place / STEP_FILE_NAME).write_text(json.dumps(self._step))
+        self._record.journal.write("save", step=self._step, checkpoint=str(_final_of(place)))
 
-    def _load(
-        self, load: Callable[..., Any], input_dir: str | None = None, *args: Any, **options: Any
-    ) -> Any:
-        loaded = load(input_dir, *args, **options)
-        step = None
-        if input_dir is not None:
-            step = self._record.step_of(_checkpoint_name(input_dir))
-        if step is None:
-            logger.warning("the journal has no save of %s: its steps count on", input_dir)
+    def _load(self, models: Any, folder: str) -> None:
+        """Go on from the step that a state was saved at."""
+        found = Path(folder, STEP_FILE_NAME)
+        if found.is_file():
+            self._step = int(json.loads(found.read_text()))
         else:
-            self._step = step
+            logger.warning("%s was saved without a journal: its steps count on", folder)
         self._record.end(self._step, "another state is loaded")
-        return loaded
 
     def _end(self, end: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._record.end(self._step, "steps")
+        self._record.end(self._step, None)
         return end(*args, **options)
-
-
-def _checkpoint_name(path: Any) -> str:
-    """Return the full path of a checkpoint, also while it is written under another name."""
-    found = Path(path).resolve()
-    return str(found.with_name(PARTIAL_NAME_PATTERN.sub(r"\1", found.name)))
-
-
-PARTIAL_NAME_PATTERN = re.compile(r"\.(.+)\.partial-[0-9a-f]{8}")
 
 
 JOURNALS = {"transformers": _HuggingFaceJournal, "lightning": _LightningJournal}

@@ -1,0 +1,110 @@
+"""Torch's own state dicts restore most trainings; what they do not is why ours exist.
+
+A case that passes with a new torch is one that `curry_train.runs.state` need no longer handle.
+
+python -m pytest -m long tests/runs/test_torch_state.py
+"""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from store_models import WIDTH, equal, network, new_state, tensors_of, train
+from test_state import Tied, frozen
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:torch.distributed is"),
+    pytest.mark.filterwarnings("ignore:.*_get_pg_default_device"),
+]
+
+
+class Unused(nn.Sequential):
+    """A network with a layer that gets no gradient."""
+
+    def __init__(self):
+        super().__init__(network(), nn.Linear(2, 2))
+
+    def forward(self, x):
+        return self[0](x)
+
+
+class Quantised(nn.Linear):
+    """A layer whose state has an entry that is no attribute, as of a quantised weight."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 4)
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, _: state.update({f"{prefix}weight.scale": torch.ones(1)})
+        )
+
+
+class OwnKey(torch.optim.SGD):
+    """An optimizer with state of no parameter."""
+
+    def step(self, closure=None):
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def float32_moments(state):
+    for entry in state.optimizers[0].state.values():
+        entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
+
+
+def several(parameters):
+    return [torch.optim.AdamW(parameters[:2]), torch.optim.SGD(parameters[2:], momentum=0.9)]
+
+
+# Model, optimizers, steps before the save, and whether torch's restore all of it, or its error.
+CASES = {
+    "plain": (network, torch.optim.AdamW, 2, True),
+    "tied": (Tied, torch.optim.AdamW, 2, True),
+    "frozen": (frozen, torch.optim.AdamW, 2, True),
+    "compiled": (lambda: torch.compile(network(), backend="eager"), torch.optim.AdamW, 2, True),
+    "several optimizers": (network, several, 2, True),
+    "adafactor": (network, torch.optim.Adafactor, 2, True),
+    "no state yet": (network, torch.optim.AdamW, 0, False),
+    "parameters without gradient": (Unused, torch.optim.AdamW, 2, dcp.api.CheckpointException),
+    "float32 moments": (lambda: network().to(torch.bfloat16), torch.optim.AdamW, 2, False),
+    "quantised": (lambda: nn.Sequential(Quantised()), torch.optim.AdamW, 2, AttributeError),
+    "state of no parameter": (network, OwnKey, 2, KeyError),
+    "closure": (network, torch.optim.LBFGS, 0, TypeError),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_restores_what_the_table_says(name, tmp_path):
+    build, optimizers, steps, outcome = CASES[name]
+
+    def make(seed):
+        state = new_state(seed, build=build)
+        state.parts.clear()
+        made = optimizers([one for one in state.model.parameters() if one.requires_grad])
+        state.optimizers = made if isinstance(made, list) else [made]
+        return state
+
+    def restored():
+        state, other = make(0), make(1)
+        if name == "float32 moments":
+            state.model.register_forward_pre_hook(lambda _, given: (given[0].bfloat16(),))
+        train(state, steps)
+        if name == "float32 moments":
+            float32_moments(state)
+        expected = tensors_of(state)
+        dcp.save(
+            dict(enumerate(get_state_dict(state.model, state.optimizers))), checkpoint_id=tmp_path
+        )
+        found = dict(enumerate(get_state_dict(other.model, other.optimizers)))
+        dcp.load(found, checkpoint_id=tmp_path)
+        set_state_dict(
+            other.model, other.optimizers, model_state_dict=found[0], optim_state_dict=found[1]
+        )
+        return equal(tensors_of(other), expected)
+
+    if isinstance(outcome, bool):
+        assert restored() is outcome
+    else:
+        with pytest.raises(outcome):
+            restored()
