@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from warm_python import warm_python
 
 import curry_train
@@ -192,6 +193,31 @@ def check_recomputes_with(change, times=2):
         change(module, blocks="layers.*")
         case.workload.mean_loss(module, case.batch()).backward()
     assert names.found == ["flash_attention"] * times + ["flash_attention_backward"]
+
+
+class CheckpointedInside(nn.Module):
+    """A model that calls torch's checkpoint itself, around a block with a norm and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.RMSNorm(64), nn.Linear(64, 192)
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+    def block(self, x):
+        heads = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def test_a_checkpoint_in_the_users_model_recomputes_the_same_kernels():
+    def loss(module, batch):
+        return module(batch).float().sum()
+
+    workload = Workload("inside", CheckpointedInside, lambda size: torch.randn(size, 8, 64), loss)
+    with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch, Names() as names:
+        sketch.step(2)
+    assert names.found == ["flash_attention"] * 2 + ["flash_attention_backward"]
 
 
 class Notes(TorchFunctionMode):

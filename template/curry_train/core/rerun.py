@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -115,6 +116,15 @@ def function_modes_as(modes: list[TorchFunctionMode]) -> Iterator[None]:
             if not any(mode is other for other in now):
                 stack.enter_context(mode.device if isinstance(mode, DeviceContext) else mode)
         yield
+
+
+def run_backward(value: Tensor, gradient: Tensor | None = None) -> None:
+    """Run backward with the function modes that are active, in a user's own recomputation too.
+
+    Called with a tensor, torch hands backward to the modes and runs it without them. An edge of the
+    graph is no tensor.
+    """
+    torch.autograd.backward(get_gradient_edge(value), gradient)
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[_NormBase]:

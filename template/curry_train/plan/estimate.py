@@ -31,7 +31,7 @@ from ..core.measure import (
     OperationMode,
     tensors_in,
 )
-from ..core.rerun import unwatched
+from ..core.rerun import run_backward, unwatched
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
@@ -100,7 +100,7 @@ def needs_rehearsal(case: Case) -> bool:
         before = random.getstate()
         loss = case.workload.mean_loss(module, batch)
         if loss.requires_grad:
-            loss.sum().backward()
+            run_backward(loss.sum())
         del loss
         drawn = random.getstate() != before
 

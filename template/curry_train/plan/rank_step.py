@@ -36,6 +36,7 @@ from ..core.measure import (
     divide,
     local_tensors,
 )
+from ..core.rerun import run_backward
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
 from .profiler import (
@@ -210,7 +211,7 @@ def _run_microbatch(program: RankProgram, loss: Loss, *, syncs: bool) -> None:
     if switch is not None:
         switch(syncs)
     with contextlib.nullcontext() if syncs or switch is not None else no_sync():
-        loss(called, program.batch).backward()
+        run_backward(loss(called, program.batch))
     if switch is not None:
         switch(True)
 

@@ -22,6 +22,7 @@ from ..core.measure import (
     divide,
     tensors_in,
 )
+from ..core.rerun import run_backward
 from ..primitives.grad_accum import StepInBackward
 from ..workloads.optimizers import SteppedOnHost
 from .optimizers import copy_optimizer, copy_steps, take_eagerly
@@ -196,7 +197,7 @@ def run_recorded_step(
         record.end_phase()
     with torch.no_grad():
         start = torch.ones_like(value)
-    value.backward(start)
+    run_backward(value, start)
     del start
 
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
