@@ -235,6 +235,31 @@ def check_recomputes_with(change, times=2):
     assert names.found == ["flash_attention"] * times + ["flash_attention_backward"]
 
 
+class CheckpointedInside(nn.Module):
+    """A model that calls torch's checkpoint itself, around a block with a norm and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.RMSNorm(64), nn.Linear(64, 192)
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+    def block(self, x):
+        heads = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def test_a_checkpoint_in_the_users_model_recomputes_the_same_kernels():
+    def loss(module, batch):
+        return module(batch).float().sum()
+
+    workload = Workload("inside", CheckpointedInside, lambda size: torch.randn(size, 8, 64), loss)
+    with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch, Names() as names:
+        sketch.step(2)
+    assert names.found == ["flash_attention"] * 2 + ["flash_attention_backward"]
+
+
 class Notes(TorchFunctionMode):
     """A function mode of the user."""
 

@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded
 from ..core.measure import local_tensors
-from ..core.rerun import function_modes
 from ..core.wording import format_bytes
+from ..primitives.rerun import function_modes
 from ..workloads.optimizers import SteppedOnHost
 from ..workloads.workload import Case, map_tensors
 from .optimizers import ValuesInSteps, capturable_anywhere, in_modes, take_eagerly
