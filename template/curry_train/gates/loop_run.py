@@ -151,11 +151,12 @@ def run_watched(
     watch: Callable[[Callable[[], None], Callable[[Found], NoReturn]], None],
     *,
     writes_to: str | None = None,
+    saves: bool = False,
 ) -> NoReturn:
     """Run a script or trainer by `watch(run, end)` in this process, and end it.
 
     `end` writes what was found to the file `result`. Changed files are put back, except in
-    the folder `writes_to`.
+    the folder `writes_to`. Torch's functions that save do nothing, unless it `saves`.
     """
     files = ChangedFiles(*filter(None, [writes_to]))
 
@@ -169,7 +170,8 @@ def run_watched(
 
     run = _script if kind == "script" else _trainer
     try:
-        with files.noticed(), _nothing_saved(), _steps_noted(_progress(Path(result))):
+        saved = contextlib.nullcontext() if saves else _nothing_saved()
+        with files.noticed(), saved, _steps_noted(_progress(Path(result))):
             watch(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
