@@ -56,12 +56,6 @@ def replay_command(
     difference = found["difference"]
     lines = [f"step {facts.step} of the box: {facts.reason}", difference or _equal(facts, first)]
     lines += [f"  note: {note}" for note in first["notes"]]
-    if first["machine"] != facts.machine:
-        pairs = [
-            f"{name} {one}, here {first['machine'].get(name)}"
-            for name, one in facts.machine.items()
-        ]
-        lines.append(f"  note: the run had {'; '.join(pairs)}")
     lines += describe(found["step"], first)
     for line in lines:
         click.echo(fill_screen(line, indent="    "))

@@ -63,8 +63,6 @@ class BoxFacts:
     world_size: int
     # The command line of the run. It is shown, and never run.
     program: str
-    # Versions and kernels, on which the last bits depend.
-    machine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -128,7 +126,6 @@ class Boxes:
                 parameters,
                 self._ranks.size,
                 shlex.join([sys.argv[0], *(["--", *sys.argv[1:]] if sys.argv[1:] else [])]),
-                machine_of(self._state),
             )
             self._ranks.agree(lambda: self._commit(part, f"{FOLDER}/{name}", facts))
         except (OSError, RunError, ValueError) as error:
@@ -216,13 +213,6 @@ def digest_of(state: TrainingState) -> str:
     """Return one digest of all parameters; every rank has to call this."""
     digests = [digest(one) for one in state.model.parameters()]
     return digest(torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8))
-
-
-def machine_of(state: TrainingState) -> dict[str, Any]:
-    device = next((one.device for one in state.model.parameters()), torch.device("cpu"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    kernels = torch.backends.cpu.get_cpu_capability()
-    return {"torch": torch.__version__, "device": name, "kernels of the CPU": kernels}
 
 
 # Read a box, which somebody else may have forged.

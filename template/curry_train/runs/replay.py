@@ -26,7 +26,7 @@ from ..core.digest import digest, is_plain
 from ..core.generators import same_state
 from ..core.measure import backward_node
 from ..core.rerun import unwatched
-from .box import BoxFacts, digest_of, machine_of, read_facts, read_rank
+from .box import BoxFacts, digest_of, read_facts, read_rank
 from .fingerprints import _leaves, _users_line
 from .optimizer_state import bare_name
 from .policy import with_infinite_sum
@@ -140,7 +140,6 @@ class Replay:
         by_design = set() if good is None else good.sources.keys()
         origins = [one for key, one in bad.sources.items() if key not in by_design]
         self.found |= {
-            "machine": machine_of(self._state),
             "reason": reason,
             "operations": bad.operations,
             "origin": next(iter(origins), None),
