@@ -119,7 +119,7 @@ class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(WIDTH * LENGTH, 32), nn.Tanh(), nn.Linear(32, WIDTH), nn.ReLU()
+            nn.Flatten(), nn.Linear(WIDTH * LENGTH, 32), nn.SiLU(), nn.Linear(32, WIDTH), nn.ReLU()
         )
         self.head = nn.Linear(WIDTH, CLASSES)
 
@@ -191,6 +191,10 @@ def growing(x: Tensor) -> Tensor:
     return x * 400
 
 
+def shifted(x: Tensor) -> Tensor:
+    return x - 900 * x.detach().sign()
+
+
 def clock(x: Tensor) -> Tensor:
     return x * (1 + time.time_ns() % 9973 / 1e6)
 
@@ -223,6 +227,7 @@ FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "half": (half, "forward", "aten._to_copy"),
     "matrix": (matrix, "forward", "aten."),
     "growing": (growing, "spike", ""),
+    "shifted": (shifted, "spike", ""),
 }
 CHANGING: dict[str, Callable[[Tensor], Tensor]] = {
     "clock": clock,
@@ -248,7 +253,10 @@ def build(name: str, fault: str, seed: int) -> tuple[nn.Module, Fault, str]:
     planted = Fault(change, always=fault in CHANGING)
     torch.manual_seed(seed)
     model = make()
-    return model, planted, plant(model, places[seed % len(places)], planted)
+    # Behind the last place no norm takes the size away, so that the loss is a spike.
+    is_spike = FAULTS.get(fault, (None, ""))[1] == "spike"
+    place = places[-1] if is_spike else places[seed % len(places)]
+    return model, planted, plant(model, place, planted)
 
 
 def main(name: str, fault: str, seed: str) -> None:

@@ -136,38 +136,46 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
 
 def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
     """Return the parts that differ in the first step that is not equal, each with a text."""
-    for number, found in enumerate(resumed):
-        expected = straight[begun + number]
+    expected = straight[begun:]
+    for number, (was, now) in enumerate(zip(expected, resumed, strict=False)):
         parts = {
-            part: _text(part, straight, resumed, begun, number)
+            part: _difference(part, was[part], now[part])
             for part in PARTS
-            if found[part] != expected[part]
+            if was[part] != now[part]
         }
-        if not parts and found["after"] != expected["after"]:
-            parts["result"] = "its result, with all else equal: a value that is in no state_dict"
-        if parts:
-            step = begun + number + 1
-            return {part: f"{text} (step {step})" for part, text in parts.items()}
+        if not parts and was["after"] != now["after"]:
+            parts["result"] = "another one, with all else equal: some value is in no state_dict"
+        if not parts:
+            continue
+        earlier = straight[: begun + number]
+        again = [
+            step for step, one in enumerate(earlier, 1) if one["data order"] == now["data order"]
+        ]
+        if "data order" in parts and again:
+            parts["data order"] = f"batch {again[-1]} came again"
+        texts = {part: f"{text} (step {begun + number + 1})" for part, text in parts.items()}
+        if "scheduler" in parts and (rate := _rate(expected, resumed, begun)):
+            texts["scheduler"] = rate
+        return texts
     return {}
 
 
-def _text(part: str, straight: Steps, resumed: Steps, begun: int, number: int) -> str:
-    now = resumed[number][part]
-    was = straight[begun + number][part]
+def _difference(part: str, was: Any, now: Any) -> str:
     if part == "data order":
-        earlier = [step for step, one in enumerate(straight[: begun + number]) if one[part] == now]
-        return f"batch {earlier[-1] + 1} came again" if earlier else "another batch"
-    if part == "scheduler":
-        for later, one in enumerate(resumed[number:], start=begun + number):
-            pairs = zip(one["rates"], straight[later]["rates"], strict=True)
-            for rate, right in pairs:
-                if rate != right:
-                    return f"rate {rate:.3g}, not {right:.3g}, in step {later + 1}"
+        return "another batch"
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if part in ("scheduler", "scaler"):
-        return ", ".join(f"{key} {now.get(key)}, not {was.get(key)}" for key in keys[:2])
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"{keys[0]}{more}"
+        return f"{keys[0]} {now.get(keys[0])}, not {was.get(keys[0])}"
+    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+
+
+def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
+    """Describe the first learning rate that differs."""
+    for number, steps in enumerate(zip(expected, resumed, strict=False), start=begun + 1):
+        for was, now in zip(*(step["rates"] for step in steps), strict=True):
+            if was != now:
+                return f"rate {now:.3g}, not {was:.3g} (step {number})"
+    return None
 
 
 # What a process does.

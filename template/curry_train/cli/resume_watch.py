@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.digest import digest
 from ..core.generators import generator_states, set_generator_states
-from ..runs.optimizer_state import bare_name
 
 PARTS = ("data order", "model", "optimizer", "scheduler", "scaler", "generators")
 
@@ -55,10 +54,10 @@ class StateWatch:
             # The parent process has let another process write it.
             self.fresh = torch.load(fresh, weights_only=False)
         self._now: dict[str, Any] = {}
+        self._is_begun = False
         self._depth = 0
         self._stepping = 0
         self._roots: list[nn.Module] = []
-        self._names: dict[int, str] = {}
         kinds = (Optimizer, LRScheduler, torch.amp.GradScaler)
         self._made: dict[type, list[Any]] = {kind: [] for kind in kinds}
 
@@ -111,6 +110,7 @@ class StateWatch:
         return run
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
+        self._take_or_withhold()
         if not any(root is one for one in self._roots):
             self._add(root)
         now = self._begun()
@@ -130,12 +130,8 @@ class StateWatch:
         return changed
 
     def _add(self, root: nn.Module) -> None:
-        """Name the tensors of a model at its first call, and take or withhold its state."""
-        is_first = not self._roots and not self.steps
-        prefix = f"model-{len(self._roots)}." if self._roots else ""
+        """Take or withhold the state of a model at its first call."""
         self._roots.append(root)
-        for name, one in root.named_parameters():
-            self._names.setdefault(id(one), prefix + bare_name(root, name))
         tensors = list(root.state_dict(keep_vars=True).values())
         if self.mode == "straight":
             self.fresh["model"].append([one.detach().clone() for one in tensors])
@@ -143,10 +139,12 @@ class StateWatch:
             with torch.no_grad():
                 for one, kept in zip(tensors, self.fresh["model"].pop(0), strict=True):
                     one.copy_(kept)
-        if is_first:
-            self._take_or_withhold()
 
     def _take_or_withhold(self) -> None:
+        """Take or withhold all but the model, once, before anything of the first step is noted."""
+        if self._is_begun:
+            return
+        self._is_begun = True
         schedulers = self._made[LRScheduler]
         scalers = self._scalers()
         if self.mode == "straight":
@@ -170,13 +168,13 @@ class StateWatch:
 
     def _begun(self) -> dict[str, Any]:
         """Return the notes of this step, which its first forward pass begins."""
-        if not self._now:
+        if "model" not in self._now:
             generators = {
                 # The bytes of a pickled tensor are not always the same.
                 name: _hash(pickle.dumps(one.numpy() if isinstance(one, Tensor) else one))
                 for name, one in generator_states().items()
             }
-            self._now = {"data order": [], "model": self._model(), "generators": generators}
+            self._now |= {"data order": [], "model": self._model(), "generators": generators}
         return self._now
 
     def _model(self) -> dict[str, str]:
@@ -193,29 +191,30 @@ class StateWatch:
         self._stepping += 1
         if self._stepping > 1:
             return
+        self._take_or_withhold()
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
         state = {
-            f"{key} of {self._names.get(id(parameter), 'a parameter')}": digest(value)
-            for parameter, values in optimizer.state.items()
-            for key, value in values.items()
+            f"{key} of parameter {number}": digest(value)
+            for number, parameter in enumerate(parameters)
+            for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        scales = [dict(one.state_dict()) for one in self._scalers()]
-        schedule = [_numbers(vars(one)) for one in self._made[LRScheduler]]
-        self._begun().update(
-            {
-                "optimizer": state,
-                "rates": rates,
-                "scheduler": {key: value for one in schedule for key, value in one.items()},
-                "scaler": {key: value for one in scales for key, value in one.items()},
-            }
-        )
+        schedule: list[dict[str, Any]] = [_numbers(vars(it)) for it in self._made[LRScheduler]]
+        scales: list[dict[str, Any]] = [dict(it.state_dict()) for it in self._scalers()]
+        # The forward pass may follow, in a closure of the optimizer.
+        self._now |= {
+            "optimizer": state,
+            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "scheduler": {key: value for values in schedule for key, value in values.items()},
+            "scaler": {key: value for values in scales for key, value in values.items()},
+        }
 
     def _after_step(self, *_: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
-        self.steps.append(self._now | {"after": self._model()})
+        without_model: dict[str, Any] = {"data order": [], "model": {}, "generators": {}}
+        self.steps.append(without_model | self._now | {"after": self._model()})
         self._now = {}
         if len(self.steps) == self.last:
             if self.mode == "straight":

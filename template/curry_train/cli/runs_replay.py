@@ -176,8 +176,9 @@ def describe(step: int, found: dict[str, Any]) -> list[str]:
     if grown["batch"] >= max(2.0, grown["gain"]):
         lines.append(f"  the input of the model is {three_digits(grown['batch'])} times as large")
     elif grown["gain"] >= 2:
-        sizes = f"up to {grown['output']:.4g}, before {grown['output before']:.4g}"
-        lines.append(f"  outputs of {grown['module'] or 'the model'} have grown: {sizes}")
+        before, now = grown["sizes"]
+        where = grown["module"] or "the model"
+        lines.append(f"  outputs of {where} have grown: up to {now:.4g}, before {before:.4g}")
     else:
         lines.append("  no module's outputs have grown: look at the targets of the batch")
     times = three_digits(grown["gradient"])

@@ -130,6 +130,8 @@ class Boxes:
             self._ranks.agree(lambda: self._commit(part, f"{FOLDER}/{name}", facts))
         except (OSError, RunError, ValueError) as error:
             logger.warning("step %d was not kept in a box: %s", step, error)
+            if self._ranks.first:
+                shutil.rmtree(self._files.path(part), ignore_errors=True)
             return
         if self._ranks.first:
             place = self._files.location(f"{FOLDER}/{name}")

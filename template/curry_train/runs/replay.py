@@ -301,20 +301,24 @@ def _digests(batch: Any) -> list[str]:
 def growth(good: StepRecord, bad: StepRecord) -> dict[str, Any]:
     """Name the module whose outputs have grown most against its inputs, and the largest gradient.
 
-    Of a module and its parts, which grow alike, the innermost is named.
+    Modules that hold this one grow as it does, so the innermost of those is named that have at
+    least half of the growth, in powers of ten.
     """
 
     def ratio(name: str, end: int) -> float:
-        return bad.sizes[name][end] / good.sizes[name][end] if good.sizes[name][end] else 1.0
+        before = good.sizes[name][end]
+        return bad.sizes[name][end] / before if before else 1.0
 
     common = [name for name in bad.sizes if name in good.sizes]
     gains = {name: ratio(name, 1) / (ratio(name, 0) or 1.0) for name in common}
-    most = max(gains.values(), default=1.0)
-    named = max(
-        (name for name in common if gains[name] > 0.7 * most),
-        key=lambda name: (name.count(".") + bool(name), gains[name]),
-        default="",
-    )
+    least = math.sqrt(max(gains.values(), default=1.0))
+    grown = [name for name in common if gains[name] >= least]
+    inner = [
+        name
+        for name in grown
+        if not any(one != name and one.startswith(f"{name}." if name else "") for one in grown)
+    ]
+    named = max(inner, key=lambda name: gains[name], default="")
     gradients = {
         name: norm / good.gradients[name]
         for name, norm in bad.gradients.items()
@@ -324,8 +328,7 @@ def growth(good: StepRecord, bad: StepRecord) -> dict[str, Any]:
     return {
         "module": named,
         "gain": gains.get(named, 1.0),
-        "output": bad.sizes.get(named, (0.0, 0.0))[1],
-        "output before": good.sizes.get(named, (0.0, 0.0))[1],
+        "sizes": [one.sizes.get(named, (0.0, 0.0))[1] for one in (good, bad)],
         "batch": ratio(common[-1], 0) if common else 1.0,
         "parameter": largest,
         "gradient": gradients.get(largest, 1.0),
