@@ -121,8 +121,8 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path,
     ("program", "words", "lacks"),
     [
         (HUGGING_FACE, ("--trainer", "program.py:make"), set()),
-        (LIGHTNING, ("--trainer", "program.py:make"), {"generators"}),
-        (ACCELERATE, ("--script", "program.py"), set()),
+        (LIGHTNING, ("--trainer", "program.py:make"), {"data order", "generators"}),
+        (ACCELERATE, ("--script", "program.py"), {"generators"}),
     ],
     ids=["transformers", "lightning", "accelerate"],
 )

@@ -224,6 +224,7 @@ class StateWatch:
 
 def _with_subclasses(kind: type) -> Iterator[type]:
     yield kind
+    one: type
     for one in kind.__subclasses__():
         yield from _with_subclasses(one)
 

@@ -166,22 +166,24 @@ class Boxes:
         return chosen.folder if chosen else None
 
     def _write_rank(self, part: str, step: int) -> None:
-        start = next((one for one in self._starts if one.step == step), None)
+        # After a rollback there may be an older one of the same step.
+        start = next((one for one in reversed(self._starts) if one.step == step), None)
         tensors = CollectedTensors()
         content: dict[str, Any] = {"batches": None, "generators": None}
-        if start is not None:
+        try:
+            if start is None:
+                raise ValueError("it began before this start of the process")
             generators = encode(start.generators, Place("the generators", "generators"), tensors)
             content["generators"] = generators
-            try:
-                if [versions_of(one) for one in start.batches] != start.versions:
-                    raise ValueError("the loop has changed it in place")
-                content["batches"] = encode(start.batches, Place("batch", "batch"), tensors)
-            except ValueError as error:
-                logger.warning(
-                    "the batch of step %d is not in its box: %s. A replay takes it from the "
-                    "script's own data",
-                    *(step, error),
-                )
+            if [versions_of(one) for one in start.batches] != start.versions:
+                raise ValueError("the loop has changed it in place")
+            content["batches"] = encode(start.batches, Place("batch", "batch"), tensors)
+        except ValueError as error:
+            logger.warning(
+                "the batch of step %d is not in its box: %s. A replay takes it from the script's "
+                "own data",
+                *(step, error),
+            )
         # A view would be written with all of its storage.
         content["tensors"] = {name: one.clone() for name, one in tensors.by_name.items()}
         data = readable(dump(content), MOST_BATCH_BYTES, "the batch of the step")

@@ -32,6 +32,7 @@ from .optimizer_state import bare_name
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
 from .ranks import RunError
+from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 
 # Options of `saving` in a replay.
@@ -63,8 +64,8 @@ class Replay:
         if self.facts.checkpoint is not None:
             kind = self.facts.checkpoint.partition("/")[0]
             (root / kind).symlink_to(Path(box, kind).absolute())
-        if (recoveries := Path(box, "recoveries.json")).is_file():
-            (root / recoveries.name).write_bytes(recoveries.read_bytes())
+        if (recoveries := Path(box, RECOVERIES_FILE_NAME)).is_file():
+            (root / recoveries.name).symlink_to(recoveries.absolute())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
