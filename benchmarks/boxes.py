@@ -127,22 +127,28 @@ def _is_named(case: Case, found: dict[str, Any]) -> bool:
 def main(num_each: int, times: int, json_path: str | None) -> None:
     """Count boxes that repeat and are named, and boxes that are said not to repeat."""
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, case in enumerate(cases(num_each), start=1):
         with tempfile.TemporaryDirectory(prefix="boxes-") as folder:
             row = replayed(case, Path(folder), times=1 if case[1] in FAULTS else times)
         rows.append(row)
         verdict = "right" if row["right"] else f"WRONG: {row['said']}"
         click.echo(f"{number}/{2 * num_each} {' '.join(map(str, case))}: {verdict}", err=True)
+        if json_path:
+            # After each case, so that an interruption loses none.
+            write_json(json_path, provenance(torch.device("cpu")) | counted(rows, times))
+    if not json_path:
+        click.echo(json.dumps(counted(rows, times)))
+
+
+def counted(rows: list[dict[str, Any]], times: int) -> dict[str, Any]:
     named = [row["right"] for row in rows if row["fault"] in FAULTS]
     told = [row["right"] for row in rows if row["fault"] in CHANGING]
-    result = {
+    return {
         "repeating": {"boxes": len(named), "to_the_bit_and_named": sum(named)},
         "changing": {"boxes": len(told), "said_so": sum(told), "times": times},
+        "cases": rows,
     }
-    click.echo(json.dumps(result))
-    if json_path:
-        write_json(json_path, provenance(torch.device("cpu")) | result | {"cases": rows})
 
 
 if __name__ == "__main__":

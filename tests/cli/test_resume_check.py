@@ -92,6 +92,7 @@ def checked(monkeypatch, folder, program, *words):
     return ended.exit_code, ended.output.splitlines(), found
 
 
+@pytest.mark.timeout(600)
 def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(
     tmp_path, monkeypatch
 ):
@@ -107,6 +108,7 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path, monkeypatch):
     words = ("--script", "program.py", part)
@@ -117,6 +119,7 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path,
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("program", "words", "lacks"),
     [
@@ -138,6 +141,7 @@ def test_each_part_of_a_library_is_missed_when_it_is_withheld(
     assert "  scaler: proves nothing: there is none in this run" in lines
 
 
+@pytest.mark.timeout(300)
 def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
     words = ("--script", "program.py", "everything")
     status, lines, _ = checked(monkeypatch, tmp_path, PLAIN, *words)

@@ -32,7 +32,6 @@ from .train import train_command
 
 # Time for a save in the background, so that the step of the resume does not depend on the disk.
 SECONDS_BEFORE_KILL = 1.0
-EXAMPLE = "--script train.py -- checkpoint.rollback_every=3"
 Steps = list[dict[str, Any]]
 
 
@@ -223,7 +222,7 @@ def _resume_trainer(spec: str, log: str) -> None:
 # The command.
 
 
-@click.command("resume-check", cls=ScreenCommand, example=EXAMPLE)
+@click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
 @program_options(12, least_steps=3)
 @click.option(
     "--kill-at",

@@ -19,7 +19,7 @@ from ..runs.replay import Replay
 from .options import json_option, program_of, program_options
 from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 
-EXAMPLE = "runs/run-001/boxes/step-00000180 --script train.py -- ARGS"
+EXAMPLE = "runs/night/boxes/step-00000003 --script night.py"
 
 
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
@@ -105,7 +105,7 @@ def _main(result: str, box: str, until: str, *program: str) -> None:
         root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
         with Replay(box, until=int(until), root=root, end=end).running():
             run()
-        end({})
+        end({"ended": True})
 
     run_watched(result, program[0], program[1:], watch, saves=True)
 
