@@ -19,7 +19,7 @@ from ..runs.replay import Replay
 from .options import json_option, program_of, program_options
 from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 
-EXAMPLE = "runs/night/boxes/step-00000003 --script night.py"
+EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
