@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
 import contextlib
+import getpass
 import json
 import os
 import shlex
@@ -277,6 +278,8 @@ class ChangedFiles:
         self.log = log
         # Folders in which every change stays.
         self.ignored = [str(self.folder), "/dev", "/proc", *map(os.path.abspath, ignored)]
+        # The cache of compiled code, which other processes use too.
+        self.ignored.append(f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         self.is_noticing = False
         # What was there before the first change: a copy, the target of a link, or nothing.
         self.before: dict[Path, Path | str | None] = {}
