@@ -142,6 +142,15 @@ def test_each_part_of_a_library_is_missed_when_it_is_withheld(
 
 
 @pytest.mark.timeout(300)
+def test_a_program_whose_starts_differ_is_told_to_be_seeded(tmp_path, monkeypatch):
+    unseeded = PLAIN.replace("torch.manual_seed(0)", "torch.seed()")
+    words = ("--script", "program.py", "all")
+    status, lines, _ = checked(monkeypatch, tmp_path, unseeded, *words)
+    assert status == 2
+    assert "two starts differ already, data order: another batch (step 1)" in " ".join(lines)
+
+
+@pytest.mark.timeout(300)
 def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
     words = ("--script", "program.py", "everything")
     status, lines, _ = checked(monkeypatch, tmp_path, PLAIN, *words)

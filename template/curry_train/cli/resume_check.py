@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -64,7 +65,12 @@ def check_resume(
     if len(straight) < num_steps:
         raise UnusableInput(f"it ended after {len(straight)} steps: give fewer --steps")
     try:
-        run("killed", kill_at, start)
+        killed = run("killed", kill_at, start)["steps"]
+        if apart := differences(straight, killed, 0):
+            part, text = next(iter(apart.items()))
+            raise UnusableInput(
+                f"two starts differ already, {part}: {text}. Seed the program first"
+            )
         saved = LeftFiles(log, folder / "left")
         whole = run("resumed", num_steps - 1, again)
         begun = began_after(straight, whole["steps"], kill_at)
@@ -185,7 +191,7 @@ def _main(result: str, mode: str, last: str, fresh: str, log: str, kind: str, *w
         def when_enough(watched: StateWatch) -> None:
             if mode != "killed":
                 finish({"steps": watched.steps, "present": watched.present})
-            Path(result).write_text('{"steps": []}')
+            Path(result).write_text(json.dumps({"steps": watched.steps}))
             time.sleep(SECONDS_BEFORE_KILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
