@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long mutants torture spikes zoo finetune preflight evals evidence-cuda check static lint types rules skills manifests clients clean
+.PHONY: help validate test long mutants torture spikes boxes zoo finetune preflight evals evidence-cuda check static lint types rules skills manifests clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -48,6 +48,9 @@ endif
 
 spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
+
+boxes: $(dev_ready)  ## replay bad steps with planted faults, and steps that do not repeat; ARGS='--each 5' or '--json evidence/boxes.json'
+	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 $(PYTHON) benchmarks/boxes.py $(ARGS)
 
 zoo: .venv/zoo/.installed  ## models of 40 libraries through all gates and a plan; ARGS='--only bert' or '--json evidence/zoo.json'
 	@PYTHONPATH=template OMP_NUM_THREADS=1 $(PYTHON) benchmarks/zoo.py $(ARGS)

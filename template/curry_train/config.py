@@ -19,6 +19,7 @@ import yaml
 from .primitives.strategies import CheckpointConfig
 from .runs.policy_config import (
     AUTO_INTERVAL,
+    BoxConfig,
     PolicyConfig,
     SpikeConfig,
     read_fields,
@@ -193,6 +194,7 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: PolicyConfig = field(default_factory=PolicyConfig)
     spike: SpikeConfig = field(default_factory=SpikeConfig)
+    box: BoxConfig = field(default_factory=BoxConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:

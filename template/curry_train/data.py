@@ -210,6 +210,8 @@ class Stream:
         self.ranks = ranks
         self.skipped = _merged(skipped)
         self.position = position
+        # What `saving(..., box=True)` does with each microbatch; it returns the one to use.
+        self.on_batch: Callable[[Any], Any] | None = None
 
     @property
     def microbatches_per_window(self) -> int:
@@ -268,7 +270,7 @@ class Stream:
                 batch = self.dataset.batch(samples)
                 if number == len(mine):
                     self.position = after
-                yield batch
+                yield batch if self.on_batch is None else self.on_batch(batch)
 
 
 def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:

@@ -447,6 +447,7 @@ def saving_options(config: Config, folder: Path) -> dict[str, Any]:
         "journal": True,
         "config": asdict(config),
         "spike": config.spike,
+        "box": config.box,
         **asdict(config.checkpoint),
     }
 

@@ -121,6 +121,7 @@ def open_run(training: Training, resume: str | None) -> tuple[Path, AttachedRun]
         journal=True,
         config=asdict(config),
         spike=config.spike,
+        box=config.box,  # keeps a bad step, for curry-train runs replay
         **asdict(config.checkpoint),
     )
     if run.resumed is not None and training.ranks.first:

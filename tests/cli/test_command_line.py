@@ -5,6 +5,7 @@ Run: `python -m pytest tests/cli/test_command_line.py`.
 
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
@@ -213,6 +214,8 @@ def folder_with_runs(tmp_path_factory):
         for arguments in (trained, trained, ["new", "my-run"]):
             ended = CliRunner().invoke(main, arguments)
             assert ended.exit_code == 0, ended.output
+        (folder / "night.py").write_text(NIGHT)
+        runpy.run_path("night.py")
     for name in "AB":
         recorded(folder / name)
     return folder
@@ -229,8 +232,25 @@ for _ in range(4):
     optimizer.zero_grad()
 """
 
+NIGHT = """\
+import torch
+from curry_train.runs import saving
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+with saving(model, optimizer, runs="run", rollback_every=1, box=True) as run:
+    for batch in run.batches(torch.randn(4, 4, 8)):
+        # NaN in the third step and the one after it.
+        loss = model(batch).square().mean() * torch.tensor(1.5 - run.steps).sqrt()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss)
+"""
+
 SLOW_EXAMPLES = {("bench",), ("runs", "spike-check"), ("runs", "resume-check"), ("train",)}
-SLOW_EXAMPLES |= {("plan",), ("preflight",)}
+SLOW_EXAMPLES |= {("plan",), ("preflight",), ("runs", "replay")}
 
 
 def example_cases():

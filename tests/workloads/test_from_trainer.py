@@ -290,7 +290,6 @@ REFUSING = (
     ("train", "--script"),
     ("train", "--trainer"),
     ("runs estimate", "--trainer"),
-    ("runs resume-check", "--script"),
     ("runs spike-check", "--trainer"),
 )
 

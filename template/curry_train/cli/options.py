@@ -360,8 +360,11 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def program_options(default_steps: int, *, least_steps: int) -> OptionDecorator:
-    """Add the options by which a user's program runs its first steps in processes of its own."""
+def program_options(default_steps: int | None = None, *, least_steps: int = 1) -> OptionDecorator:
+    """Add the options by which a user's program runs in processes of its own.
+
+    Without a default number of steps `--steps` and `--ranks` are left out.
+    """
     added = [
         click.option(
             "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
@@ -372,6 +375,9 @@ def program_options(default_steps: int, *, least_steps: int) -> OptionDecorator:
             help="pkg.module:function that returns a Trainer of Hugging Face, or Lightning's with "
             "its module.",
         ),
+        click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+    ]
+    of_steps = [
         click.option(
             "--steps",
             "num_steps",
@@ -388,11 +394,10 @@ def program_options(default_steps: int, *, least_steps: int) -> OptionDecorator:
             show_default=True,
             help="Start so many processes, as torchrun does.",
         ),
-        click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
     ]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(added):
+        for option in reversed([*added, *(of_steps if default_steps else [])]):
             command = option(command)
         return command
 

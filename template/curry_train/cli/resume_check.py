@@ -1,248 +1,315 @@
-"""The resume-check command: kill a training, resume it, and compare to the bit.
+"""The resume-check command: kill a training, resume it, and compare it with one that was not.
 
-Trains once straight through, and once killed and resumed. Both run in processes of their own; the
-second is killed by SIGKILL within a step and resumes from its newest saved state.
+It runs straight through, killed by SIGKILL within a step, and resumed, each in a process of its
+own, and compares the state at each step to the bit. Then it resumes once for each part of the state
+with that part as at the start, as if it had not been saved, and the comparison has to name it.
 
-Proof: `python -m pytest tests/cli/test_runs_command.py`.
+Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
+import json
 import os
+import shlex
+import shutil
 import signal
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import torch
-from torch import Tensor
 
-from ..config import load_config
 from ..core.wording import provenance
-from ..runs.history import History, Steps, read_history
-from ..runs.store import SavedRun
-from ..trainer import train_run
-from .options import choose_device, model_option, new_folder
-from .runs import JSON_OPTION, end, saved_tensors
-from .runs_diff import compare_values
-from .screen import ScreenCommand, fill_screen, messages_on_screen
-from .train import open_named_run
+from ..gates.loop_run import ChangedFiles, LoopFailed, run_ranks, run_watched
+from ..workloads.models import load_object
+from .options import json_option, new_folder, program_of, program_options
+from .resume_watch import PARTS, StateWatch
+from .runs import end
+from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .train import train_command
 
-# Check that a resumed run equals an uninterrupted one to the bit.
-
-COMPARED_FIGURES = ("loss", "grad_norm", "learning_rate")
-STRAIGHT_RUN_NAME = "straight"
-KILLED_RUN_NAME = "killed"
+# Time for a save in the background, so that the step of the resume does not depend on the disk.
+SECONDS_BEFORE_KILL = 1.0
+Steps = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class ResumeCheck:
-    """Numbers of compared figures and tensors, and the first difference (None if equal)."""
-
-    steps: int
-    killed_at: int
-    resumed_from: int
-    figures: int
-    tensors: int
-    difference: str | None
-
-    @property
-    def equal(self) -> bool:
-        return self.difference is None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"equal": self.equal}
-
-
-def resume_check(
+def check_resume(
     folder: Path,
-    words: Sequence[str],
+    start: list[str],
+    again: list[str],
     *,
-    steps: int,
+    num_steps: int,
     kill_at: int,
-    save_every: int,
-    config: str | None = None,
-) -> ResumeCheck:
-    """Train with these configuration words in `folder`, with and without a kill, and compare."""
-    if not 1 <= save_every < kill_at < steps:
-        raise ValueError(
-            "the check needs a save, then a kill, then a step: 1 <= save-every < kill-at < steps, "
-            f"got {save_every}, {kill_at} and {steps}"
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run a program straight, killed, resumed, and resumed without each part; compare.
+
+    `start` and `again` are kind and words of the program at its start and at its resume.
+    """
+    fresh = str(folder / "fresh.pt")
+    log = folder / "changed.jsonl"
+
+    def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
+        what = f"without its {mode}" if mode in PARTS else mode
+        show(what)
+        try:
+            found = run_ranks(str(__spec__.name), [mode, str(last), fresh, str(log), *program])
+        except LoopFailed as error:
+            raise UnusableInput(f"{what}: {error}") from error
+        return found[0]
+
+    straight = run("straight", num_steps, start)["steps"]
+    if len(straight) < num_steps:
+        raise UnusableInput(f"it ended after {len(straight)} steps: give fewer --steps")
+    try:
+        killed = run("killed", kill_at, start)["steps"]
+        if apart := differences(straight, killed, 0):
+            part, text = next(iter(apart.items()))
+            raise UnusableInput(
+                f"two starts differ already, {part}: {text}. Seed the program first"
+            )
+        saved = LeftFiles(log, folder / "left")
+        whole = run("resumed", num_steps - 1, again)
+        begun = began_after(straight, whole["steps"], kill_at)
+        last = num_steps - begun
+        withheld = {}
+        for part in whole["present"]:
+            saved.restore()
+            withheld[part] = differences(straight, run(part, last, again)["steps"], begun)
+    finally:
+        files = ChangedFiles()
+        files.before = ChangedFiles.read_log(log)
+        files.put_back()
+    found = differences(straight, whole["steps"][:last], begun)
+    return {
+        "steps": num_steps,
+        "killed_at": kill_at,
+        "resumed_from": begun,
+        "compared": min(last, len(whole["steps"])),
+        "equal": not found,
+        "differences": found,
+        "withheld": withheld,
+    }
+
+
+class LeftFiles:
+    """What a killed process has left on the disk, to be restored before each resume."""
+
+    def __init__(self, log: Path, folder: Path) -> None:
+        changed = enumerate(ChangedFiles.read_log(log))
+        self._copies = {place: folder / str(number) for number, place in changed}
+        folder.mkdir()
+        for place, copy in self._copies.items():
+            _replace(copy, place)
+
+    def restore(self) -> None:
+        for place, copy in self._copies.items():
+            _replace(place, copy)
+
+
+def _replace(old: Path, new: Path) -> None:
+    """Make a file or folder a copy of another one, which may not be there."""
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
+    if new.is_dir():
+        shutil.copytree(new, old)
+    elif new.exists():
+        shutil.copy2(new, old)
+
+
+def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
+    """Return the step whose state the resume has loaded: most parts are those after it."""
+    if not resumed:
+        raise UnusableInput("the second start made no step")
+
+    def equal_parts(step: int) -> int:
+        return sum(straight[step][part] == resumed[0][part] for part in PARTS)
+
+    begun = max(range(kill_at), key=lambda step: (equal_parts(step), step))
+    if begun == 0:
+        raise UnusableInput(
+            f"the second start began anew. Let the program save within {kill_at} steps, and give "
+            "what makes it resume by --resume-with"
         )
-    given = [*words, f"steps={steps}", f"checkpoint.rollback_every={save_every}", f"runs={folder}"]
-    _train([*given, f"name={STRAIGHT_RUN_NAME}"], config=config)
-    _train([*given, f"name={KILLED_RUN_NAME}"], config=config, kill_at=kill_at)
-    killed_run = folder / f"{KILLED_RUN_NAME}-001"
-    last_step = read_history(killed_run).last_step
-    if last_step != kill_at - 1:
-        raise ValueError(
-            f"the run was to be killed in step {kill_at} and ended after step {last_step}: this is "
-            "a bug of the check"
-        )
-
-    _train([*given, f"name={KILLED_RUN_NAME}"], config=config, resume=killed_run.name)
-    straight_run = folder / f"{STRAIGHT_RUN_NAME}-001"
-    straight, resumed = (read_history(run) for run in (straight_run, killed_run))
-    straight_state, resumed_state = (final_tensors(run) for run in (straight_run, killed_run))
-    difference = different_figure(straight, resumed)
-    return ResumeCheck(
-        steps=steps,
-        killed_at=kill_at,
-        resumed_from=resumed.events["resume"][0].step,
-        figures=sum(len(part) for _, _, part in _compared(straight, resumed)),
-        tensors=len(straight_state),
-        difference=difference or different_tensor(straight_state, resumed_state),
-    )
+    return begun
 
 
-def final_tensors(run: Path) -> dict[str, Tensor]:
-    """Read every tensor of the newest saved state of a run."""
-    saved = SavedRun(run)
-    newest = saved.latest()
-    if newest is None:
-        raise ValueError(f"{run} has no saved state")
-
-    return saved_tensors(saved, newest.folder)
-
-
-def _compared(straight: History, resumed: History) -> Iterator[tuple[str, Steps, Steps]]:
-    """Yield each figure with the steps of both runs, those that the kill repeats included."""
-    for name in COMPARED_FIGURES:
-        for part in (*resumed.course.superseded, resumed.steps):
-            yield name, straight.steps, part
-    for name in straight.metrics.keys() & resumed.metrics.keys():
-        for part in (*resumed.metrics[name].superseded, resumed.metrics[name].steps):
-            yield "value", straight.metrics[name].steps, part
-
-
-def different_figure(straight: History, resumed: History) -> str | None:
-    """Name the first figure of a resumed run that is not the same, or a step that it lacks."""
-    for name, expected, part in _compared(straight, resumed):
-        if found := compare_values(expected, part, name).first:
-            what = "dev loss" if name == "value" else name
-            return f"{what} of step {found.step} is {found.a!r} straight and {found.b!r} resumed"
-    missing = sorted({*straight.steps.step} - {*resumed.steps.step})
-    return f"step {missing[0]} was not trained after the resume" if missing else None
+def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
+    """Return the parts that differ in the first step that is not equal, each with a text."""
+    expected = straight[begun:]
+    for number, (was, now) in enumerate(zip(expected, resumed, strict=False)):
+        parts = {
+            part: _difference(part, was[part], now[part])
+            for part in PARTS
+            if was[part] != now[part]
+        }
+        if not parts and was["after"] != now["after"]:
+            parts["result"] = "another one, with all else equal: some value is in no state_dict"
+        if not parts:
+            continue
+        earlier = straight[: begun + number]
+        again = [
+            step for step, one in enumerate(earlier, 1) if one["data order"] == now["data order"]
+        ]
+        if "data order" in parts and again:
+            parts["data order"] = f"batch {again[-1]} came again"
+        texts = {part: f"{text} (step {begun + number + 1})" for part, text in parts.items()}
+        if "scheduler" in parts and (rate := _rate(expected, resumed, begun)):
+            texts["scheduler"] = rate
+        return texts
+    return {}
 
 
-def different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -> str | None:
-    """Name the first tensor of two final states that is not the same in every bit."""
-    if missing := sorted(straight.keys() ^ resumed.keys()):
-        return f"{missing[0]} is in one of the two final states alone"
-    for name, first in straight.items():
-        second = resumed[name]
-        if (
-            first.shape != second.shape
-            or first.dtype != second.dtype
-            or not _same_bits(first, second)
-        ):
-            return f"{name} differs in the final state"
+def _difference(part: str, was: Any, now: Any) -> str:
+    if part == "data order":
+        return "another batch"
+    keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+    if part in ("scheduler", "scaler"):
+        return f"{keys[0]} {now.get(keys[0])}, not {was.get(keys[0])}"
+    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+
+
+def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
+    """Describe the first learning rate that differs."""
+    for number, steps in enumerate(zip(expected, resumed, strict=False), start=begun + 1):
+        for was, now in zip(*(step["rates"] for step in steps), strict=True):
+            if was != now:
+                return f"rate {now:.3g}, not {was:.3g} (step {number})"
     return None
 
 
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(
-        *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
-    )
+# What a process does.
 
 
-def _train(
-    words: Sequence[str],
-    *,
-    config: str | None,
-    kill_at: int | None = None,
-    resume: str | None = None,
-) -> None:
-    """Train one run in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        try:
-            process.submit(_train_here, words, config, kill_at, resume).result()
-        except BrokenProcessPool as error:
-            if kill_at is None:
-                raise ValueError("the system ended the process of the training") from error
+def _main(result: str, mode: str, last: str, fresh: str, log: str, kind: str, *words: str) -> None:
+    def watch(run: Callable[[], None], finish: Callable[[dict[str, Any]], NoReturn]) -> None:
+        def when_enough(watched: StateWatch) -> None:
+            if mode != "killed":
+                finish({"steps": watched.steps, "present": watched.present})
+            Path(result).write_text(json.dumps({"steps": watched.steps}))
+            time.sleep(SECONDS_BEFORE_KILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        watched = StateWatch(int(last), when_enough, fresh, mode)
+        with watched.watching():
+            if kind == "train":
+                with contextlib.suppress(SystemExit):
+                    train_command.main([*words], standalone_mode=False)
+            elif kind == "resumed trainer":
+                _resume_trainer(words[0], log)
+            else:
+                run()
+        finish({"steps": watched.steps, "present": watched.present})
+
+    undo = log if mode == "killed" else None
+    left = [] if mode in ("straight", "killed") else map(str, ChangedFiles.read_log(log))
+    ignored = [str(Path(fresh).parent), *left]
+    run_watched(result, kind, words, watch, saves=True, undo=undo, ignored=ignored)
 
 
-def _train_here(
-    words: Sequence[str], config: str | None, kill_at: int | None, resume: str | None
-) -> None:
-    """Train one run in this process, and kill it at the step `kill_at`."""
-    with open_named_run(load_config(config, words), resume=resume) as run:
-
-        def kill(*_: Any) -> None:
-            # The step that is running now is not in `attached.steps` yet.
-            if run.attached.steps + 1 == kill_at:
-                # Finish saves first, so that the resume step does not depend on disk speed.
-                run.attached.policy.finish()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        run.optimizer.register_step_post_hook(kill)
-        train_run(run)
+def _resume_trainer(spec: str, log: str) -> None:
+    """Resume what a factory makes, from the newest checkpoint that the killed process has left."""
+    made = load_object(spec)
+    trainer, *rest = made if isinstance(made, tuple) else (made,)
+    if not hasattr(trainer, "fit"):
+        trainer.train(resume_from_checkpoint=True)
+        return
+    places = ChangedFiles.read_log(log)
+    found = [one for place in places for one in [place, *place.rglob("*")] if one.suffix == ".ckpt"]
+    newest = max(found, key=lambda one: one.stat().st_mtime, default=None)
+    trainer.fit(*[one for one in rest if one is not None], ckpt_path=newest)
 
 
-# Command `runs resume-check`: check that a killed and resumed run is bit-equal.
+# The command.
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@model_option("model", more=". Same as model=.")
-@click.option(
-    "--config", type=click.Path(dir_okay=False, exists=True), help="YAML configuration file."
-)
-@click.option(
-    "--steps", default=12, type=click.IntRange(3), show_default=True, help="Steps of each run."
-)
+@program_options(12, least_steps=3)
 @click.option(
     "--kill-at",
     type=click.IntRange(2),
     help="Step in which the second run is killed; default: two thirds of the steps.",
 )
 @click.option(
-    "--save-every",
-    type=click.IntRange(1),
-    help="Steps between saves; default: half of --kill-at.",
+    "--resume-with",
+    default="",
+    metavar="WORDS",
+    help="Arguments that make the script resume, such as '--resume latest'.",
 )
-@click.option("--out", type=click.Path(file_okay=False), help="Keep the runs in this new folder.")
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
-@JSON_OPTION
+@json_option()
 def resume_check_command(
-    model: str | None,
-    config: str | None,
-    steps: int,
+    script: str | None,
+    trainer: str | None,
+    arguments: tuple[str, ...],
+    num_steps: int,
+    num_ranks: int,
     kill_at: int | None,
-    save_every: int | None,
-    out: str | None,
-    words: tuple[str, ...],
+    resume_with: str,
     json_path: str | None,
 ) -> None:
     """Check that a resumed run is bit-equal.
 
-    Trains once straight through, and once killed with SIGKILL and resumed, and compares every
-    figure and the final state.
-
-    Exit status: 0 equal, 1 not equal, 2 wrong usage.
+    Without --script or --trainer it is the training of `curry-train train`, with its ARGUMENTS.
+    Files that the runs make are removed. Exit status: 0 equal, 1 not equal, 2 wrong usage.
     """
-    kill_step = kill_at or max(2, steps * 2 // 3)
-    given = [*words, *([f"model={model}"] if model else [])]
+    kill_step = kill_at or max(2, num_steps * 2 // 3)
+    if not kill_step < num_steps:
+        raise ValueError(f"--kill-at {kill_step} has to be below --steps {num_steps}")
+    if script is None and trainer is None:
+        if resume_with:
+            raise click.UsageError("--resume-with is for --script")
+        words = [f"steps={num_steps}", f"checkpoint.rollback_every={max(1, kill_step // 2)}"]
+        start = ["train", *words, *arguments]
+        again = [*start, "--resume", "latest"]
+    else:
+        kind, words = program_of(script, trainer, arguments)
+        start = [kind, *words]
+        again = [*start, *shlex.split(resume_with)]
+        if kind == "trainer":
+            again = ["resumed trainer", *words]
     with contextlib.ExitStack() as stack:
-        folder = new_folder(stack, out)
         show_message = stack.enter_context(messages_on_screen())
-        show_message("straight, killed, resumed")
-        every = save_every or max(1, kill_step // 2)
-        facts = provenance(choose_device(load_config(config, given).device))
-        result = resume_check(
-            folder, given, steps=steps, kill_at=kill_step, save_every=every, config=config
+        found = check_resume(
+            new_folder(stack, None),
+            start,
+            again,
+            num_steps=num_steps,
+            kill_at=kill_step,
+            show=show_message,
         )
+    for line in describe(found):
+        click.echo(fill_screen(line, indent="    "))
+    end(json_path, provenance(torch.device("cpu")) | found, well=found["equal"])
 
-    repeated = result.killed_at - result.resumed_from
-    click.echo(
-        f"{steps} steps, killed in step {kill_step}, resumed from step {result.resumed_from}: "
-        f"{repeated} done again"
-    )
-    verdict = f"equal: {result.figures} figures and {result.tensors} tensors"
-    if not result.equal:
-        verdict = fill_screen(f"NOT equal: {result.difference}")
-    click.echo(verdict)
-    end(json_path, facts | result.to_json(), well=result.equal)
+
+def describe(found: dict[str, Any]) -> list[str]:
+    """Return the verdict first, then what the check would have noticed."""
+    lines = [
+        f"{found['steps']} steps, killed in step {found['killed_at']}, resumed after step "
+        f"{found['resumed_from']}",
+        f"equal to the bit: {found['compared']} steps",
+    ]
+    if not found["equal"]:
+        lines[1:] = [f"NOT equal, {part}: {text}" for part, text in found["differences"].items()]
+    lines.append("resumed without a part of the state, the check finds:")
+    for part in PARTS:
+        named = found["withheld"].get(part)
+        if part in found["differences"]:
+            text = "is not restored as it is"
+        elif named is None:
+            text = "proves nothing: there is none in this run"
+        elif part in named:
+            text = named[part]
+        else:
+            text = "proves nothing: the steps are equal without it"
+        lines.append(f"  {part}: {text}")
+    return lines
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -142,6 +142,7 @@ IN_MODULES = {
         "runs_locate:locate_command",
         "Name the first place at which two recorded runs differ.",
     ),
+    "replay": ("runs_replay:replay_command", "Repeat a bad step that a run has kept in a box."),
     "plot": ("runs_plot:runs_plot_command", "Draw runs from their journals."),
     "resume-check": (
         "resume_check:resume_check_command",

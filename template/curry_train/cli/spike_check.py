@@ -26,6 +26,7 @@ from ..data import Dataset
 from ..runs.history import History, read_history
 from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
+from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, Watch, train_run
 from ..workloads.models import load_workload
 from ..workloads.workload import map_tensors
@@ -38,7 +39,7 @@ from .options import (
     plot_option,
     require_matplotlib,
 )
-from .resume_check import different_tensor, final_tensors
+from .runs import saved_tensors
 from .runs_diff import compare_values
 from .screen import ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
@@ -234,6 +235,37 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
         )
     names = (RECOVERED_RUN_NAME, WITHOUT_RUN_NAME)
     return different_tensor(*(final_tensors(folder / f"{name}-001") for name in names))
+
+
+def final_tensors(run: Path) -> dict[str, Tensor]:
+    """Read every tensor of the newest saved state of a run."""
+    saved = SavedRun(run)
+    newest = saved.latest()
+    if newest is None:
+        raise ValueError(f"{run} has no saved state")
+
+    return saved_tensors(saved, newest.folder)
+
+
+def different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -> str | None:
+    """Name the first tensor of two final states that is not the same in every bit."""
+    if missing := sorted(straight.keys() ^ resumed.keys()):
+        return f"{missing[0]} is in one of the two final states alone"
+    for name, first in straight.items():
+        second = resumed[name]
+        if (
+            first.shape != second.shape
+            or first.dtype != second.dtype
+            or not _same_bits(first, second)
+        ):
+            return f"{name} differs in the final state"
+    return None
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(
+        *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
+    )
 
 
 # Command `runs spike-check`: plant bad samples and check the recovery from the spike.

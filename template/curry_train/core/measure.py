@@ -241,7 +241,7 @@ class LiveStorages(OperationMode):
         is_sum = func is torch.ops.aten.add.Tensor
         if not (is_sum or func in _SCATTER_OPERATIONS) or torch.is_grad_enabled():
             return None
-        node = torch._C._current_autograd_node()
+        node = backward_node()
         if node is None or args[0]._is_view():
             return None
         operand = self._life_of(args[0])
@@ -311,8 +311,13 @@ class LiveStorages(OperationMode):
             self.lives.append(life)
             self.events.append((life, True))
             if not torch.is_grad_enabled():
-                node = torch._C._current_autograd_node()
+                node = backward_node()
                 life.node = None if node is None else node._sequence_nr()
+
+
+def backward_node() -> Any:
+    """Return the node that backward computes now, or None."""
+    return torch._C._current_autograd_node()
 
 
 def _last(values: Sequence[Any], wanted: Any) -> int:

@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
 import contextlib
+import getpass
 import json
 import os
 import shlex
@@ -151,13 +152,18 @@ def run_watched(
     watch: Callable[[Callable[[], None], Callable[[Found], NoReturn]], None],
     *,
     writes_to: str | None = None,
+    saves: bool = False,
+    undo: str | None = None,
+    ignored: Sequence[str] = (),
 ) -> NoReturn:
     """Run a script or trainer by `watch(run, end)` in this process, and end it.
 
     `end` writes what was found to the file `result`. Changed files are put back, except in
-    the folder `writes_to`.
+    the folder `writes_to`, and what is `ignored`. Unless it `saves`, torch's functions that save do
+    nothing.
+    The file `undo` gets a log of the changes, to put them back after a kill.
     """
-    files = ChangedFiles(*filter(None, [writes_to]))
+    files = ChangedFiles(*filter(None, [writes_to]), *ignored, log=undo)
 
     def end(found: Found) -> NoReturn:
         files.put_back()
@@ -169,7 +175,8 @@ def run_watched(
 
     run = _script if kind == "script" else _trainer
     try:
-        with files.noticed(), _nothing_saved(), _steps_noted(_progress(Path(result))):
+        saved = _saves_noticed() if saves else _nothing_saved()
+        with files.noticed(), saved, _steps_noted(_progress(Path(result))):
             watch(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
@@ -243,6 +250,22 @@ def _nothing_saved() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _saves_noticed() -> Iterator[None]:
+    """Let torch.save open its file in Python, where `ChangedFiles` notices it."""
+    save = torch.save
+
+    def noticed(value: Any, target: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(target, str | os.PathLike):
+            save(value, target, *args, **options)
+            return
+        with Path(target).open("wb") as stream:
+            save(value, stream, *args, **options)
+
+    with mock.patch.object(torch, "save", noticed):
+        yield
+
+
 class ChangedFiles:
     """Files and folders that Python code makes or changes, to be put back.
 
@@ -250,13 +273,25 @@ class ChangedFiles:
     or removed, nor large files changed.
     """
 
-    def __init__(self, *ignored: str) -> None:
+    def __init__(self, *ignored: str, log: str | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="preflight-files-"))
+        self.log = log
         # Folders in which every change stays.
         self.ignored = [str(self.folder), "/dev", "/proc", *map(os.path.abspath, ignored)]
+        # The cache of compiled code, which other processes use too.
+        self.ignored.append(f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         self.is_noticing = False
         # What was there before the first change: a copy, the target of a link, or nothing.
         self.before: dict[Path, Path | str | None] = {}
+
+    @staticmethod
+    def read_log(log: str | Path) -> dict[Path, Path | str | None]:
+        """Return what a process has changed that was killed, with what was there before."""
+        lines = Path(log).read_text().splitlines() if Path(log).exists() else []
+        return {
+            Path(place): kept if is_link or kept is None else Path(kept)
+            for place, is_link, kept in map(json.loads, lines)
+        }
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
@@ -291,7 +326,11 @@ class ChangedFiles:
         self.is_noticing = False
         try:
             if not self._is_made(place):
-                self.before[place] = self._kept(place, goes=goes)
+                self.before[place] = kept = self._kept(place, goes=goes)
+                if self.log is not None:
+                    entry = [str(place), isinstance(kept, str), kept and str(kept)]
+                    with Path(self.log).open("a") as stream:
+                        stream.write(json.dumps(entry) + "\n")
         finally:
             self.is_noticing = True
 

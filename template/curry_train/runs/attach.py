@@ -43,14 +43,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .background import BackgroundSaver
+from .box import Boxes
 from .files import StrPath, keep_from_children
 from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import SavedCheckpoint
 from .policy import SavingPolicy, number_of
-from .policy_config import PolicyConfig, SpikeConfig, read_fields
+from .policy_config import BoxConfig, PolicyConfig, SpikeConfig, read_fields
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks, report_in_one_line
+from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
 from .spike import AttachedWatch, Recovered, Recoveries, SampleStream, Spike
 from .state import TrainingState, no_schedule_forgotten
@@ -295,6 +297,7 @@ def saving(
     journal: bool = False,
     config: Mapping[str, Any] | None = None,
     spike: SpikeConfig | Mapping[str, Any] | None = None,
+    box: bool | BoxConfig | Mapping[str, Any] = False,
     **policy: Any,
 ) -> "AttachedRun":
     """Save this training into the folder `runs`, and resume from the state saved there.
@@ -304,6 +307,8 @@ def saving(
     `state_dict`. `resume=None` starts a new run and needs an empty folder. `journal` reads and
     records the loss of every step for `runs show`, `diff` and `plot`; `config` is recorded with it
     and with every state. `spike` takes the keys of the config block `spike:` and checks every loss.
+    `box` keeps each bad step in a folder for `curry-train runs replay`; it takes the keys of the
+    block `box:`, and checks the losses as `spike` does.
 
     `stream` is data that resume from one integer, such as a `curry_train.data.Stream`; the loop
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
@@ -313,6 +318,17 @@ def saving(
     messages, with `{}` for the state.
     """
     report_in_one_line()
+    boxes: BoxConfig | Replay | None = None
+    if Replay.current is not None:
+        boxes, runs, resume = Replay.current, Replay.current.root, Replay.current.resume
+        journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
+    elif box:
+        given = {} if box is True else box
+        boxes = (
+            given if isinstance(given, BoxConfig) else read_fields(BoxConfig, given, inside="box")
+        )
+        boxes = boxes if boxes.keep else None
+        spike = SpikeConfig() if spike is None else spike
     no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
     position = DataPosition()
@@ -334,6 +350,7 @@ def saving(
         keep_settings=keep_settings,
         in_background=in_background,
         journal=journal,
+        boxes=boxes,
     )
 
 
@@ -357,6 +374,7 @@ class AttachedRun:
         keep_settings: bool,
         in_background: bool,
         journal: bool,
+        boxes: BoxConfig | Replay | None,
     ) -> None:
         self.state = state
         self.ended_by: str | None = None
@@ -378,6 +396,7 @@ class AttachedRun:
         self._ranks = watch.ranks
         self._journal: AttachedJournal | None = None
         self._saver: BackgroundSaver | None = None
+        self._boxes: Boxes | Replay | None = None
         self.store = Store(runs)
         # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
         self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
@@ -391,6 +410,14 @@ class AttachedRun:
             self.resumed = None if resume is None else self._load(resume)
             self._resuming = self.resumed is not None and self.resumed.saved.is_state
             self._watch.begin(state, self.store.files)
+            if isinstance(boxes, BoxConfig):
+                patience = watch.config.patience
+                self._boxes = Boxes(boxes, self.store, state, patience=patience)
+            elif boxes is not None:
+                self._boxes = boxes
+                boxes.attach(state)
+            if self._boxes is not None and stream is not None:
+                self._hear_batches(stream, self._boxes)
             if journal:
                 self._journal = self._ranks.all_do(
                     lambda: AttachedJournal(
@@ -398,6 +425,17 @@ class AttachedRun:
                     )
                 )
             undo.pop_all()
+
+    @staticmethod
+    def _hear_batches(stream: SampleStream, boxes: Boxes | Replay) -> None:
+        if not hasattr(stream, "on_batch"):
+            logger.warning(
+                "boxes will lack the batch: a %s does not call an attribute on_batch with each "
+                "batch to yield what it returns",
+                type(stream).__name__,
+            )
+        else:
+            stream.on_batch = boxes.hand_out
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -440,6 +478,8 @@ class AttachedRun:
             # Code between `saving` and the first step may have drawn random numbers.
             self.state.restore_random()
             self._resuming = False
+        if self._boxes is not None:
+            self._boxes.begin()
         reason = self._stop.agreed(self._ranks)
         if self.steps >= until:
             self.ended_by = "steps"
@@ -494,7 +534,7 @@ class AttachedRun:
                     continue
                 if self._journal is not None:
                     self._journal.read_rate()
-                yield batch
+                yield batch if self._boxes is None else self._boxes.hand_out(batch)
                 self._save()
         finally:
             self._iterating = False
@@ -590,6 +630,9 @@ class AttachedRun:
         Raises the error again unless `spike.action` is rollback. `train_window` raises it on every
         rank.
         """
+        if self._boxes is not None:
+            step = self.state.step + 1
+            self._boxes.keep(step, str(error), found_at=step)
         spike = None
         if self._watch.config.rolls_back:
             spike = self._watch.judge(self.state.step + 1, math.nan)
@@ -688,10 +731,14 @@ class AttachedRun:
         if self._journal is not None:
             self._journal.after_step(notes)
         spike = None
+        if self._boxes is not None and notes.is_step and notes.metrics.get("loss") is not None:
+            self._boxes.stepped(number_of(notes.metrics["loss"]))
         if notes.is_step and notes.stepped:
             spike = self._watch.judge(self.state.step, notes.metrics.get("loss"))
         if spike is not None and self._journal is not None:
             self._journal.spiked(spike)
+        if spike is not None and self._boxes is not None:
+            self._boxes.keep(spike.first, spike.words, found_at=spike.step)
         if spike is not None and self._watch.config.rolls_back:
             self._roll_back(spike, stop=stop)
             return False
@@ -699,6 +746,8 @@ class AttachedRun:
         self._record(self.policy.after_step(self.state.step, self.state, notes.metrics))
         if self._journal is not None:
             self._journal.begin_step()
+        if self._boxes is not None:
+            self._boxes.begin()
         return True
 
     def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:

@@ -274,3 +274,23 @@ class SpikeConfig:
     @property
     def rolls_back(self) -> bool:
         return self.action == "rollback"
+
+
+# The `box:` block of a configuration: bad steps that are kept to be repeated.
+
+
+@dataclass(frozen=True)
+class BoxConfig:
+    """How many bad steps are kept, each with the state from before it.
+
+    A box takes no further space for its state until retention deletes the checkpoint.
+    """
+
+    # The newest boxes of a run are kept; 0 keeps none.
+    keep: int = 2
+    # The most bytes of all boxes of a run.
+    most_bytes: int = 100 * 10**9
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require_least(self, 0, "keep", "most_bytes")

@@ -1,0 +1,298 @@
+"""Train a small model with a planted fault, and keep its bad step in a box.
+
+    python benchmarks/boxes_program.py MODEL FAULT SEED
+
+The fault is a function behind a module of the model that the seed chooses. It acts on the samples
+that are marked as bad, or is another one in each process. `PLACES` is read by the benchmark.
+Proof: `python -m pytest tests/benchmarks/test_boxes.py`.
+"""
+
+import contextlib
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from curry_train.runs import saving
+
+WIDTH = 16
+CLASSES = 7
+LENGTH = 8
+FIRST_BAD_STEP = 22
+CALLS = itertools.count(1)
+
+
+class Mixed(nn.Module):
+    """A convolutional net with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x.transpose(1, 2)).mean(2))
+
+
+class Recurrent(nn.Module):
+    """A GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.core = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.core(self.embed(x))[0][:, -1]))
+
+
+class Attention(nn.Module):
+    """Causal attention whose mask has infinities in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
+        weights = (q @ k.transpose(1, 2) / WIDTH**0.5 + mask).softmax(-1)
+        return self.out(self.drop(weights @ v))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class Reader(nn.Module):
+    """A transformer of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean(1))
+
+
+class Experts(nn.Module):
+    """A layer whose samples go to one of three experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act = nn.SiLU()
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.mean(1)
+        weights = self.gate(x).softmax(-1)
+        mixed = [weights[:, i : i + 1] * one(x) for i, one in enumerate(self.experts)]
+        return self.head(self.act(sum(mixed)))
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(WIDTH * LENGTH, 32), nn.SiLU(), nn.Linear(32, WIDTH), nn.ReLU()
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+# The modules behind which a fault may be planted; the fault is a module of its own there.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[str]]] = {
+    "mixed": (Mixed, ("features.0", "features.1", "features.2")),
+    "recurrent": (Recurrent, ("embed", "norm")),
+    "reader": (Reader, ("blocks.0.attn.qkv", "blocks.0.ln_2", "blocks.1.mlp.1", "blocks.1.attn")),
+    "experts": (Experts, ("experts.0", "experts.2", "act")),
+    "perceptron": (Perceptron, ("layers.1", "layers.2", "layers.3")),
+}
+
+
+class Fault(nn.Module):
+    """A function of a module's output that acts on marked samples, or in each call."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], *, always: bool) -> None:
+        super().__init__()
+        self.change = change
+        self.always = always
+        self.is_marked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x) if self.is_marked or self.always else x
+
+
+def root(x: Tensor) -> Tensor:
+    return x + torch.sqrt(-1 - x.abs())
+
+
+def logarithm(x: Tensor) -> Tensor:
+    return x * torch.log(-x.abs())
+
+
+def division(x: Tensor) -> Tensor:
+    return x / (x - x)
+
+
+def arc(x: Tensor) -> Tensor:
+    return x + torch.acos(2 + x.abs())
+
+
+def backward_only(x: Tensor) -> Tensor:
+    return x + torch.sqrt((x - x).abs())
+
+
+def product(x: Tensor) -> Tensor:
+    return x * (torch.finfo(x.dtype).max * (1 + x.abs()) / (1 + x.abs())) * 60
+
+
+def exponential(x: Tensor) -> Tensor:
+    return x + torch.exp(x.abs() + 200)
+
+
+def half(x: Tensor) -> Tensor:
+    return x + (x.float() + 1e6).half().to(x.dtype)
+
+
+def matrix(x: Tensor) -> Tensor:
+    large = torch.full((x.shape[-1], x.shape[-1]), torch.finfo(x.dtype).max, dtype=x.dtype)
+    return torch.matmul(x.abs() + 2, large)
+
+
+def growing(x: Tensor) -> Tensor:
+    return x * 400
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x - 900 * x.detach().sign()
+
+
+def clock(x: Tensor) -> Tensor:
+    return x * (1 + time.time_ns() % 9973 / 1e6)
+
+
+def entropy(x: Tensor) -> Tensor:
+    return x + int.from_bytes(os.urandom(2), "little") / 1e7
+
+
+def process(x: Tensor) -> Tensor:
+    return x + os.getpid() % 9973 / 1e7
+
+
+def counter(x: Tensor) -> Tensor:
+    return x + next(CALLS) / 1e4
+
+
+def once(x: Tensor) -> Tensor:
+    return x / 0 if next(CALLS) == FIRST_BAD_STEP else x
+
+
+# What a replay has to name: the phase, and the operation.
+FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    "root": (root, "forward", "aten.sqrt"),
+    "logarithm": (logarithm, "forward", "aten.log"),
+    "division": (division, "forward", "aten.div"),
+    "arc": (arc, "forward", "aten.acos"),
+    "backward_only": (backward_only, "backward", "aten.div"),
+    "product": (product, "forward", "aten.mul"),
+    "exponential": (exponential, "forward", "aten.exp"),
+    "half": (half, "forward", "aten._to_copy"),
+    "matrix": (matrix, "forward", "aten."),
+    "growing": (growing, "spike", ""),
+    "shifted": (shifted, "spike", ""),
+}
+CHANGING: dict[str, Callable[[Tensor], Tensor]] = {
+    "clock": clock,
+    "entropy": entropy,
+    "process": process,
+    "counter": counter,
+    "once": once,
+}
+
+
+def plant(model: nn.Module, place: str, fault: Fault) -> str:
+    """Put a fault behind a module; return the path of the fault."""
+    parent, _, name = place.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, name, nn.Sequential(owner.get_submodule(name), fault))
+    return f"{place}.1"
+
+
+def build(name: str, fault: str, seed: int) -> tuple[nn.Module, Fault, str]:
+    """Build a model with a fault at the place that the seed chooses."""
+    make, places = MODELS[name]
+    change = CHANGING.get(fault) or FAULTS[fault][0]
+    planted = Fault(change, always=fault in CHANGING)
+    torch.manual_seed(seed)
+    model = make()
+    # Behind the last place no norm takes the size away, so that the loss is a spike.
+    is_spike = FAULTS.get(fault, (None, ""))[1] == "spike"
+    place = places[-1] if is_spike else places[seed % len(places)]
+    return model, planted, plant(model, place, planted)
+
+
+def main(name: str, fault: str, seed: str) -> None:
+    model, planted, _ = build(name, fault, int(seed))
+    # Of each kind half of the models compute in another type.
+    precision = {0: torch.float32, 1: torch.bfloat16}[int(seed) // 5 % 2]
+    model.to(precision)
+    inputs = torch.randn(120, LENGTH, WIDTH)
+    marks = torch.zeros(120, dtype=torch.bool)
+    first = 4 * (FIRST_BAD_STEP - 1)
+    marks[first : first + 12] = True
+    targets = torch.randint(CLASSES, (120,))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = saving(
+        *(model, optimizer),
+        runs="run",
+        rollback_every=4,
+        spike={"window": 16, "threshold": 20.0},
+        box={"keep": 1},
+    )
+    with contextlib.closing(run):
+        for x, y, marked in run.batches(DataLoader(TensorDataset(inputs, targets, marks), 4)):
+            # What changes in each process is NaN at the marked samples, so that a box is kept.
+            planted.is_marked = bool(marked.any())
+            output = model(x.to(precision)).float()
+            if fault in CHANGING and fault != "once" and planted.is_marked:
+                output = output / 0
+            loss = F.cross_entropy(output, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss=loss)
+            if run.steps == FIRST_BAD_STEP + 3:
+                break
+
+
+if __name__ == "__main__":
+    arguments: list[Any] = sys.argv[1:]
+    main(*arguments)

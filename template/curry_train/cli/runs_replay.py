@@ -1,0 +1,194 @@
+"""The command `runs replay`: repeat a bad step, and name the operation that made it bad.
+
+Proof: `python -m pytest tests/cli/test_runs_replay.py`.
+"""
+
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from ..core.wording import three_digits, write_json
+from ..gates.loop_run import LoopFailed, run_ranks, run_watched
+from ..runs.box import BoxFacts, read_facts
+from ..runs.replay import Replay
+from .options import json_option, program_of, program_options
+from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+
+EXAMPLE = "run/boxes/step-00000003 --script night.py"
+
+
+@click.command("replay", cls=ScreenCommand, example=EXAMPLE)
+@click.argument("box", metavar="BOX")
+@program_options()
+@click.option(
+    "--times",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Repeat it so often, and compare the operations of the repeats.",
+)
+@json_option()
+def replay_command(
+    box: str,
+    script: str | None,
+    trainer: str | None,
+    arguments: tuple[str, ...],
+    times: int,
+    json_path: str | None,
+) -> None:
+    """Repeat a bad step that a run has kept in a box.
+
+    It runs your script, with the ARGUMENTS of the run, from the state of the box to the bad step,
+    and saves nothing. Exit status: 0 the step repeats to the bit, 1 it does not, 2 wrong usage.
+    """
+    facts = read_facts(box)
+    if script is None and trainer is None:
+        raise click.UsageError(f"give the script of the run, which was: {facts.program:.200}")
+    kind, words = program_of(script, trainer, arguments)
+    with messages_on_screen() as show_message:
+        found = repeat(box, facts, [kind, *words], times=times, show=show_message)
+    first = found["repeats"][0]
+    difference = found["difference"]
+    lines = [f"step {facts.step} of the box: {facts.reason}", difference or _equal(facts, first)]
+    lines += [f"  note: {note}" for note in first["notes"]]
+    lines += describe(found["step"], first)
+    for line in lines:
+        click.echo(fill_screen(line, indent="    "))
+    if json_path:
+        result = {key: one for key, one in first.items() if key != "operations"}
+        write_json(json_path, {"box": box, "bad_step": facts.step} | found | {"repeats": result})
+    sys.exit(1 if difference else 0)
+
+
+def repeat(
+    box: str, facts: BoxFacts, program: list[str], *, times: int, show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Repeat the step; return the repeats, the step that is to be looked at, and a difference.
+
+    That step is an earlier one, where that left parameters that are not finite, or differed.
+    """
+    until = facts.step
+    while True:
+        repeats: list[dict[str, Any]] = []
+        while len(repeats) < times:
+            show(f"step {until}, repeat {len(repeats) + 1} of {times}")
+            repeats.append(_run(box, until, program, facts.world_size))
+            # Only a second repeat tells what differs each time from what differs here.
+            if times == 1 and until == facts.step and _unlike_run(facts, repeats[0]):
+                times = 2
+        earlier = [repeats[0]["not finite"], _first_unlike(repeats)]
+        least = min([one for one in earlier if one is not None], default=until)
+        if least >= until:
+            break
+        until = least
+    return {"step": until, "difference": _difference(facts, until, repeats), "repeats": repeats}
+
+
+def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
+    """Return what the first rank has found, or the first one that names an operation."""
+    try:
+        found = run_ranks(str(__spec__.name), [box, str(until), *program], num_ranks=num_ranks)
+    except LoopFailed as error:
+        raise UnusableInput(str(error)) from error
+    if not all("steps" in one for one in found):
+        raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
+    return next((one for one in found if one["origin"]), found[0])
+
+
+def _main(result: str, box: str, until: str, *program: str) -> None:
+    def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
+        root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
+        with Replay(box, until=int(until), root=root, end=end).running():
+            run()
+        end({"ended": True})
+
+    run_watched(result, program[0], program[1:], watch, saves=True)
+
+
+def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
+    """Name the first step that is not what the run has computed."""
+    for step, (loss, parameters) in found["steps"].items():
+        if step in facts.losses and loss != facts.losses[step]:
+            was, now = (float.fromhex(one) for one in (facts.losses[step], loss))
+            return f"the loss of step {step} was {was!r} and is {now!r}"
+        if int(step) == facts.step and facts.parameters not in (None, parameters):
+            return f"the parameters after step {step} are not those of the run"
+    return None
+
+
+def _first_unlike(repeats: Sequence[dict[str, Any]]) -> int | None:
+    """Return the first step in which two repeats differ."""
+    steps = zip(*(one["steps"].items() for one in repeats), strict=False)
+    return next((int(same[0][0]) for same in steps if any(one != same[0] for one in same)), None)
+
+
+def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -> str | None:
+    for one in repeats[1:]:
+        for was, now in zip(repeats[0]["operations"], one["operations"], strict=False):
+            if was != now:
+                what = (
+                    "does not repeat: hardware, a race, or a value that changes from start to start"
+                )
+                return f"{what}; the repeats differ from {_operation(*now[:4])} of step {step} on"
+        if one["steps"] != repeats[0]["steps"]:
+            return f"does not repeat: the repeats differ after the operations of step {step}"
+    if unlike := _unlike_run(facts, repeats[0]):
+        return (
+            f"does not repeat what the run computed, though the repeats are equal: {unlike}. It "
+            "depends on a value that the state lacks, or on the machine or versions"
+        )
+    return None
+
+
+def _equal(facts: BoxFacts, found: dict[str, Any]) -> str:
+    num_compared = len(facts.losses.keys() & found["steps"].keys())
+    after = ", and the parameters after them" if facts.parameters else ""
+    return f"repeats to the bit: {num_compared} losses of the run are equal{after}"
+
+
+def _operation(phase: str, module: str, name: str, line: str) -> str:
+    place = f", {line}" if line else ""
+    return f"{phase}: {name} in {module or 'no module of the model'}{place}"
+
+
+def describe(step: int, found: dict[str, Any]) -> list[str]:
+    """Name the first operation that is not finite, or what has grown where all is finite."""
+    origin = found["origin"]
+    if origin is not None:
+        result = _range(origin["result"])
+        if origin["phase"] == "data":
+            return [f"step {step}, data: {origin['name']} is {result}"]
+        where = _operation(origin["phase"], origin["module"], origin["name"], origin["line"])
+        inputs = [f"  input {number}: {_range(one)}" for number, one in enumerate(origin["inputs"])]
+        return [f"step {step}, {where} is the first with {result}", *inputs]
+    loss = float.fromhex(found["steps"][str(step)][0])
+    line = f"step {step}: loss {loss:.6g}, gradient norm {found['gradient']:.6g}"
+    grown = found["growth"]
+    if grown is None:
+        return [line, "  no state from before an earlier step is saved, to compare it with"]
+    line += f"; in step {step - 1} the norm was {found['gradient before']:.6g}"
+    lines = [line]
+    if grown["batch"] >= max(2.0, grown["gain"]):
+        lines.append(f"  the input of the model is {three_digits(grown['batch'])} times as large")
+    elif grown["gain"] >= 2:
+        before, now = grown["sizes"]
+        where = grown["module"] or "the model"
+        lines.append(f"  outputs of {where} have grown: up to {now:.4g}, before {before:.4g}")
+    else:
+        lines.append("  no module's outputs have grown: look at the targets of the batch")
+    times = three_digits(grown["gradient"])
+    return [*lines, f"  the gradient of {grown['parameter']} has grown most, {times} times"]
+
+
+def _range(ends: Sequence[float]) -> str:
+    low, high = ends
+    return "NaN" if math.isnan(low) else f"{low:.6g} to {high:.6g}"
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

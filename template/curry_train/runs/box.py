@@ -1,0 +1,263 @@
+"""Keep the bad step of a run in a box: the last good state, the batch and the generators.
+
+    run = saving(model, optimizer, runs="runs/mine", box=True)
+
+A step whose loss is not finite, or with which a spike began, is kept in
+`runs/mine/boxes/step-00000180`: the checkpoint from before it, in hard links to files that are
+there already, a file of each rank, and `box.json`. `curry-train runs replay BOX` repeats it.
+
+Proof: `python -m pytest tests/runs/test_box.py`.
+"""
+
+import json
+import logging
+import os
+import shlex
+import shutil
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..core.digest import digest
+from .files import Files
+from .format import readable
+from .layout import step_of
+from .policy_config import BoxConfig, read_fields
+from .random_state import check_random_state, take_random_state
+from .ranks import DamagedCheckpoint, Ranks, RunError
+from .retention import newest_first
+from .spike import RECOVERIES_FILE_NAME
+from .state import TrainingState
+from .store import Store
+from .values import CollectedTensors, Place, decode, dump, encode, load_foreign
+
+logger = logging.getLogger(__name__)
+FOLDER = "boxes"
+FACTS_FILE_NAME = "box.json"
+MOST_FACTS_BYTES = 2**22
+# Of the file of one rank.
+MOST_BATCH_BYTES = 2**30
+# Steps whose losses a box has, to compare them with those of a replay.
+MOST_LOSSES = 4096
+
+
+@dataclass(frozen=True)
+class BoxFacts:
+    """What `box.json` holds."""
+
+    step: int
+    reason: str
+    # The folder of the state that the replay begins with; None for the start of the run.
+    checkpoint: str | None
+    # The losses of the steps up to this one, as `float.hex` writes them.
+    losses: dict[str, Any]
+    # A digest of the parameters after the step, where the box was made right after it.
+    parameters: str | None
+    world_size: int
+    # The command line of the run. It is shown, and never run.
+    program: str
+
+
+@dataclass
+class StepStart:
+    """The generators with which a step began, and the batches that it has taken."""
+
+    step: int
+    generators: dict[str, Any]
+    batches: list[Any] = field(default_factory=list)
+    # The versions of the batches' tensors, which count the changes in place.
+    versions: list[list[int]] = field(default_factory=list)
+
+
+class Boxes:
+    """Remembers what the last steps began with, and puts a bad one into a box.
+
+    All ranks call together. What can't be kept is named in a warning; it does not end the training.
+    """
+
+    def __init__(self, config: BoxConfig, store: Store, state: TrainingState, *, patience: int):
+        self._config = config
+        self._state = state
+        self._files = store.files
+        self._store = store
+        self._ranks = Ranks.on_the_host()
+        self._starts = deque[StepStart](maxlen=patience + 1)
+        self._losses: dict[int, float] = {}
+
+    def begin(self) -> None:
+        """Note the generators at the beginning of the next step, once."""
+        step = self._state.step + 1
+        if not self._starts or self._starts[-1].step != step:
+            self._starts.append(StepStart(step, take_random_state(self._state.generators)))
+
+    def hand_out(self, batch: Any) -> Any:
+        """Note a batch of the next step, and return it."""
+        self.begin()
+        self._starts[-1].batches.append(batch)
+        self._starts[-1].versions.append(versions_of(batch))
+        return batch
+
+    def stepped(self, loss: float) -> None:
+        """Note the loss of the step that was just done."""
+        self._losses[self._state.step] = loss
+        self._losses.pop(self._state.step - MOST_LOSSES, None)
+
+    def keep(self, step: int, reason: str, *, found_at: int) -> None:
+        """Write the box of a step, and remove the oldest boxes beyond the bounds."""
+        parameters = digest_of(self._state) if found_at == step else None
+        name = f"step-{step:08d}"
+        part = f"{FOLDER}/.{name}.part"
+        self._losses.setdefault(step, float("nan"))
+        try:
+            checkpoint = self._ranks.agree(lambda: self._gather(part, step))
+            self._ranks.all_do(lambda: self._write_rank(part, step))
+            facts = BoxFacts(
+                step,
+                reason,
+                checkpoint,
+                {str(number): loss.hex() for number, loss in self._losses.items()},
+                parameters,
+                self._ranks.size,
+                shlex.join([sys.argv[0], *(["--", *sys.argv[1:]] if sys.argv[1:] else [])]),
+            )
+            self._ranks.agree(lambda: self._commit(part, f"{FOLDER}/{name}", facts))
+        except (OSError, RunError, ValueError) as error:
+            logger.warning("step %d was not kept in a box: %s", step, error)
+            if self._ranks.first:
+                shutil.rmtree(self._files.path(part), ignore_errors=True)
+            return
+        if self._ranks.first:
+            place = self._files.location(f"{FOLDER}/{name}")
+            command = f"curry-train runs replay {shlex.quote(place)} --script {facts.program}"
+            logger.warning("kept step %d in a box; to repeat it: %s", step, command)
+
+    def _gather(self, part: str, step: int) -> str | None:
+        """Begin a folder with a state from before the step; return the state's own folder."""
+        if self._files.kind(part):
+            self._files.remove_folder(part)
+        self._files.make_folder(part)
+        states = [one for one in newest_first(self._store.states()) if one.step < step]
+        # With a good step between the state and the bad one the two can be compared.
+        chosen = next((one for one in states if one.step < step - 1), next(iter(states), None))
+        names = [RECOVERIES_FILE_NAME] if self._files.kind(RECOVERIES_FILE_NAME) else []
+        if chosen is not None:
+            files = [one for one in self._files.path(chosen.folder).rglob("*") if one.is_file()]
+            names += [one.relative_to(self._files.root).as_posix() for one in files]
+        num_bytes = sum(self._files.size(name) for name in names)
+        if num_bytes > self._config.most_bytes:
+            raise RunError(
+                f"its state takes {num_bytes:,} bytes, and box.most_bytes is "
+                f"{self._config.most_bytes:,}"
+            )
+        for name in names:
+            target = self._files.path(f"{part}/{name}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(self._files.path(name), target)
+            except OSError:
+                shutil.copy2(self._files.path(name), target)
+        return chosen.folder if chosen else None
+
+    def _write_rank(self, part: str, step: int) -> None:
+        # After a rollback there may be an older one of the same step.
+        start = next((one for one in reversed(self._starts) if one.step == step), None)
+        tensors = CollectedTensors()
+        content: dict[str, Any] = {"batches": None, "generators": None}
+        try:
+            if start is None:
+                raise ValueError("it began before this start of the process")
+            generators = encode(start.generators, Place("the generators", "generators"), tensors)
+            content["generators"] = generators
+            if [versions_of(one) for one in start.batches] != start.versions:
+                raise ValueError("the loop has changed it in place")
+            content["batches"] = encode(start.batches, Place("batch", "batch"), tensors)
+        except ValueError as error:
+            logger.warning(
+                "the batch of step %d is not in its box: %s. A replay takes it from the script's "
+                "own data",
+                *(step, error),
+            )
+        # A view would be written with all of its storage.
+        content["tensors"] = {name: one.clone() for name, one in tensors.by_name.items()}
+        data = readable(dump(content), MOST_BATCH_BYTES, "the batch of the step")
+        self._files.write(f"{part}/rank-{self._ranks.rank}.pt", data)
+
+    def _commit(self, part: str, final: str, facts: BoxFacts) -> None:
+        self._files.write(f"{part}/{FACTS_FILE_NAME}", json.dumps(asdict(facts)).encode())
+        if self._files.kind(final):
+            self._files.remove_folder(final)
+        self._files.rename(part, final)
+        self._files.sync_folder(FOLDER)
+        boxes = [f"{FOLDER}/{name}" for name in self._files.names(FOLDER) if name[0] != "."]
+        boxes.sort(key=lambda one: self._files.path(one).stat().st_mtime_ns)
+        while len(boxes) > self._config.keep or (
+            len(boxes) > 1 and self._num_bytes(boxes) > self._config.most_bytes
+        ):
+            self._files.remove_folder(boxes.pop(0))
+
+    def _num_bytes(self, boxes: list[str]) -> int:
+        """Return the bytes of the boxes; a file that is in several of them counts once."""
+        files = [one.stat() for box in boxes for one in self._files.path(box).rglob("*")]
+        return sum({one.st_ino: one.st_size for one in files}.values())
+
+
+def versions_of(batch: Any) -> list[int]:
+    leaves = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
+    return [0 if one.is_inference() else one._version for one in leaves]
+
+
+def digest_of(state: TrainingState) -> str:
+    """Return one digest of all parameters; every rank has to call this."""
+    digests = [digest(one) for one in state.model.parameters()]
+    return digest(torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8))
+
+
+# Read a box, which somebody else may have forged.
+
+
+def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
+    """Return what a box holds; raise RunError where a folder is no box, or a damaged one."""
+    if not Path(folder, FACTS_FILE_NAME).is_file():
+        raise RunError(
+            f"{folder} is no box: give a folder that holds {FACTS_FILE_NAME}, such as "
+            "runs/run-001/boxes/step-00000180"
+        )
+    try:
+        data = Files(folder).read(FACTS_FILE_NAME, most_bytes=MOST_FACTS_BYTES)
+        facts = read_fields(BoxFacts, json.loads(data))
+        if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
+            raise ValueError(f"step {facts.step} of {facts.world_size} ranks")
+        if facts.checkpoint is not None and step_of(facts.checkpoint) is None:
+            raise ValueError(f"{facts.checkpoint!r:.60} is no checkpoint")
+        for loss in facts.losses.values():
+            float.fromhex(loss)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{folder} is a damaged box: {error!s:.200}") from error
+    if facts.checkpoint is not None and not Path(folder, facts.checkpoint).is_dir():
+        raise RunError(
+            f"{folder} has lost its state {facts.checkpoint}: copy the whole folder of the box"
+        )
+    return facts
+
+
+def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
+    """Return `batches` and `generators` of a rank, None where they are not in the box."""
+    try:
+        data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
+        content = load_foreign(data)
+        tensors = content["tensors"]
+        found = {name: decode(content[name], tensors) for name in ("batches", "generators")}
+    except (OSError, LookupError, TypeError) as error:
+        raise DamagedCheckpoint(f"{folder}: rank-{rank}.pt can't be read ({error})") from error
+    if found["generators"] is not None:
+        check_random_state(found["generators"])
+    if not isinstance(found["batches"], list | None):
+        raise DamagedCheckpoint(f"{folder}: rank-{rank}.pt holds no list of batches")
+    return found

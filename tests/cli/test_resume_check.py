@@ -1,0 +1,173 @@
+"""`runs resume-check` compares a program's own resume, and finds each part that it lacks.
+
+Run: `python -m pytest tests/cli/test_resume_check.py`.
+"""
+
+import json
+import sys
+
+import pytest
+from click.testing import CliRunner
+from resumed_programs import ACCELERATE, HUGGING_FACE, LIGHTNING, PLAIN
+from warm_python import warm_python
+
+from curry_train.cli.main import main
+from curry_train.cli.resume_check import began_after, differences
+from curry_train.cli.resume_watch import PARTS
+from curry_train.cli.screen import UnusableInput
+
+
+def step(number, **changed):
+    """Return the notes of a step of a sound run."""
+    notes = {
+        "data order": [[f"batch {number}"]],
+        "model": {"0.weight": f"weight {number}", "0.bias": f"bias {number}"},
+        "optimizer": {"exp_avg of 0.weight": f"average {number}"},
+        "scheduler": {"last_epoch": number},
+        "scaler": {"scale": 2.0**number, "_growth_tracker": 1},
+        "generators": {"torch": f"state {number}"},
+        "rates": [3e-4 * 0.9**number],
+        "after": {"0.weight": f"weight {number + 1}"},
+    }
+    return notes | changed
+
+
+STRAIGHT = [step(number) for number in range(8)]
+LACKING = {
+    "data order": ({"data order": [["batch 2"]]}, "batch 3 came again (step 6)"),
+    "model": ({"model": {"0.weight": "new", "0.bias": "new"}}, "0.weight and 1 more (step 6)"),
+    "optimizer": ({"optimizer": {}}, "exp_avg of 0.weight (step 6)"),
+    "scheduler": ({"scheduler": {"last_epoch": 0}}, "last_epoch 0, not 5 (step 6)"),
+    "scaler": (
+        {"scaler": {"scale": 1.0, "_growth_tracker": 1}},
+        "scale 1.0, not 32.0 (step 6)",
+    ),
+    "generators": ({"generators": {"torch": "new"}}, "torch (step 6)"),
+}
+
+
+def test_equal_steps_have_no_difference():
+    assert differences(STRAIGHT, STRAIGHT[5:], 5) == {}
+    assert began_after(STRAIGHT, STRAIGHT[5:], 6) == 5
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_not_restored_is_named_alone(part):
+    changed, text = LACKING[part]
+    resumed = [step(5, **changed), *STRAIGHT[6:]]
+    assert differences(STRAIGHT, resumed, 5) == {part: text}
+    assert began_after(STRAIGHT, resumed, 6) == 5
+
+
+def test_the_rate_that_a_schedule_gives_later_is_named():
+    late = [step(5, scheduler={"last_epoch": 0}), step(6, rates=[3e-4])]
+    assert differences(STRAIGHT, late, 5) == {"scheduler": "rate 0.0003, not 0.000159 (step 7)"}
+
+
+def test_a_value_that_no_part_holds_and_other_data_are_named():
+    unknown = [step(5, after={"0.weight": "another"})]
+    assert differences(STRAIGHT, unknown, 5)["result"].endswith("in no state_dict (step 6)")
+    other = [step(5, **{"data order": [["a batch of no step"]]})]
+    assert differences(STRAIGHT, other, 5) == {"data order": "another batch (step 6)"}
+
+
+def test_a_start_that_loads_nothing_is_no_resume():
+    with pytest.raises(UnusableInput, match=r"began anew.*--resume-with"):
+        began_after(STRAIGHT, STRAIGHT, 6)
+
+
+def checked(monkeypatch, folder, program, *words):
+    """Run the command on a program in a folder; return its status, its lines and its results."""
+    (folder / "program.py").write_text(program)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    given = ["runs", "resume-check", "--steps", "8", "--kill-at", "5", "--json", "found.json"]
+    ended = CliRunner().invoke(main, [*given, *words])
+    path = folder / "found.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    assert sorted(one.name for one in folder.iterdir() if one.suffix != ".json") in (
+        ["program.py"],
+        ["__pycache__", "program.py"],
+    )
+    return ended.exit_code, ended.output.splitlines(), found
+
+
+@pytest.mark.timeout(600)
+def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(
+    tmp_path, monkeypatch
+):
+    status, lines, found = checked(monkeypatch, tmp_path, PLAIN, "--script", "program.py", "all")
+    assert status == 0, lines
+    assert lines[:2] == [
+        "8 steps, killed in step 5, resumed after step 3",
+        "equal to the bit: 5 steps",
+    ]
+    assert {part for part in PARTS if part in found["withheld"][part]} == set(PARTS)
+    assert "  data order: batch 1 came again (step 4)" in lines
+    assert any(line.startswith("  scheduler: rate 0.000291, not 0.00026") for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path, monkeypatch):
+    words = ("--script", "program.py", part)
+    status, lines, found = checked(monkeypatch, tmp_path, PLAIN, *words)
+    assert status == 1, lines
+    assert set(found["differences"]) == {part}
+    assert lines[1].startswith(f"NOT equal, {part}: ")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("program", "words", "lacks"),
+    [
+        (HUGGING_FACE, ("--trainer", "program.py:make"), set()),
+        (LIGHTNING, ("--trainer", "program.py:make"), {"data order", "generators"}),
+        (ACCELERATE, ("--script", "program.py"), {"generators"}),
+    ],
+    ids=["transformers", "lightning", "accelerate"],
+)
+def test_each_part_of_a_library_is_missed_when_it_is_withheld(
+    program, words, lacks, tmp_path, monkeypatch
+):
+    status, lines, found = checked(monkeypatch, tmp_path, program, *words)
+    assert set(found["differences"]) == lacks
+    assert status == (1 if lacks else 0)
+    # None of these has a gradient scaler on a CPU.
+    assert set(found["withheld"]) == set(PARTS) - {"scaler"}
+    assert all(part in named for part, named in found["withheld"].items())
+    assert "  scaler: proves nothing: there is none in this run" in lines
+
+
+@pytest.mark.timeout(300)
+def test_a_program_whose_starts_differ_is_told_to_be_seeded(tmp_path, monkeypatch):
+    unseeded = PLAIN.replace("torch.manual_seed(0)", "torch.seed()")
+    words = ("--script", "program.py", "all")
+    status, lines, _ = checked(monkeypatch, tmp_path, unseeded, *words)
+    assert status == 2
+    assert "two starts differ already, data order: another batch (step 1)" in " ".join(lines)
+
+
+@pytest.mark.timeout(300)
+def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
+    words = ("--script", "program.py", "everything")
+    status, lines, _ = checked(monkeypatch, tmp_path, PLAIN, *words)
+    assert status == 2
+    assert "Let the program save within 5 steps" in " ".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "5", "--kill-at", "5"], "--kill-at 5 has to be below --steps 5"),
+        (["--script", "nowhere.py"], "there is no file nowhere.py"),
+        (["--script", "a.py", "--trainer", "b:c"], "give either --script or --trainer"),
+        (["--resume-with", "--resume latest"], "--resume-with is for --script"),
+    ],
+)
+def test_wrong_usage_has_a_message_and_status_2(words, message):
+    ended = CliRunner().invoke(main, ["runs", "resume-check", *words])
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.output.split())

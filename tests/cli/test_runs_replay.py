@@ -1,0 +1,141 @@
+"""`runs replay` repeats a bad step by the user's script, and names what made it bad.
+
+Run: `python -m pytest tests/cli/test_runs_replay.py`.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from warm_python import warm_python
+
+from curry_train.cli.main import main
+from curry_train.cli.runs_replay import describe
+
+SCRIPT = """\
+import sys
+
+import torch
+from curry_train.runs import saving
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+data = torch.rand(16, 4, 8) * float(sys.argv[1])
+data[13:16] *= -100
+run = saving(model, optimizer, scheduler, runs="run", rollback_every=5, box=True)
+for batch in run.batches(data):
+    loss = torch.log(1 + model(batch)).square().mean()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    run.step(loss=loss)
+    if run.steps == int(sys.argv[2]):
+        break
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Train until a step is NaN; return the folder of the script and its run."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "train.py").write_text(SCRIPT)
+    subprocess.run([warm_python(), "train.py", "1", "16"], cwd=folder, check=True)
+    return folder
+
+
+def replay(monkeypatch, folder, *words):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    ended = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", "replay", *words])
+    assert all(len(line) <= 80 for line in ended.output.splitlines()), ended.output
+    return ended.exit_code, " ".join(ended.output.split())
+
+
+BOX = "run/boxes/step-00000014"
+
+
+def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypatch):
+    before = sorted(trained.rglob("*"))
+    words = (BOX, "--script", "train.py", "--times", "2", "--json", "found.json", "--", "1", "16")
+    status, output = replay(monkeypatch, trained, *words)
+    assert status == 0, output
+    assert "repeats to the bit: 4 losses of the run are equal, and the parameters" in output
+    assert "step 14, forward: aten.log.default in no module of the model, train.py:14" in output
+    found = json.loads((trained / "found.json").read_text())
+    assert found["difference"] is None
+    assert found["repeats"]["origin"]["phase"] == "forward"
+    (trained / "found.json").unlink()
+    # A folder of bytecode is a test's own.
+    assert [one for one in sorted(trained.rglob("*")) if "__pycache__" not in str(one)] == before
+
+
+def test_other_arguments_are_said_to_compute_something_else(trained, monkeypatch):
+    status, output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "2", "16")
+    assert status == 1
+    assert "does not repeat what the run computed, though the repeats are equal" in output
+    status, output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "1", "12")
+    assert (status, "the program ended before step 14" in output) == (2, True)
+
+
+def test_a_box_of_another_model_and_one_without_its_state_are_refused(
+    trained, tmp_path, monkeypatch
+):
+    shutil.copytree(trained / BOX, tmp_path / "box")
+    (tmp_path / "train.py").write_text(SCRIPT.replace("16)", "17)").replace("(16, 1", "(17, 1"))
+    status, output = replay(monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16")
+    assert (status, "tensors match" in output) == (2, True), output
+    shutil.rmtree(tmp_path / "box/rollback")
+    status, output = replay(monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16")
+    assert (status, "has lost its state" in output) == (2, True)
+    (tmp_path / "train.py").write_text("print('no run')")
+    status, output = replay(monkeypatch, trained, BOX, "--script", str(tmp_path / "train.py"), "1")
+    assert (status, "the program ended before step 14" in output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([BOX], "give the script of the run, which was: train.py -- 1 16"),
+        (["run", "--script", "train.py"], "run is no box: give a folder that holds box.json"),
+        ([BOX, "--script", "nowhere.py"], "there is no file nowhere.py"),
+    ],
+)
+def test_wrong_usage_has_a_message_and_status_2(words, message, trained, monkeypatch):
+    status, output = replay(monkeypatch, trained, *words)
+    assert (status, message in output) == (2, True), output
+
+
+GROWN = {"module": "h.1", "gain": 80.0, "sizes": [1.5, 120.0], "batch": 1.0}
+GROWN |= {"parameter": "h.0.weight", "gradient": 190.0}
+FOUND = {
+    "origin": None,
+    "steps": {"7": [(9.25).hex(), ""]},
+    "gradient": 210.0,
+    "gradient before": 1.1,
+    "growth": GROWN,
+}
+
+
+def test_what_has_grown_before_a_spike_is_named():
+    loss, outputs, gradient = describe(7, FOUND)
+    assert loss == "step 7: loss 9.25, gradient norm 210; in step 6 the norm was 1.1"
+    assert outputs == "  outputs of h.1 have grown: up to 120, before 1.5"
+    assert gradient == "  the gradient of h.0.weight has grown most, 190 times"
+    large = describe(7, FOUND | {"growth": GROWN | {"batch": 300.0}})
+    assert large[1] == "  the input of the model is 300 times as large"
+    targets = describe(7, FOUND | {"growth": GROWN | {"gain": 1.1}})
+    assert "look at the targets" in targets[1]
+    assert "no state" in describe(7, FOUND | {"growth": None})[1]
+
+
+def test_data_that_are_not_finite_are_named():
+    origin = {"phase": "data", "name": "inputs of the batch", "result": [float("nan")] * 2}
+    assert describe(7, FOUND | {"origin": origin}) == [
+        "step 7, data: inputs of the batch is NaN",
+    ]

@@ -1,0 +1,233 @@
+"""A box keeps a bad step whole, within its bounds, and runs nothing when it is read.
+
+Run: `python -m pytest tests/runs/test_box.py`.
+"""
+
+import json
+import logging
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from curry_train.primitives.grad_accum import NonFiniteWindow
+from curry_train.runs import RunError, SavedRun, saving
+from curry_train.runs.box import BoxFacts, read_facts, read_rank
+from curry_train.runs.ranks import DamagedCheckpoint
+from curry_train.runs.replay import makes_not_finite, value_range
+
+STEPS = 24
+
+
+class Samples:
+    """Data that resume from one integer, and hand out each batch."""
+
+    def __init__(self):
+        self.position = 0
+        self.on_batch = lambda batch: batch
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            yield self.on_batch(torch.full((4, 3), float(self.position)))
+
+
+class Own:
+    """A batch of the user's own class."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def train(folder, bad, *, steps=STEPS, change=None, wrap=lambda batch: batch, **options):
+    """Train on random batches, of which those of the steps in `bad` make NaN."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    batches = [{"inputs": torch.randn(4, 3), "step": step} for step in range(1, steps + 1)]
+    with saving(model, optimizer, runs=folder, rollback_every=3, **options) as run:
+        for batch in run.batches([wrap(one) for one in batches]):
+            inputs = batch.tensor if isinstance(batch, Own) else batch["inputs"]
+            loss = F.mse_loss(model(inputs), torch.zeros(4, 2))
+            # The weights stay finite, so that later steps are good ones.
+            bad_loss = loss * math.nan if run.steps + 1 in bad else loss
+            loss.backward()
+            if change is not None:
+                change(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            run.step(loss=bad_loss)
+    return folder / "boxes"
+
+
+def test_a_box_has_the_state_before_the_step_its_batch_and_its_generators(tmp_path):
+    box = train(tmp_path, [11], box=True) / "step-00000011"
+    facts = read_facts(box)
+    assert (facts.step, facts.checkpoint) == (11, "rollback/step-00000009.dcp")
+    assert facts.losses["11"] == "nan"
+    assert float.fromhex(facts.losses["10"]) > 0
+    assert SavedRun(box).verify("latest").step == 9
+    found = read_rank(box, 0)
+    assert [one["step"] for one in found["batches"]] == [11]
+    assert found["batches"][0]["inputs"].shape == (4, 3)
+    assert found["generators"].keys() >= {"torch", "python"}
+
+
+def test_the_state_of_a_box_takes_no_space_and_outlives_its_checkpoint(tmp_path):
+    retention = {"rollback_keep": 1, "recovery_keep": 1}
+    box = train(tmp_path, [11], box=True, retention=retention) / "step-00000011"
+    assert not (tmp_path / "rollback/step-00000009.dcp").exists()
+    assert SavedRun(box).verify("latest").step == 9
+    again = train(tmp_path / "second", [23], box=True) / "step-00000023"
+    files = [one for one in (again / "rollback").rglob("*") if one.is_file()]
+    assert {one.stat().st_nlink for one in files} == {2}
+
+
+def test_the_newest_boxes_are_kept_within_their_number_and_size(tmp_path, caplog):
+    boxes = train(tmp_path / "number", [8, 12, 16], box={"keep": 2})
+    assert sorted(one.name for one in boxes.iterdir()) == ["step-00000012", "step-00000016"]
+    boxes = train(tmp_path / "size", [8, 12], box={"most_bytes": 100})
+    assert not list(boxes.iterdir())
+    assert "was not kept in a box: its state takes" in caplog.text
+    assert not train(tmp_path / "none", [8], box={"keep": 0}).exists()
+    assert not train(tmp_path / "sound", [], box=True).exists()
+
+
+def test_a_step_before_the_first_save_is_kept_without_a_state(tmp_path):
+    box = train(tmp_path, [2], box=True) / "step-00000002"
+    assert read_facts(box).checkpoint is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"wrap": lambda batch: Own(batch["inputs"])}, "a Own can't be saved"),
+        ({"change": lambda batch: batch["inputs"].zero_()}, "the loop has changed it in place"),
+    ],
+)
+def test_a_batch_that_can_not_be_kept_is_named_and_the_rest_is_kept(
+    options, reason, tmp_path, caplog
+):
+    box = train(tmp_path, [11], box=True, **options) / "step-00000011"
+    assert reason in caplog.text
+    assert "A replay takes it from the script's own data" in caplog.text
+    found = read_rank(box, 0)
+    assert found["batches"] is None
+    assert found["generators"] is not None
+
+
+def test_a_step_that_is_not_finite_is_kept_before_its_error_ends_the_loop(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    stream = Samples()
+    run = saving(model, torch.optim.SGD(model.parameters()), runs=tmp_path, stream=stream, box=True)
+    for batch in stream:
+        assert run.continues(until=9)
+        if stream.position == 4:
+            break
+        run.step(loss=batch.sum())
+    with pytest.raises(NonFiniteWindow):
+        run.not_finite(NonFiniteWindow("step 4: the gradient is nan"))
+    box = tmp_path / "boxes/step-00000004"
+    assert read_facts(box).reason == "step 4: the gradient is nan"
+    assert read_rank(box, 0)["batches"][0][0, 0] == 4
+
+
+def test_a_stream_that_hands_out_no_batches_is_named(tmp_path, caplog):
+    stream = Samples()
+    del stream.on_batch
+    saving(torch.nn.Linear(3, 2), runs=tmp_path, stream=stream, box=True).close()
+    assert "boxes will lack the batch: a Samples does not call" in caplog.text
+
+
+def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train it.py", "--rate", "0.1"])
+    with caplog.at_level(logging.WARNING):
+        box = train(tmp_path, [11], box=True) / "step-00000011"
+    command = f"curry-train runs replay {box} --script 'train it.py' -- --rate 0.1"
+    assert command in caplog.text
+
+
+# Reading what somebody else may have made.
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_forged_box_runs_nothing(tmp_path):
+    box = train(tmp_path / "run", [11], box=True) / "step-00000011"
+    torch.save({"tensors": {}, "batches": [Payload(tmp_path / "ran")]}, box / "rank-0.pt")
+    with pytest.raises(DamagedCheckpoint):
+        read_rank(box, 0)
+    shutil.copy(box / "rank-0.pt", box / "rollback/step-00000009.dcp/state.pt")
+    with pytest.raises(DamagedCheckpoint):
+        SavedRun(box).verify("latest")
+    assert not (tmp_path / "ran").exists()
+
+
+FACTS = BoxFacts(11, "why", "rollback/step-00000009.dcp", {"11": "nan"}, None, 1, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"step": 0}, "a damaged box: step 0"),
+        ({"step": "11"}, "step must be a whole number"),
+        ({"checkpoint": "../../secret"}, "is no checkpoint"),
+        ({"checkpoint": "rollback/step-00000006.dcp"}, "has lost its state"),
+        ({"losses": {"11": "much"}}, "a damaged box"),
+        ({"world_size": 10**9}, "of 1000000000 ranks"),
+        ({"command": "rm"}, "command is no key"),
+    ],
+)
+def test_facts_that_are_not_those_of_a_box_are_refused(changed, message, tmp_path):
+    (tmp_path / "rollback/step-00000009.dcp").mkdir(parents=True)
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps(vars(FACTS)))
+    assert read_facts(tmp_path) == FACTS
+    path.write_text(json.dumps(vars(FACTS) | changed))
+    with pytest.raises(RunError, match=message):
+        read_facts(tmp_path)
+
+
+def test_a_folder_that_is_no_box_is_answered_with_an_example(tmp_path):
+    with pytest.raises(RunError, match=r"is no box: .*runs/run-001/boxes/step-00000180"):
+        read_facts(tmp_path)
+
+
+# What makes NaN and infinity.
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "makes"),
+    [
+        ([(0.0, 1.0)], [(0.0, 2.0)], False),
+        ([(0.0, 1.0)], [(0.0, math.inf)], True),
+        ([(0.0, 1.0)], [(math.nan, math.nan)], True),
+        # A mask: infinity is passed on. A softmax of nothing else makes NaN.
+        ([(0.0, 1.0), (-math.inf, 0.0)], [(-math.inf, 1.0)], False),
+        ([(-math.inf, 0.0)], [(math.nan, math.nan)], True),
+        ([(math.nan, math.nan)], [(math.nan, math.nan)], False),
+    ],
+)
+def test_only_what_makes_infinity_or_nan_is_a_source(before, after, makes):
+    assert makes_not_finite(before, after) is makes
+
+
+def test_the_range_of_each_type_is_read():
+    values = torch.tensor([-2.0, 4.0])
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2):
+        assert value_range(values.to(dtype)) == (-2.0, 4.0)
+    assert value_range(torch.complex(values, values)) == (-2.0, 4.0)
+    assert value_range(3.0) == (3.0, 3.0)
+    for one in (torch.tensor([1]), torch.zeros(0), 3, torch.zeros(2, device="meta")):
+        assert value_range(one) is None
