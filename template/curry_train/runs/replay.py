@@ -23,12 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.digest import digest, is_plain
-from ..core.generators import same_state
+from ..core.generators import same_state, unwatched
 from ..core.measure import backward_node
-from ..core.rerun import unwatched
 from .box import BoxFacts, digest_of, read_facts, read_rank
 from .fingerprints import _leaves, _users_line
-from .optimizer_state import bare_name
+from .parameters import bare_name
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
 from .ranks import RunError
