@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -246,6 +246,63 @@ def flops(function: Callable[[], Any]) -> int:
     with FlopCount() as count:
         function()
     return count.flops
+
+
+def step_on_card(
+    rows: int, *, dtype: str = "bfloat16", **given: Mapping[str, int]
+) -> dict[str, float]:
+    """Return the MiB that training steps of `train.py` reserve on a card, and the FLOPs of one.
+
+    The card is not here: a step runs on shapes, and its allocations in the model of the allocator.
+    `given` are more arguments of the script's functions `build`, `batch` and `loss_of`.
+    """
+    import train
+    from curry_train.plan.cuda_step import cuda_memory
+    from curry_train.plan.estimate import Sketch
+    from curry_train.workloads.workload import Workload
+
+    build, batch, loss_of = (
+        partial(getattr(train, name), **given.get(name, {}))
+        for name in ("build", "batch", "loss_of")
+    )
+    workload = Workload(
+        "train",
+        build,
+        batch,
+        lambda model, rows: loss_of(model, rows)[0],
+        count=lambda rows: 1,
+        optimizer=train.make_optimizer,
+    )
+    with Sketch(workload, kernels="cuda", dtype=getattr(torch, dtype)) as sketch:
+        step = sketch.step(rows)
+    assert step.trace is not None, sketch.why_real
+    reserved = cuda_memory(step.trace).reserved_bytes
+    return {"reserved": reserved / 2**20, "flops": float(step.flops.sum())}
+
+
+def assert_largest(
+    number: Any, reserved: Callable[[int], float], *, card: float, step: int, most: int
+) -> None:
+    """Raise unless a number, such as of rows, reserves what a card has, and a step more does not.
+
+    All are in MiB; numbers above `most` are not tried.
+    """
+    assert isinstance(number, int), f"it is {number!r}"
+    assert 0 < number <= most, f"it is {number}"
+    size = reserved(number)
+    assert size <= card, f"{number} reserve {size:,.0f} MiB"
+    size = reserved(number + step)
+    assert size > card, f"{number + step} reserve {size:,.0f} MiB and fit as well"
+
+
+def assert_figures(
+    given: Mapping[str, Any], required: Mapping[str, float], *, within: float
+) -> None:
+    """Raise where a figure of an answer is missing, or wrong by more than this share."""
+    for name, right in required.items():
+        mine = given.get(name)
+        assert isinstance(mine, int | float), f"{name} is {mine!r}"
+        assert abs(mine - right) <= within * right, f"{name} is {mine:,}, and {right:,} is right"
 
 
 def assert_close(measured: Sequence[float], required: Sequence[float], within: float) -> None:
