@@ -313,8 +313,8 @@ def encoder_detached():
     optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()])
     for inputs, labels in loader():
         optimizer.zero_grad()
-        hidden = encoder(inputs).detach()
-        F.cross_entropy(head(hidden), labels).backward()  # here
+        hidden = encoder(inputs).detach()  # here
+        F.cross_entropy(head(hidden), labels).backward()
         optimizer.step()
 
 
@@ -325,8 +325,8 @@ def encoder_data():
             self.encoder, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
 
         def forward(self, inputs):
-            hidden = self.encoder(inputs).data
-            return self.head(hidden)  # here
+            hidden = self.encoder(inputs).data  # here
+            return self.head(hidden)
 
     model = Model()
     optimizer = adamw(model)

@@ -760,25 +760,13 @@ def _forgotten_loss(trace: Trace) -> Iterator[Fault]:
 
 def _without_gradient(trace: Trace) -> Iterator[Fault]:
     held = _held(trace)
-    with_gradients, without = trace.ran[True], trace.ran[False]
-
-    def never_trained(module: nn.Module, recurse: bool) -> list[str]:
-        own = [
-            (name, one)
-            for name, one in module.named_parameters(recurse=recurse)
-            if one.requires_grad and id(one) in held
-        ]
-        if any(id(one) in trace.with_gradient for _, one in own):
-            return []
-        kind = type(module).__name__
-        return [trace.names.get(id(one), f"{kind}.{name}") for name, one in own]
-
-    names = [
-        name
-        for module in without.values()
-        if id(module) not in with_gradients
-        for name in never_trained(module, False)
-    ]
+    names = []
+    for key, module in trace.ran[False].items():
+        own = [(k, p) for k, p in module.named_parameters(recurse=False) if p.requires_grad]
+        own = [(name, one) for name, one in own if id(one) in held]
+        if key not in trace.ran[True] and not any(id(p) in trace.with_gradient for _, p in own):
+            kind = type(module).__name__
+            names += [trace.names.get(id(one), f"{kind}.{name}") for name, one in own]
     place = trace.of(Step)[-1].place
     if names:
         yield Fault(
@@ -788,18 +776,9 @@ def _without_gradient(trace: Trace) -> Iterator[Fault]:
             "use_reentrant=False, or model.enable_input_require_grads(); else remove the no_grad",
         )
     for at, behind in trace.cut.items():
-        idle = behind & held - trace.with_gradient
-        if names := [trace.names.get(one, "?") for one in idle]:
-            hint = "remove the detach, or freeze them"
-            yield Fault(at, f"trained parameters are detached: {_named(names)}", hint)
-    for module, at in trace.detached.values():
-        if names := never_trained(module, True):
-            yield Fault(
-                at,
-                f"trained parameters get no gradient, because their output is detached: "
-                f"{_named(names)}",
-                "remove the detach, .data or numpy between the modules, or freeze them",
-            )
+        if idle := sorted(trace.names.get(one, "?") for one in behind & held - trace.with_gradient):
+            measured = f"trained parameters are detached, and get no gradient: {_named(idle)}"
+            yield Fault(at, measured, "remove the detach, .data or numpy, or freeze them")
 
 
 def _why_nothing_moves(steps: Sequence[Step]) -> str:

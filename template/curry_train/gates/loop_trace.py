@@ -25,7 +25,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -339,8 +338,6 @@ class Trace:
     names: dict[int, str] = field(default_factory=dict)
     # Modules that ran, by whether torch recorded gradients, by their ids.
     ran: dict[bool, dict[int, nn.Module]] = field(default_factory=lambda: {True: {}, False: {}})
-    # Modules whose output a later one got without its graph, with the place.
-    detached: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
     # Parameters behind tensors that the user's code detaches, by id, by the place.
     cut: dict[str, set[int]] = field(default_factory=dict)
     # Parameters that have had a gradient, by id.
@@ -432,8 +429,6 @@ class Observer:
         self.mask: Tensor | None = None
         self.language: tuple[nn.Module, Any, Any] | None = None
         self.probed: set[int] = set()
-        # Storages of outputs with gradients, by address, which a weak reference keeps from reuse.
-        self.outputs: dict[int, tuple[StorageWeakRef, nn.Module]] = {}
         # Graphs of outputs and losses: what lives as long, the number of steps before, the place.
         self.graphs: list[tuple[weakref.ref[Any], int, str]] = []
         # Of each iterator: its loader, and how often one was made of it.
@@ -473,6 +468,7 @@ class Observer:
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         yield Tensor, "detach", self._detach
+        yield Tensor, "data", lambda data: property(self._detach(data.__get__), data.__set__)
         for name in ("__add__", "__radd__", "__iadd__", "__sub__"):
             yield Tensor, name, self._add
         # Compiled code can't be observed; the same code runs uncompiled.
@@ -544,8 +540,6 @@ class Observer:
             has_gradients = torch.is_grad_enabled()
             self.trace.ran[has_gradients][id(module)] = module
             inputs = list(_tensors((args, options)))
-            if has_gradients and not self.in_backward:
-                self._note_detached(inputs)
             event = None
             # A loss is a module too, without parameters.
             is_model = next(module.parameters(), None) is not None
@@ -557,18 +551,11 @@ class Observer:
                 output = call(module, *args, **options)
             finally:
                 self.depth -= 1
-            if has_gradients:
-                self._note_output(module, event, output)
+            if has_gradients and event is not None:
+                self._note_output(event, output)
             return output
 
         return run
-
-    def _note_detached(self, inputs: Sequence[Tensor]) -> None:
-        for one in inputs:
-            if not one.requires_grad and is_plain(one):
-                _, module = self.outputs.get(one.untyped_storage()._cdata, (None, None))
-                if module is not None:
-                    self.trace.detached.setdefault(id(module), (module, "".join(users_lines()[:1])))
 
     def _note_forward(
         self,
@@ -610,13 +597,9 @@ class Observer:
             else None,
         )
 
-    def _note_output(self, module: nn.Module, event: Forward | None, output: Any) -> None:
+    def _note_output(self, event: Forward, output: Any) -> None:
         for one in _tensors(output):
             if not one.requires_grad or not is_plain(one):
-                continue
-            storage = StorageWeakRef(one.untyped_storage())
-            self.outputs[storage.cdata] = storage, module
-            if event is None:
                 continue
             self._note_graph(one)
             self._mark(one, event, "is_trained_on")
@@ -946,7 +929,6 @@ class Observer:
             made=self.made.get(key),
         )
         self.before = {}
-        self.outputs.clear()
         self.dropped.clear()
         self._probe()
         self.used[key] = versions
