@@ -680,10 +680,10 @@ def hidden_state_with_its_graph():
     history = deque(maxlen=100)
     for inputs, _ in loader():
         optimizer.zero_grad()
-        output, state = model(inputs[:, None])  # here
+        output, state = model(inputs[:, None])
         output.square().mean().backward()
         optimizer.step()
-        history.append(state)
+        history.append(state)  # here
 
 
 def total_loss_with_its_graph():
@@ -694,9 +694,9 @@ def total_loss_with_its_graph():
         for inputs, labels in two_epochs():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()  # here
+            loss.backward()
             optimizer.step()
-            total += loss
+            total += loss  # here
 
 
 FAULTY = {

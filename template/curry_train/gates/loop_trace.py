@@ -1067,8 +1067,9 @@ class Observer:
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
-    is_close = first.shape == second.shape and torch.allclose(first, second, rtol=1e-3, atol=1e-4)
-    return not is_close
+    if first.shape != second.shape:
+        return True
+    return not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
