@@ -313,8 +313,8 @@ def encoder_detached():
     optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()])
     for inputs, labels in loader():
         optimizer.zero_grad()
-        hidden = encoder(inputs).detach()
-        F.cross_entropy(head(hidden), labels).backward()  # here
+        hidden = encoder(inputs).detach()  # here
+        F.cross_entropy(head(hidden), labels).backward()
         optimizer.step()
 
 
@@ -325,8 +325,8 @@ def encoder_data():
             self.encoder, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
 
         def forward(self, inputs):
-            hidden = self.encoder(inputs).data
-            return self.head(hidden)  # here
+            hidden = self.encoder(inputs).data  # here
+            return self.head(hidden)
 
     model = Model()
     optimizer = adamw(model)
@@ -680,10 +680,10 @@ def hidden_state_with_its_graph():
     history = deque(maxlen=100)
     for inputs, _ in loader():
         optimizer.zero_grad()
-        output, state = model(inputs[:, None])  # here
+        output, state = model(inputs[:, None])
         output.square().mean().backward()
         optimizer.step()
-        history.append(state)
+        history.append(state)  # here
 
 
 def total_loss_with_its_graph():
@@ -694,9 +694,9 @@ def total_loss_with_its_graph():
         for inputs, labels in two_epochs():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()  # here
+            loss.backward()
             optimizer.step()
-            total += loss
+            total += loss  # here
 
 
 FAULTY = {

@@ -4,6 +4,7 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import torch
+from held_out_healthy_loops import Attention, climb, padded_tokens, step
 from loops import Language, adamw, classifier, loader
 from torch import nn
 from torch.nn import functional as F
@@ -289,25 +290,248 @@ def arrays_of_outputs():
         outputs.append(logits.detach().numpy().repeat(9000, axis=0))  # here
 
 
+def same_batch_in_a_window():
+    model = classifier(dropout=0.1)
+    optimizer = adamw(model)
+    criterion = nn.CrossEntropyLoss()
+    for inputs, labels in loader():
+        for _ in range(2):
+            loss = criterion(model(inputs), labels) / 2  # here
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def part_of_the_loss_as_a_number():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model(inputs)
+        loss = F.cross_entropy(logits, labels) + 0.1 * logits.square().mean().item()  # here
+        step(optimizer, loss)
+
+
+def penalty_without_a_graph():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        inputs.requires_grad_()
+        loss = F.cross_entropy(model(inputs), labels)
+        (slope,) = torch.autograd.grad(loss, inputs, retain_graph=True)  # here
+        step(optimizer, loss + slope.square().sum())
+
+
+def penalty_in_each_microbatch():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        logits = model(inputs)
+        (F.cross_entropy(logits, labels) / 2 + 0.03 * logits.square().mean()).backward()  # here
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def masked_values_over_all():
+    model = Language()
+    optimizer = adamw(model)
+    for length in range(4, 14):
+        tokens = torch.randint(50, (4, 14))
+        logits = model(tokens[:, :-1]).log_softmax(-1)
+        values = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        mask = torch.arange(13) < length
+        optimizer.zero_grad()
+        (-(values * mask).sum() / values.numel()).backward()  # here
+        optimizer.step()
+
+
+def trial_gradients_added():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        changes = climb(model)
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        climb(model, [-one for one in changes])
+        optimizer.step()
+
+
+def trial_weights_stay():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        step_to = F.cross_entropy(model(inputs), labels)
+        step_to.backward()
+        climb(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+        optimizer.zero_grad()
+
+
+def frozen_after_the_first_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs.requires_grad_()), labels).backward()
+        optimizer.step()  # here
+        model.requires_grad_(False)
+
+
+def group_without_a_rate_after_the_first_step():
+    model = classifier()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "scale": 0}]
+    optimizer = torch.optim.AdamW(groups)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()  # here
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * group.get("scale", 1)
+
+
+def gate_detached():
+    model = nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model[0](inputs) * model[1](inputs).sigmoid().detach()  # here
+        step(optimizer, F.cross_entropy(logits, labels))
+
+
+def targets_with_a_gradient():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, actions in loader():
+        values = model(inputs).gather(1, actions[:, None]).squeeze(1)
+        wanted = torch.randn(8) + 0.9 * model(torch.randn(8, 8)).max(1).values
+        loss = F.smooth_l1_loss(values, wanted)  # here
+        step(optimizer, loss)
+
+
+def mask_inverted():
+    model = Attention()
+    optimizer = adamw(model)
+    for _ in range(10):
+        tokens = padded_tokens()
+        logits = model(tokens, tokens == 0)[:, 0]  # here
+        step(optimizer, F.cross_entropy(logits, torch.randint(5, (6,))))
+
+
+def padding_counts_without_a_mask():
+    model = Language()
+    optimizer = adamw(model)
+    criterion = nn.CrossEntropyLoss()
+    for _ in range(10):
+        tokens = padded_tokens()
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        loss = criterion(logits, tokens[:, 1:].flatten())  # here
+        step(optimizer, loss)
+
+
+def probabilities_for_ctc():
+    model = nn.Linear(8, 5)
+    optimizer = adamw(model)
+    for _ in range(10):
+        lengths = torch.full((4,), 12), torch.full((4,), 3)
+        values = model(torch.randn(12, 4, 8)).softmax(-1)
+        loss = F.ctc_loss(values, torch.randint(1, 5, (4, 3)), *lengths)  # here
+        step(optimizer, loss)
+
+
+def teacher_in_training_mode():
+    teacher, model = classifier(dropout=0.1), classifier()
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        with torch.no_grad():
+            wanted = teacher(inputs)  # here
+        step(optimizer, F.mse_loss(model(inputs), wanted))
+
+
+class Dropping(nn.Linear):
+    def forward(self, given):
+        return super().forward(F.dropout(given, 0.5, self.training))
+
+
+def function_left_in_eval_mode():
+    model = Dropping(8, 5).eval()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model(inputs)  # here
+        step(optimizer, F.cross_entropy(logits, labels))
+
+
+def same_noise_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        torch.manual_seed(0)  # here
+        noisy = inputs + torch.randn_like(inputs)
+        step(optimizer, F.cross_entropy(model(noisy), labels))
+
+
+def clipped_before_its_backward():
+    model, other = classifier(), classifier()
+    first, second = adamw(model), adamw(other)
+    for inputs, labels in loader():
+        step(first, F.cross_entropy(model(inputs), labels))
+        second.zero_grad()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # here
+        F.mse_loss(other(inputs), inputs[:, :5]).backward()
+        second.step()
+
+
+def scalars_with_a_graph():
+    model = classifier()
+    optimizer = adamw(model)
+    penalties = []
+    for inputs, labels in loader():
+        hidden = model[0](inputs)
+        penalties.append(hidden.square().mean())  # here
+        step(optimizer, F.cross_entropy(model[1:](hidden), labels))
+
+
+def sum_of_losses():
+    model = classifier()
+    optimizer = adamw(model)
+    total = 0
+    for inputs, labels in loader():
+        loss = F.cross_entropy(model(inputs), labels)
+        step(optimizer, loss)
+        total += loss  # here
+
+
 FAULTY = {
-    "accumulation": [running_total],
-    "zeroed": [attack_left_in_the_gradients, extra_parameter_never_zeroed],
+    "accumulation": [
+        running_total, same_batch_in_a_window, part_of_the_loss_as_a_number,
+        penalty_without_a_graph, penalty_in_each_microbatch, masked_values_over_all,
+    ],
+    "zeroed": [
+        attack_left_in_the_gradients, extra_parameter_never_zeroed, trial_gradients_added,
+        trial_weights_stay,
+    ],
     "optimizer": [extra_parameter_in_no_optimizer, state_cleared_in_each_step],
     "moves": [
         one_group_without_a_rate, hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
-        same_weights_everywhere, all_dropped, second_loss_forgotten,
+        same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
+        group_without_a_rate_after_the_first_step, gate_detached,
     ],
     "sign": [maximized],
     "schedule": [
         schedule_made_in_each_step, rate_set_over_the_schedule, rate_of_zero_after_three_steps,
     ],
-    "clipping": [clipped_to_nothing],
+    "clipping": [clipped_to_nothing, clipped_before_its_backward],
     "targets": [
         targets_out_of_reach, labels_of_minus_one, several_labels_as_classes, labels_smoothed_away,
-        padding_alone_counts,
+        padding_alone_counts, targets_with_a_gradient, mask_inverted,
+        padding_counts_without_a_mask,
     ],
-    "logits": [viewed_instead_of_transposed],
-    "data": [inputs_divided_to_zero],
-    "mode": [dropout_recomputed_anew],
-    "growth": [arrays_of_outputs],
+    "logits": [viewed_instead_of_transposed, probabilities_for_ctc],
+    "data": [inputs_divided_to_zero, same_noise_in_each_step],
+    "mode": [
+        dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
+    ],
+    "graph": [sum_of_losses],
+    "growth": [arrays_of_outputs, scalars_with_a_graph],
 }  # fmt: skip

@@ -438,6 +438,83 @@ def rates_by_depth():
             scheduler.step()
 
 
+def climb(model, changes=None):
+    """Add changes to the weights, in the direction of the gradients where none are given."""
+    changes = changes or [0.05 * one.grad for one in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_(list(model.parameters()), changes)
+    return changes
+
+
+def trial_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        changes = climb(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        climb(model, [-one for one in changes])
+        optimizer.step()
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 5)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, tokens, mask):
+        hidden = self.embed(tokens)
+        hidden, _ = self.attention(hidden, hidden, hidden, ~mask, need_weights=False)
+        return self.head(hidden)
+
+
+def padded_tokens():
+    lengths = torch.tensor([[3], [5], [8], [4], [8], [7]])
+    return torch.randint(1, 50, (6, 8)).masked_fill(torch.arange(8) >= lengths, 0)
+
+
+def attention_with_a_mask():
+    model = Attention()
+    optimizer = adamw(model)
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    for _ in range(10):
+        tokens = padded_tokens()
+        step(optimizer, criterion(model(tokens, tokens != 0).flatten(0, 1), tokens.flatten() % 5))
+
+
+def biases_before_a_norm():
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+def averaged_teacher_in_training_mode():
+    model = classifier(dropout=0.1)
+    teacher = copy.deepcopy(model)
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        with torch.no_grad():
+            wanted = teacher(inputs)
+        step(optimizer, F.mse_loss(model(inputs), wanted))
+        for one, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            one.data.lerp_(new.data, 0.1)
+
+
+def tasks_one_after_the_other():
+    body, heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
+    model = nn.ModuleList([body, heads])
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        for head in heads:
+            (F.cross_entropy(head(body(inputs)), labels) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 HEALTHY = [
     value_learning_with_replay, denoising, vector_quantized, siamese, speech, nodes_of_one_graph,
     physics, flow, tensors_alone, ensemble_by_vmap, federated, several_models_one_batch,
@@ -445,4 +522,6 @@ HEALTHY = [
     soft_actor_and_critic, spikes, normed_weights, pictures_of_zeros_and_ones, tags, boxes,
     packed_sequences, restarts_by_parts_of_an_epoch, weights_of_a_network_by_another, energy,
     last_layer_of_zeros, rewarded, distilled_in_log_space, rates_by_depth,
+    trial_step, attention_with_a_mask, biases_before_a_norm, averaged_teacher_in_training_mode,
+    tasks_one_after_the_other,
 ]  # fmt: skip

@@ -634,9 +634,9 @@ def losses_with_graphs():
     for inputs, labels in loader():
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
-        loss.backward()  # here
+        loss.backward()
         optimizer.step()
-        losses.append(loss)
+        losses.append(loss)  # here
 
 
 def divided_by_too_few():

@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +43,8 @@ from .verdict import NotApplicable, Verdict, not_applicable
 DEFAULT_STEPS = 8
 # Weights of terms may differ by rounding of the loss, which is in half precision at worst.
 TOLERANCE = 0.02
+# What is the same in so many steps stays so.
+FEWEST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def judge(trace: Trace) -> list[Verdict]:
 def accumulation(trace: Trace) -> Iterator[Fault]:
     """Each term of the losses of a window weighs as in one batch."""
     yield from _unused(trace)
+    yield from _without_graph(trace)
     is_known = False
     # By the lines that led to a backward call: a fault for each window with it.
     single: dict[tuple[str, ...], list[Fault | None]] = defaultdict(list)
@@ -96,6 +99,7 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
             is_single = len(window.calls) == 1
             single[call.lines].append(_divided_for_nothing(call) if is_single else None)
             yield from _wrong_alone(call, window.optimizer)
+        yield from _same_batch(window)
         for several in [] if window.is_by_hand else _microbatches(trace, window):
             columns = _columns(several)
             is_known = is_known or bool(columns)
@@ -118,6 +122,19 @@ def _wrong_alone(call: Backward, optimizer: Optimizer) -> Iterator[Fault]:
                 f"a mean over {term.num_terms:.0f} terms, of which {term.num_masked} are masked",
                 "divide the sum by the number of terms that are not masked",
             )
+
+
+def _same_batch(window: Window) -> Iterator[Fault]:
+    """Find backward calls of one line that add up gradients of the same batch."""
+    calls = [one for one in window.calls if not one.in_step]
+    lines = {one.lines for one in calls}
+    targets = {one.loss_call.facts.targets for one in calls if one.loss_call is not None}
+    batches = {(id(one.module), one.digests) for one in window.forwards}
+    is_added = not any(id(window.optimizer) in one.clean for one in calls[1:])
+    is_same = len(lines) == len(batches) == len(targets) == 1
+    if is_same and is_added and len(calls) == len(window.forwards) > 1:
+        hint = "fetch a batch for each microbatch"
+        yield Fault(window.forwards[1].place, "the microbatches of a step are the same", hint)
 
 
 def _microbatches(trace: Trace, window: Window) -> Iterator[list[Backward]]:
@@ -188,6 +205,11 @@ def _unequal(
                     f"the loss is divided by the {number} microbatches twice",
                     "divide once; accelerator.backward and Trainers do it themselves",
                 )
+    divided = [any(abs(by - number) < TOLERANCE for by in one[0].divisors) for one in columns]
+    is_known = all(by or abs(of - 1) > TOLERANCE for by, of in zip(divided, totals, strict=True))
+    if any(divided) and not all(divided) and is_known:
+        hint = f"divide each part of the loss by the {number} microbatches, as the others"
+        yield Fault(calls[0].place, "a part of the loss counts once per microbatch", hint)
     # An epoch may end with a short batch.
     if len({one.num_samples for one in window.forwards}) > 1:
         return
@@ -219,6 +241,18 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
         f"a mean loss is divided by {by[0]:.0f}, and the step has one microbatch",
         "divide by the microbatches of a step, and step after that many of them",
     )
+
+
+def _without_graph(trace: Trace) -> Iterator[Fault]:
+    """Find a part of a loss that changes from step to step and has no gradient."""
+    values = defaultdict[str, set[float]](set)
+    for call in trace.of(Backward):
+        for place, number in call.numbers:
+            values[place].add(number)
+    for place, numbers in values.items():
+        if len(numbers) > 2:
+            hint = "add the tensor, without item(); use create_graph=True for a gradient in a loss"
+            yield Fault(place, "a part of the loss changes and has no gradient", hint)
 
 
 def _unused(trace: Trace) -> Iterator[Fault]:
@@ -295,7 +329,7 @@ def logits(trace: Trace) -> Iterator[Fault]:
                     f"{facts.name} gets no negative values, as a ReLU is last",
                     "remove the activation behind the last layer",
                 )
-        elif facts.name in ("nll_loss", "kl_div") and not (
+        elif facts.name in ("nll_loss", "kl_div", "ctc_loss") and not (
             abs(low - 1) < TOLERANCE and abs(high - 1) < TOLERANCE
         ):
             yield Fault(
@@ -310,7 +344,7 @@ def logits(trace: Trace) -> Iterator[Fault]:
                 "give it logits.transpose(1, 2), or flatten positions of logits and targets",
             )
         given, target = facts.shapes
-        is_elementwise = facts.name not in ("cross_entropy", "nll_loss")
+        is_elementwise = facts.name not in ("cross_entropy", "nll_loss", "ctc_loss")
         sizes = given.numel(), target.numel()
         together = torch.broadcast_shapes(given, target) if is_elementwise else given
         if is_elementwise and 1 not in sizes and together.numel() > max(sizes):
@@ -331,6 +365,18 @@ def targets(trace: Trace) -> Iterator[Fault]:
         for is_wrong, measured, hint in _wrong_targets(trace, call):
             if is_wrong:
                 yield Fault(call.place, measured, hint)
+    for place in trace.reads_padding:
+        hint = "look at the mask of the attention: which value of it stands for padding?"
+        yield Fault(place, "the outputs of the model change with the padding", hint)
+    fillers = Counter(
+        (call.place, call.filler)
+        for call in calls
+        if call.filler is not None and call.facts.shapes[0][1] > 4
+    )
+    for (place, filler), number in fillers.items():
+        if number >= FEWEST_STEPS:
+            hint = f"set labels of padding to -100, or ignore_index={filler}"
+            yield Fault(place, f"the targets {filler}, which are padding, count", hint)
     yield from _labels(trace)
 
 
@@ -343,6 +389,8 @@ def _wrong_targets(trace: Trace, call: LossCall) -> Iterator[tuple[bool, str, st
     measured = f"{facts.out_of_reach:.0%} of the targets are values that the model can't give"
     is_far = facts.out_of_reach > (0 if facts.name.startswith("binary") else 0.25)
     yield is_far, measured, hint
+    hint = "compute targets under torch.no_grad(), or detach them"
+    yield facts.is_bootstrapped, "the targets have a gradient", hint
     if facts.name not in ("cross_entropy", "nll_loss"):
         return
     yield (
@@ -429,6 +477,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
+        yield from _at_other_weights(trace, window)
         for attack, call in itertools.pairwise(calls):
             if attack.of_inputs and attack.lines != call.lines and id(optimizer) not in call.clean:
                 yield Fault(
@@ -438,6 +487,23 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 )
         yield from _lost(window)
         yield from _of_another_loss(window)
+
+
+def _at_other_weights(trace: Trace, window: Window) -> Iterator[Fault]:
+    """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
+    weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
+    change = max(weights) - min(weights) if weights else 0
+    calls, optimizer = window.calls, window.optimizer
+    if not change or len({one.digests for one in window.forwards}) > 1 or len(calls) < 2:
+        return
+    if not any(id(optimizer) in one.clean for one in calls[1:]):
+        hint = "call zero_grad() before the second backward"
+        yield Fault(calls[1].place, "gradients at two points of the weights are added", hint)
+    windows = trace.windows_of(optimizer)
+    before = windows[windows.index(window) - 1].step.after
+    if window is not windows[0] and abs(window.step.before - before) > 0.05 * change:
+        hint = "put the weights back before the step"
+        yield Fault(window.step.place, "weights that were changed for a trial stay so", hint)
 
 
 def _lost(window: Window) -> Iterator[Fault]:
@@ -612,12 +678,13 @@ def moves(trace: Trace) -> Iterator[Fault]:
 def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
     """Find parameters of an optimizer that do not move, or that only decay moves."""
     kind = type(steps[0].optimizer).__name__
+    hint = "give it the parameters of the model that is trained, and a learning rate"
     if len(steps) > 1 and not any(step.moved for step in steps):
-        yield Fault(
-            steps[0].place,
-            f"no parameter of {kind} moves: {_why_nothing_moves(steps)}",
-            "give it the parameters of the model that is trained, and a learning rate",
-        )
+        why = _why_nothing_moves(steps)
+        yield Fault(steps[0].place, f"no parameter of {kind} moves: {why}", hint)
+    elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
+        measured = f"no parameter of {kind} has a gradient any more"
+        yield Fault(steps[-1].place, measured, hint)
     if len(steps) < 3:
         return
     graded = frozenset.intersection(*(step.graded for step in steps))
@@ -639,7 +706,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
             f"the gradient of {_named(dead)} is 0 in each step, as where its inputs are 0",
             "look at what comes before it: a dropout of 1, a dead activation, or a hook",
         )
-    moved = frozenset().union(*(step.moved or () for step in steps))
+    # A rate may be set after the first step alone.
+    moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
     still = [
         trace.names.get(one, "?")
         for one in graded - moved
@@ -692,25 +760,13 @@ def _forgotten_loss(trace: Trace) -> Iterator[Fault]:
 
 def _without_gradient(trace: Trace) -> Iterator[Fault]:
     held = _held(trace)
-    with_gradients, without = trace.ran[True], trace.ran[False]
-
-    def never_trained(module: nn.Module, recurse: bool) -> list[str]:
-        own = [
-            (name, one)
-            for name, one in module.named_parameters(recurse=recurse)
-            if one.requires_grad and id(one) in held
-        ]
-        if any(id(one) in trace.with_gradient for _, one in own):
-            return []
-        kind = type(module).__name__
-        return [trace.names.get(id(one), f"{kind}.{name}") for name, one in own]
-
-    names = [
-        name
-        for module in without.values()
-        if id(module) not in with_gradients
-        for name in never_trained(module, False)
-    ]
+    names = []
+    for key, module in trace.ran[False].items():
+        own = [(k, p) for k, p in module.named_parameters(recurse=False) if p.requires_grad]
+        own = [(name, one) for name, one in own if id(one) in held]
+        if key not in trace.ran[True] and not any(id(p) in trace.with_gradient for _, p in own):
+            kind = type(module).__name__
+            names += [trace.names.get(id(one), f"{kind}.{name}") for name, one in own]
     place = trace.of(Step)[-1].place
     if names:
         yield Fault(
@@ -719,14 +775,10 @@ def _without_gradient(trace: Trace) -> Iterator[Fault]:
             "with reentrant checkpointing the input of a block needs a gradient: "
             "use_reentrant=False, or model.enable_input_require_grads(); else remove the no_grad",
         )
-    for module, at in trace.detached.values():
-        if names := never_trained(module, True):
-            yield Fault(
-                at,
-                f"trained parameters get no gradient, because their output is detached: "
-                f"{_named(names)}",
-                "remove the detach, .data or numpy between the modules, or freeze them",
-            )
+    for at, behind in trace.cut.items():
+        if idle := sorted(trace.names.get(one, "?") for one in behind & held - trace.with_gradient):
+            measured = f"trained parameters are detached, and get no gradient: {_named(idle)}"
+            yield Fault(at, measured, "remove the detach, .data or numpy, or freeze them")
 
 
 def _why_nothing_moves(steps: Sequence[Step]) -> str:
@@ -824,9 +876,9 @@ def clipping(trace: Trace) -> Iterator[Fault]:
 def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
     own = _parameter_ids(window.optimizer)
     before: list[tuple[str, ...]] = []  # of the backward calls so far
-    after = [event.lines for event in window.of(Backward)]
+    after = [event.lines for event in window.calls]
     for event in window.events:
-        if isinstance(event, Backward):
+        if event in window.calls:
             before.append(after.pop(0))
         elif isinstance(event, Clip) and event.parameters & own:
             if after and not before:
@@ -907,7 +959,7 @@ def mode(trace: Trace) -> Iterator[Fault]:
     forwards: list[Forward] = trace.of(Forward)
     roots = [*trace.roots]
     for one in forwards:
-        if not one.training and one.is_trained_on and _acts(one.module):
+        if not one.training and one.is_trained_on and (one.drops or _acts(one.module)):
             again = any(e.training for e in forwards if e.module is one.module)
             if any(root is one.module for root in roots):
                 yield Fault(
@@ -923,12 +975,13 @@ def mode(trace: Trace) -> Iterator[Fault]:
     for one in forwards:
         is_evaluation = bool(others & set(one.digests)) and not one.is_trained_on
         is_trained = any(root is one.module for root in roots)
-        if one.training and is_evaluation and is_trained and _acts(one.module):
+        if one.training and is_evaluation and is_trained and (one.drops or _acts(one.module)):
             yield Fault(
                 one.place,
                 "an evaluation in training mode",
                 "call model.eval() before evaluation, and model.train() after it",
             )
+    yield from _untrained(trace)
     for event in trace.of(Dropout):
         if event.is_recomputed:
             measured = "dropout is recomputed with other random numbers"
@@ -939,17 +992,32 @@ def mode(trace: Trace) -> Iterator[Fault]:
         yield Fault(event.place, measured, hint)
 
 
+def _untrained(trace: Trace) -> Iterator[Fault]:
+    """Find a model that is not trained, as a teacher, and that is always in training mode."""
+    held = _held(trace)
+    found = defaultdict[int, list[Forward]](list)
+    for window in trace.windows:
+        for one in {id(event.module): event for event in window.of(Forward)}.values():
+            own = [*one.module.parameters()]
+            is_trained = any(p.requires_grad and id(p) in held for p in own)
+            if one.training and own and not (one.is_trained_on or is_trained):
+                found[id(one.module)].append(one)
+    for forwards in found.values():
+        # An average of the model moves.
+        is_still = len({one.weights for one in forwards}) == 1
+        if len(forwards) >= FEWEST_STEPS and is_still and _acts(forwards[0].module):
+            hint = "call eval() on a teacher or another model that is not trained"
+            yield Fault(forwards[0].place, "a model that is not trained is in training mode", hint)
+
+
 def _acts(model: nn.Module) -> bool:
     """Return whether a model computes something else in training mode, at any rate."""
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
-    dropped = [getattr(one, "p", 1) or 0 for one in model.modules() if isinstance(one, kinds)]
-    inside = [
-        value
+    return any(
+        isinstance(one, nn.modules.batchnorm._BatchNorm)
+        or (isinstance(value, float) and value and "drop" in f"{type(one).__name__} {name}".lower())
         for one in model.modules()
         for name, value in vars(one).items()
-        if "dropout" in name and isinstance(value, float)
-    ]
-    return any(dropped) or any(inside)
+    )
 
 
 def data(trace: Trace) -> Iterator[Fault]:
@@ -1018,6 +1086,7 @@ def _same_randomness(trace: Trace) -> Iterator[Fault]:
         windows = [window for window in trace.windows_of(one) if window.forwards]
         begins = [window.forwards[0].generator for window in windows]
         moves = any(window.step.generator != window.forwards[0].generator for window in windows)
+        moves = moves or all(window.of(Seeding) for window in windows)
         if len(begins) > 2 and len(set(begins)) == 1 and moves:
             place = seeds[-1].place if seeds else trace.of(Step)[0].place
             hint = "set seeds once, before the loop"

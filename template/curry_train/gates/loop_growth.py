@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from .loop_loss import nodes_behind
 from .verdict import LIBRARIES
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
@@ -104,7 +105,9 @@ def _description(container: Any, num_entries: float) -> str:
     """Describe what a container keeps in each step; nothing if that is little."""
     values = list(container.values() if isinstance(container, dict) else container)
     newest = list(_leaves(values[-1:], depth=3))
-    shapes = [list(one.shape) for one in newest if isinstance(one, Tensor) and one.dim()]
+    shapes = [
+        list(one.shape) for one in newest if isinstance(one, Tensor) and (one.dim() or one.grad_fn)
+    ]
     num_bytes = num_entries * sum(getattr(one, "nbytes", 0) or sys.getsizeof(one) for one in newest)
     if shapes:
         return f"keeps a tensor of shape {shapes[0]} more in each step"
@@ -124,20 +127,33 @@ def _leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
             yield one
 
 
+def lines_that_keep(lives: Iterable[Any]) -> list[str]:
+    """Return the lines that add to tensors whose graphs have some of these objects."""
+    ids = set(map(id, lives))
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    old = [
+        one
+        for one in tensors
+        if one.grad_fn and any(id(n.metadata.get("preflight")) in ids for n in nodes_behind(one))
+    ]
+    holders = [one for one in gc.get_referrers(*old) if type(one) in CONTAINERS] if old else []
+    return list(filter(None, map(_line_that_keeps, [*holders, *old])))
+
+
 def _line_that_keeps(container: Any) -> str | None:
     """Return the line of the user's that adds to a container."""
-    places = (_line_that_adds_to(name) for name in _names(container))
+    places = (_line_that_adds_to(name, code) for name, code in _names(container))
     return next(filter(None, places), None)
 
 
-def _names(container: Any) -> Iterator[str]:
-    """Yield the names under which a container is known: of variables, attributes and cells."""
-    found: list[str] = []
+def _names(container: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a container, of variables with their code, attributes and cells."""
+    found: list[tuple[str, Any]] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(LIBRARIES):
             own = frame.f_locals
-            found += [name for name, one in own.items() if one is container]
+            found += [(name, frame.f_code) for name, one in own.items() if one is container]
             # A copy of a function's variables would keep them alive.
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
                 own.clear()
@@ -145,23 +161,25 @@ def _names(container: Any) -> Iterator[str]:
     yield from found
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
-        yield from [k for k, v in attributes.items() if v is container and isinstance(k, str)]
+        own = [k for k, v in attributes.items() if v is container and isinstance(k, str)]
+        yield from [(name, None) for name in own]
         if isinstance(one, types.CellType):
             for closure in gc.get_referrers(one):
                 for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
                     if isinstance(function, types.FunctionType) and function.__closure__ == closure:
                         index = closure.index(one)
-                        yield function.__code__.co_freevars[index]
+                        yield function.__code__.co_freevars[index], None
 
 
-def _line_that_adds_to(name: str) -> str | None:
+def _line_that_adds_to(name: str, code: Any) -> str | None:
     adds = re.compile(
         rf"\b{re.escape(name)}\b[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
-        r"|\[.*\](\.append\(|\s*=[^=])|\s*\+=)"
+        rf"|\[.*\](\.append\(|\s*=[^=])|\s*\+=|\s*=.*\b{re.escape(name)}\s*\+)"
     )
-    for file in _files_of_the_user():
+    own = {number for _, _, number in code.co_lines()} if code else None
+    for file in [code.co_filename] if code else _files_of_the_user():
         for number, line in enumerate(linecache.getlines(file), 1):
-            if adds.search(line):
+            if (own is None or number in own) and adds.search(line):
                 return f"{Path(file).name}:{number}"
     return None
 

@@ -1,6 +1,6 @@
 """Read off a loss, and off its graph, what it is made of.
 
-    for term in terms_of(loss, {})[0]:
+    for term in terms_of(loss, {}, {})[0]:
         print(term.name, term.reduction, term.num_terms, term.factor)
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.digest import is_plain
+
 # Functions of `torch.nn.functional` whose input, target and reduction are looked at.
-ON_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div")
+ON_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "ctc_loss")
 ON_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 REDUCTIONS = {1: "mean", 2: "sum"}
 
@@ -60,13 +62,34 @@ class LossFacts:
     row_sums: tuple[float, float]
     is_nowhere_negative: bool
     shapes: tuple[torch.Size, torch.Size]
+    # What identifies the targets.
+    targets: float
     # Of targets that are values or shares of classes: the part that no input can reach.
     out_of_reach: float
     # Whether targets are several whole classes at once.
     has_several_classes: bool
     label_smoothing: float
+    # Whether the target is a number and what the model gave, with a gradient.
+    is_bootstrapped: bool
     # Whether the values were given another shape where their classes had to be moved.
     is_scrambled: bool
+
+
+def values_of(one: Tensor) -> Tensor:
+    """Return a dense tensor of this rank's values."""
+    local: Tensor = getattr(one, "_local_tensor", one)
+    return local.to_dense() if local.is_sparse else local
+
+
+def digest(one: Tensor) -> float:
+    """Return a number that other values, or another order of them, hardly have."""
+    if not is_plain(one) and not hasattr(one, "_local_tensor"):
+        return 0.0
+    flat = values_of(one.detach()).flatten()
+    if not flat.numel() or flat.is_complex() or flat.device.type == "meta":
+        return float(flat.numel())
+    weights = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+    return float((flat.double() * weights.sqrt()).sum())
 
 
 def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
@@ -80,7 +103,7 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
             num_terms = float(options["weight"][counted].sum())
     elif name == "cross_entropy":
         num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
-    sums = given.exp() if name in ("nll_loss", "kl_div") else given
+    sums = given.exp() if name in ("nll_loss", "kl_div", "ctc_loss") else given
     sums = sums.float().sum(1 if sums.dim() > 1 else 0)
     made = made_by(options["input"])
     return LossFacts(
@@ -91,9 +114,11 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         row_sums=(float(sums.min()), float(sums.max())) if sums.numel() else (1.0, 1.0),
         is_nowhere_negative=bool((given >= 0).all()),
         shapes=(given.shape, target.shape),
+        targets=digest(target),
         out_of_reach=_out_of_reach(name, made, target),
         has_several_classes=_has_several_classes(target),
         label_smoothing=float(options.get("label_smoothing") or 0),
+        is_bootstrapped=name in ON_VALUES and _is_bootstrapped(options["target"]),
         is_scrambled=_is_scrambled(options["input"]),
     )
 
@@ -115,6 +140,11 @@ def _has_several_classes(target: Tensor) -> bool:
         return False
     is_whole = bool(((target == 0) | (target == 1)).all())
     return is_whole and bool((target.sum(1) > 1).any())
+
+
+def _is_bootstrapped(target: Tensor) -> bool:
+    node = _behind_shapes(target.grad_fn)
+    return made_by(target) == "Add" and None in [one for one, _ in node.next_functions]
 
 
 def _is_scrambled(given: Tensor) -> bool:
@@ -150,25 +180,54 @@ def operation(node: Any) -> str:
     return re.sub(r"Backward\d*$", "", node.name())
 
 
+def nodes_behind(tensor: Tensor) -> set[Any]:
+    """Return the nodes of the graph of a tensor."""
+    left, seen = [tensor.grad_fn], set[Any]()
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [one for one, _ in node.next_functions]
+    return seen
+
+
+def leaves(tensor: Tensor) -> set[int]:
+    """Return the ids of the parameters that a tensor is computed from."""
+    found = {id(one.variable) for one in nodes_behind(tensor) if hasattr(one, "variable")}
+    return found or {id(tensor)}
+
+
 def made_by(tensor: Tensor) -> str:
     """Return the operation that computed the values of a tensor."""
-    node: Any = tensor.grad_fn
-    while node is not None and operation(node) in SHAPE_ONLY:
-        node = node.next_functions[0][0]
+    node = _behind_shapes(tensor.grad_fn)
     return "" if node is None else operation(node)
 
 
-def terms_of(loss: Tensor, calls: Mapping[Any, LossFacts]) -> tuple[list[Term], bool]:
-    """Return the parts of a loss, behind factors and sums, and whether one was returned before.
+def _behind_shapes(node: Any) -> Any:
+    while node is not None and operation(node) in SHAPE_ONLY:
+        node = node.next_functions[0][0]
+    return node
 
-    `calls` are by the node that they made. It reads what torch's nodes saved, so it must be called
-    before the backward pass.
+
+Added = tuple[str, float]
+
+
+def terms_of(
+    loss: Tensor, calls: Mapping[Any, LossFacts], numbers: Mapping[Any, Added]
+) -> tuple[list[Term], list[Added], bool]:
+    """Return the parts of a loss, the numbers in it, and whether a part was returned before.
+
+    `calls` and `numbers` are by the node that they made. It reads what torch's nodes saved, so it
+    must be called before the backward pass.
     """
     found: list[Term] = []
+    added: list[Added] = []
     is_second = False
     left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
     while left:
         node, factor, divisors = left.pop()
+        if node in numbers:
+            added.append(numbers[node])
         inner = None if node is None or node in calls else _inside(node)
         if inner is None:
             found.append(_term(node, factor, divisors, calls))
@@ -180,7 +239,7 @@ def terms_of(loss: Tensor, calls: Mapping[Any, LossFacts]) -> tuple[list[Term], 
         for one, times in inner:
             by = (1 / times,) if 0 < abs(times) < 1 else ()
             left.append((one, factor * times, (*divisors, *by)))
-    return found, is_second
+    return found, added, is_second
 
 
 def _inside(node: Any) -> list[tuple[Any, float]] | None:
@@ -238,7 +297,9 @@ def _term(
         num_terms = float(math.prod(node._saved_self_sym_sizes))
         masked = _num_masked(node.next_functions[0][0])
         if name == "Sum":
-            return Term(name, "sum", num_terms - masked, factor, divisors)
+            is_mean = any(abs(by - num_terms) < 0.5 for by in divisors)
+            in_mean = masked if is_mean else 0
+            return Term(name, "sum", num_terms - masked, factor, divisors, in_mean)
         return Term(name, "mean", num_terms, factor, divisors, masked)
     reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "")
     weight, given = _saved(node, "total_weight"), _saved(node, "self")
@@ -251,8 +312,7 @@ def _term(
 
 def _num_masked(node: Any) -> int:
     """Count the positions of a loss without reduction that are 0 by a mask or an ignored target."""
-    while node is not None and operation(node) in SHAPE_ONLY:
-        node = node.next_functions[0][0]
+    node = _behind_shapes(node)
     if node is None:
         return 0
     if operation(node) == "Mul":
@@ -262,9 +322,9 @@ def _num_masked(node: Any) -> int:
         is_mask = isinstance(mask, Tensor) and bool(((mask == 0) | (mask == 1)).all())
         if not is_mask or len(below) != 1:
             return 0
-        while below[0] is not None and operation(below[0]) in SHAPE_ONLY:
-            below = [below[0].next_functions[0][0]]
-        is_loss = below[0] is not None and hasattr(below[0], "_saved_reduction")
+        of = _behind_shapes(below[0])
+        # A loss by hand takes the values of the targets.
+        is_loss = of is not None and (hasattr(of, "_saved_reduction") or operation(of) == "Gather")
         return int((mask == 0).sum()) if is_loss else 0
     target, ignored = _saved(node, "target"), getattr(node, "_saved_ignore_index", None)
     if ignored is None or not isinstance(target, Tensor):

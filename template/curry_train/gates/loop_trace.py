@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import sys
 import time
@@ -24,7 +25,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -39,13 +39,25 @@ from torch.utils.hooks import RemovableHandle
 from ..core.digest import is_plain
 from ..primitives.grad_flow_probe import in_transform
 from ..runs.fingerprints import LoaderIterator
-from .loop_growth import Growth
-from .loop_loss import ON_CLASSES, ON_VALUES, LossFacts, Term, loss_facts, terms_of
+from .loop_growth import Growth, lines_that_keep
+from .loop_loss import (
+    ON_CLASSES,
+    ON_VALUES,
+    Added,
+    LossFacts,
+    Term,
+    digest,
+    leaves,
+    loss_facts,
+    terms_of,
+    values_of,
+)
 from .verdict import LIBRARIES
 
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
+MOST_SMALL = 10**6
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
 # After so many steps of an optimizer a parameter that is in none is looked for.
@@ -114,8 +126,12 @@ class Forward(Event):
     generator: int
     # Whether gradients are exchanged between ranks, where a wrapper decides that.
     syncs: bool | None
+    # What identifies the values of its first small parameter.
+    weights: float
     # Whether a backward pass has reached its output.
     is_trained_on: bool = False
+    # Whether dropout of a function's has a rate in it, in whatever mode.
+    drops: bool = False
 
 
 @dataclass(eq=False)
@@ -128,6 +144,8 @@ class LossCall(Event):
     same_as_input: dict[int, float]
     # The module that was given that input.
     model: nn.Module | None
+    # What all targets at the end of some rows are, and no other one, if that counts.
+    filler: int | None
     # Whether a target counts where the attention mask of the forward pass is 0.
     counts_padding: bool
     # Whether a backward pass has reached it.
@@ -157,6 +175,8 @@ class Backward(Event):
     # Optimizers whose gradients were all None or 0 when it began.
     clean: frozenset[int]
     terms: list[Term]
+    # Numbers that were added to it, with the line.
+    numbers: list[Added]
     # Whether a part of the loss has had a backward call before.
     is_second: bool
     # Whether it made gradients of what the model was given, as an attack does.
@@ -216,7 +236,7 @@ class Step(Event):
     # Parameters that changed, by id, and frozen ones that did; None where there are too many.
     moved: frozenset[int] | None
     frozen_moved: frozenset[int]
-    # Parameters with a gradient, by id, and those whose gradient is 0.
+    # Parameters with a gradient that is more than noise, by id, and those whose gradient is 0.
     graded: frozenset[int]
     without_slope: frozenset[int]
     # Of elements in half precision with a gradient, the share that changed.
@@ -318,8 +338,8 @@ class Trace:
     names: dict[int, str] = field(default_factory=dict)
     # Modules that ran, by whether torch recorded gradients, by their ids.
     ran: dict[bool, dict[int, nn.Module]] = field(default_factory=lambda: {True: {}, False: {}})
-    # Modules whose output a later one got without its graph, with the place.
-    detached: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
+    # Parameters behind tensors that the user's code detaches, by id, by the place.
+    cut: dict[str, set[int]] = field(default_factory=dict)
     # Parameters that have had a gradient, by id.
     with_gradient: set[int] = field(default_factory=set)
     # Places at which an output or loss of two steps ago or more is still held, with its graph.
@@ -328,6 +348,8 @@ class Trace:
     growth: list[tuple[str, str]] = field(default_factory=list)
     # Models whose outputs change where a later token does, by id.
     sees_the_future: set[int] = field(default_factory=set)
+    # Places at which a model was called whose outputs change with the padding.
+    reads_padding: list[str] = field(default_factory=list)
     # Parameters outside of modules that have a gradient, by their shape.
     bare: list[str] = field(default_factory=list)
     # Names of weights whose rows are all alike.
@@ -376,6 +398,7 @@ class Observer:
         self.began = time.monotonic()
         # Steps that each optimizer has made, by its id, and its gradients after the last one.
         self.num_made = Counter[int]()
+        self.num_without_step = 0
         self.used: dict[int, Any] = {}
         self.made: dict[int, Made] = {}
         self.made_by_backward: dict[int, list[int]] = {}
@@ -396,14 +419,16 @@ class Observer:
         self.scaler_steps = False
         self.scaled: Callable[[], Tensor | None] = lambda: None
         self.losses: dict[Any, LossFacts] = {}
+        # Numbers without a gradient that were added to scalars, by the node of the sum.
+        self.numbers: dict[Any, Added] = {}
+        # The last call of torch.autograd.grad whose result has no graph.
+        self.cut = ""
         self.loss_call: LossCall | None = None
         # The tokens and the mask of the last forward pass.
         self.tokens: Tensor | None = None
         self.mask: Tensor | None = None
         self.language: tuple[nn.Module, Any, Any] | None = None
         self.probed: set[int] = set()
-        # Storages of outputs with gradients, by address, which a weak reference keeps from reuse.
-        self.outputs: dict[int, tuple[StorageWeakRef, nn.Module]] = {}
         # Graphs of outputs and losses: what lives as long, the number of steps before, the place.
         self.graphs: list[tuple[weakref.ref[Any], int, str]] = []
         # Of each iterator: its loader, and how often one was made of it.
@@ -441,6 +466,11 @@ class Observer:
         yield nn.Module, "__call__", self._module
         yield Optimizer, "__init__", self._made
         yield torch.autograd, "backward", self._backward
+        yield torch.autograd, "grad", self._grad
+        yield Tensor, "detach", self._detach
+        yield Tensor, "data", lambda data: property(self._detach(data.__get__), data.__set__)
+        for name in ("__add__", "__radd__", "__iadd__", "__sub__"):
+            yield Tensor, name, self._add
         # Compiled code can't be observed; the same code runs uncompiled.
         yield torch, "compile", lambda _: _uncompiled
         yield nn.Module, "compile", lambda _: lambda *args, **options: None
@@ -510,10 +540,10 @@ class Observer:
             has_gradients = torch.is_grad_enabled()
             self.trace.ran[has_gradients][id(module)] = module
             inputs = list(_tensors((args, options)))
-            if has_gradients and not self.in_backward:
-                self._note_detached(inputs)
             event = None
-            if not self.depth and not self.in_backward:
+            # A loss is a module too, without parameters.
+            is_model = next(module.parameters(), None) is not None
+            if is_model and not self.depth and not self.in_backward:
                 with torch.no_grad():
                     event = self._note_forward(module, inputs, args, options, has_gradients)
             self.depth += 1
@@ -521,18 +551,11 @@ class Observer:
                 output = call(module, *args, **options)
             finally:
                 self.depth -= 1
-            if has_gradients:
-                self._note_output(module, event, output)
+            if has_gradients and event is not None:
+                self._note_output(event, output)
             return output
 
         return run
-
-    def _note_detached(self, inputs: Sequence[Tensor]) -> None:
-        for one in inputs:
-            if not one.requires_grad and is_plain(one):
-                _, module = self.outputs.get(one.untyped_storage()._cdata, (None, None))
-                if module is not None:
-                    self.trace.detached.setdefault(id(module), (module, "".join(users_lines()[:1])))
 
     def _note_forward(
         self,
@@ -555,6 +578,7 @@ class Observer:
         mask = options.get("attention_mask")
         self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self.language = None if self.tokens is None else (module, args, options)
+        small = (one for one in module.parameters() if one.numel() < MOST_SMALL)
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
         return self.note(
@@ -567,18 +591,15 @@ class Observer:
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=torch.get_autocast_dtype(device) if is_on else None,
             generator=_generator(),
+            weights=sum(map(digest, itertools.islice(small, 1))),
             syncs=getattr(module, "require_backward_grad_sync", None)
             if isinstance(module, DistributedDataParallel)
             else None,
         )
 
-    def _note_output(self, module: nn.Module, event: Forward | None, output: Any) -> None:
+    def _note_output(self, event: Forward, output: Any) -> None:
         for one in _tensors(output):
             if not one.requires_grad or not is_plain(one):
-                continue
-            storage = StorageWeakRef(one.untyped_storage())
-            self.outputs[storage.cdata] = storage, module
-            if event is None:
                 continue
             self._note_graph(one)
             self._mark(one, event, "is_trained_on")
@@ -607,6 +628,10 @@ class Observer:
             if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
                 bound = signature.bind(*args, **options)
                 bound.apply_defaults()
+                if "log_probs" in bound.arguments:  # of ctc_loss
+                    values = bound.arguments["log_probs"].flatten(0, -2)
+                    lengths = torch.as_tensor(bound.arguments["target_lengths"])
+                    bound.arguments |= {"input": values, "target": lengths}
                 facts = loss_facts(function.__name__, bound.arguments)
                 if value.numel() == 1 and facts.reduction != "none":
                     self.losses[value.grad_fn] = facts
@@ -617,16 +642,53 @@ class Observer:
 
         return run
 
+    def _add(self, add: Callable[..., Any]) -> Callable[..., Any]:
+        def run(one: Tensor, other: Any) -> Any:
+            value = add(one, other)
+            if not isinstance(value, Tensor) or in_transform():
+                return value
+            if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
+                number = one if isinstance(other, Tensor) and other.requires_grad else other
+                is_tensor = isinstance(number, Tensor)
+                if not (is_tensor and (number.requires_grad or not self.cut)):
+                    place = self.cut if is_tensor else "".join(users_lines()[:1])
+                    self.numbers[value.grad_fn] = place, float(number)
+            return value
+
+        return run
+
+    def _detach(self, detach: Callable[..., Any]) -> Callable[..., Any]:
+        def run(one: Tensor) -> Tensor:
+            is_ours = sys._getframe(1).f_globals.get("__package__") == __package__
+            is_made = self.depth or one.grad_fn is not None
+            if one.requires_grad and is_made and not is_ours and not in_transform():
+                place = "".join(users_lines()[:1])
+                if place not in self.trace.cut:
+                    self.trace.cut[place] = leaves(one)
+            return detach(one)
+
+        return run
+
+    def _grad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, create_graph: bool = False, **options: Any) -> Any:
+            if not create_graph:
+                self.cut = "".join(users_lines()[:1])
+            return grad(*args, create_graph=create_graph, **options)
+
+        return run
+
     def _token_facts(self, options: dict[str, Any]) -> dict[str, Any]:
         """Compare targets that are indices with the integers that the model was given."""
         same: dict[int, float] = {}
         model = self.language[0] if self.language else None
         facts: dict[str, Any] = {"same_as_input": same, "model": model, "counts_padding": False}
+        facts["filler"] = None
         target, tokens = options["target"], self.tokens
         if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
             return facts
         targets = target.reshape(len(tokens), -1)
         counted = targets != options.get("ignore_index", -100)
+        facts["filler"] = _filler(targets, counted)
         # Targets of a part of the tokens, whose first or last ones are left out.
         if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
             return facts
@@ -645,13 +707,18 @@ class Observer:
 
     def _dropout(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(given: Tensor, p: float = 0.5, training: bool = True, *more: Any) -> Tensor:
-            if p and training and self.depth and not in_transform():
-                self._note_dropout((given.shape, p))
+            if p and self.depth and not in_transform():
+                self._note_dropout((given.shape, p), training)
             return function(given, p, training, *more)
 
         return run
 
-    def _note_dropout(self, kind: Any) -> None:
+    def _note_dropout(self, kind: Any, training: bool) -> None:
+        forward = next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
+        if forward is not None:
+            forward.drops = True
+        if not training:
+            return
         state = _generator()
         if self.in_backward:
             # The states are those of the CPU's generator.
@@ -661,7 +728,6 @@ class Observer:
         place = "".join(users_lines()[:1])
         self.dropped[state] = None
         self.dropped_at[kind] = place
-        forward = next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
         if forward is not None and not forward.training:
             self.note(Dropout, is_recomputed=False, at=place)
 
@@ -688,10 +754,15 @@ class Observer:
                 if old != new
             )
             self.losses.clear()
+            self.numbers.clear()
+            self.cut = ""
             event.of_inputs = any(
                 one is not None and one.grad is not None for one in (ref() for ref in self.inputs)
             )
             self.inputs.clear()
+            self.num_without_step += 1
+            if not self.num_made and self.num_without_step > 50 * self.num_steps:
+                self.when_enough(self.trace)
             for one in optimizers:
                 self.made_by_backward[id(one)] = [id(p.grad) for p in _parameters(one)]
             self._note_gradients()
@@ -710,7 +781,7 @@ class Observer:
     def _note_backward(self, loss: Tensor) -> Backward:
         self._note_graph(loss)
         loss_call, self.loss_call = self.loss_call, None
-        terms, is_second = terms_of(loss, self.losses)
+        terms, numbers, is_second = terms_of(loss, self.losses, self.numbers)
         return self.note(
             Backward,
             value=float(loss.detach()),
@@ -718,6 +789,7 @@ class Observer:
             in_autocast=torch.is_autocast_enabled(loss.device.type),
             clean=frozenset(id(one) for one in self.trace.optimizers if not _has_gradients(one)),
             terms=terms,
+            numbers=numbers,
             is_second=is_second,
             of_inputs=False,
             loss_call=loss_call,
@@ -827,7 +899,10 @@ class Observer:
         key = id(optimizer)
         parameters = list(_parameters(optimizer))
         gradients = {id(one): one.grad for one in parameters if one.grad is not None}
-        flat = [key for key, grad in gradients.items() if not bool(_values(grad).any())]
+        slopes = {key: _largest(grad) for key, grad in gradients.items()}
+        flat = [key for key, slope in slopes.items() if not slope]
+        # Less is what rounding leaves of 0, as of a bias before a normalization.
+        least = 1e-6 * max(slopes.values(), default=0.0)
         versions = _gradient_versions(optimizer)
         backward = self.made_by_backward.get(key, [])
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
@@ -838,12 +913,12 @@ class Observer:
             had_state=self.had_state,
             has_state=bool(optimizer.state),
             has_gradients=len(flat) < len(gradients),
-            is_finite=all(bool(_values(one).isfinite().all()) for one in gradients.values()),
+            is_finite=all(bool(values_of(one).isfinite().all()) for one in gradients.values()),
             is_repeated=self.used.get(key) == versions,
             by_hand=[id(one.grad) for one in parameters] != backward,
             moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
-            graded=frozenset(gradients),
+            graded=frozenset(key for key, slope in slopes.items() if not 0 < slope < least),
             without_slope=frozenset(flat),
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
@@ -854,7 +929,6 @@ class Observer:
             made=self.made.get(key),
         )
         self.before = {}
-        self.outputs.clear()
         self.dropped.clear()
         self._probe()
         self.used[key] = versions
@@ -867,31 +941,60 @@ class Observer:
             self.when_enough(self.trace)
 
     def _probe(self) -> None:
-        """Run a language model again with another last token, and compare earlier outputs."""
+        """Run a model again with other tokens at the end and as padding, and compare outputs."""
         if self.language is None or id(self.language[0]) in self.probed:
             return
         (module, args, options), tokens = self.language, self.tokens
         self.probed.add(id(module))
         if tokens is None or tokens.shape[1] < 3:
             return
-        other = torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)
+        nowhere = torch.zeros_like(tokens, dtype=torch.bool)
+        last = nowhere.index_fill(1, torch.tensor([-1], device=tokens.device), True)
+        padded = _padded(tokens, list(_tensors((args, options))))
+        layers = (nn.RNNBase, nn.modules.conv._ConvNd)
+        if padded is None or any(isinstance(one, layers) for one in module.modules()):
+            padded = nowhere
+        changed = nowhere, nowhere, last, padded
+        first, again, of_last, of_padded = self._outputs(tokens, changed)
+        if _differ(first, again):  # by random numbers that are not torch's
+            return
+        if first.dim() == 3 and _differ(first[:, :-1], of_last[:, :-1]):
+            self.trace.sees_the_future.add(id(module))
+        is_of_tokens = first.shape[:2] == tokens.shape
+        is_pooled = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
+        if is_of_tokens and first.dim() == 3:
+            first, of_padded = first[~padded], of_padded[~padded]
+        elif first.dim() != 2 or not is_pooled:
+            return
+        if _differ(first, of_padded):
+            forwards = [one for one in self.trace.of(Forward) if one.module is module]
+            self.trace.reads_padding.append(forwards[-1].place)
+
+    def _outputs(self, tokens: Tensor, changed: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs of the last model for other tokens at some places."""
+        assert self.language is not None
+        module, args, options = self.language
         modes = {one: one.training for one in module.modules()}
         self.depth += 1
         try:
             with torch.no_grad(), torch.random.fork_rng(), self.growth.unseen():
                 module.eval()
                 outputs = []
-                for given in (tokens, other):
+                for where in changed:
+                    given = torch.where(where, tokens[:, :1], tokens)
                     words = {k: given if v is tokens else v for k, v in options.items()}
                     output = module(*(given if one is tokens else one for one in args), **words)
-                    logits = [one for one in _tensors(output) if one.dim() == 3]
-                    outputs.append(logits[0][:, :-1] if logits else torch.zeros(()))
+                    logits = [
+                        one
+                        for one in _tensors(output)
+                        if one.dim() in (2, 3) and one.is_floating_point()
+                    ]
+                    outputs.append(logits[0] if logits else torch.zeros(()))
         finally:
             self.depth -= 1
             for one, training in modes.items():
                 one.training = training
-        if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, atol=1e-4):
-            self.trace.sees_the_future.add(id(module))
+        return outputs
 
     def _has_moved(self, parameter: Tensor) -> bool:
         before = self.before.get(id(parameter))
@@ -904,8 +1007,10 @@ class Observer:
             if one.dtype not in (torch.float16, torch.bfloat16) or before is None:
                 continue
             if one.grad is not None:
-                has_gradient = _values(one.grad) != 0
-                changed += int(((_values(one.detach()) != _values(before)) & has_gradient).sum())
+                has_gradient = values_of(one.grad) != 0
+                changed += int(
+                    ((values_of(one.detach()) != values_of(before)) & has_gradient).sum()
+                )
                 counted += int(has_gradient.sum())
         return changed / counted if counted else None
 
@@ -938,7 +1043,8 @@ class Observer:
             # The last one of each step; several steps, as one may wait for the next evaluation.
             held = {step: place for reference, step, place in old if reference() is not None}
             if len(held) > 1:
-                self.trace.held_graphs |= dict.fromkeys(held.values())
+                places = lines_that_keep(reference() for reference, _, _ in old)
+                self.trace.held_graphs |= dict.fromkeys(places or held.values())
         self.graphs = [one for one in self.graphs if one[0]() is not None]
         self.growth.count(number)
 
@@ -960,6 +1066,12 @@ class Observer:
         trace.symmetric = [trace.names.get(id(one), "?") for one in trained if _has_equal_rows(one)]
 
 
+def _differ(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape:
+        return True
+    return not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested containers and objects of a batch."""
     if isinstance(value, Tensor):
@@ -971,21 +1083,33 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(one)
 
 
-def _values(one: Tensor) -> Tensor:
-    """Return a dense tensor of this rank's values."""
-    local: Tensor = getattr(one, "_local_tensor", one)
-    return local.to_dense() if local.is_sparse else local
+def _largest(grad: Tensor) -> float:
+    values = values_of(grad).detach()
+    return float(values.abs().max()) if values.numel() else 0.0
 
 
-def digest(one: Tensor) -> float:
-    """Return a number that other values, or another order of them, hardly have."""
-    if not is_plain(one) and not hasattr(one, "_local_tensor"):
-        return 0.0
-    flat = _values(one.detach()).flatten()
-    if not flat.numel() or flat.is_complex() or flat.device.type == "meta":
-        return float(flat.numel())
-    weights = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
-    return float((flat.double() * weights.sqrt()).sum())
+def _filler(targets: Tensor, counted: Tensor) -> int | None:
+    """Return the index at the end of rows of different lengths, if it counts."""
+    last = targets[:, -1:]
+    length = (targets == last).flip(1).cumprod(1).sum(1)
+    is_long = (length > 2) & counted[:, -1]
+    fillers = last[is_long].unique().tolist()
+    if is_long.sum() < 2 or len(fillers) > 1 or len(length.unique()) < 2:
+        return None
+    is_nowhere_else = (targets == fillers[0]).sum() == length[last[:, 0] == fillers[0]].sum()
+    return fillers[0] if is_nowhere_else else None
+
+
+def _padded(tokens: Tensor, given: Sequence[Tensor]) -> Tensor | None:
+    """Return where tokens are padding at the end, by a mask among what a model was given."""
+    for mask in given:
+        if mask.shape != tokens.shape or mask is tokens or bool((mask.float() > 1).any()):
+            continue
+        differs = mask != mask[:, :1]
+        is_at_end = bool((differs[:, 1:] >= differs[:, :-1]).all())
+        if is_at_end and len(tokens[differs].unique()) == 1 == len(mask[:, 0].unique()):
+            return differs
+    return None
 
 
 def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
@@ -1053,7 +1177,7 @@ def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int] | None]:
 def _has_gradients(optimizer: Optimizer) -> bool:
     """Return whether a gradient is not 0."""
     grads = [one.grad for one in _parameters(optimizer) if one.grad is not None]
-    return any(bool(_values(grad).any()) for grad in grads)
+    return any(bool(values_of(grad).any()) for grad in grads)
 
 
 def _stop(trace: Trace) -> None:
