@@ -27,8 +27,8 @@ def test_recording_changes_nothing(tmp_path):
 
 def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     record = recorded(tmp_path / "a")
-    compared = {"batch", "state", "enter", "exit", "loss", "gradient", "update", "updated"}
-    assert kinds(record) == compared | {"start", "settings", "end"}
+    before = {"start", "settings", "batch", "state", "enter", "exit", "loss"}
+    assert kinds(record) == before | {"gradient", "gradients", "update", "updated", "end"}
     assert {one["step"] for one in record[1:]} == {1, 2, 3}
     update = next(one for one in record if one["kind"] == "update" and one["step"] == 2)
     assert {"gradient of model.head.bias", "exp_avg of model.head.bias"} <= update["digests"].keys()

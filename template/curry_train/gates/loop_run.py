@@ -150,14 +150,14 @@ def run_watched(
     words: Sequence[str],
     watch: Callable[[Callable[[], None], Callable[[Found], NoReturn]], None],
     *,
-    writes_to: str | None = None,
+    writes_to: Sequence[str] = (),
 ) -> NoReturn:
     """Run a script or trainer by `watch(run, end)` in this process, and end it.
 
     `end` writes what was found to the file `result`. Changed files are put back, except in
-    the folder `writes_to`.
+    the folders `writes_to`.
     """
-    files = ChangedFiles(*filter(None, [writes_to]))
+    files = ChangedFiles(*writes_to)
 
     def end(found: Found) -> NoReturn:
         files.put_back()

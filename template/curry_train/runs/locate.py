@@ -12,13 +12,20 @@ Proof: `python -m pytest tests/runs/test_locate.py`.
 """
 
 import difflib
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .fingerprints import place_of
+from .rounding import epsilon_of, is_rounding
+
 Observation = Mapping[str, Any]
 # Kinds of observations with digests.
-COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "update", "updated")
+# Operations from the first that differs on, among which one run's and the other's are aligned.
+LONGEST_ALIGNED = 500
+COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "gradients", "update", "updated")
 
 
 @dataclass
@@ -31,6 +38,8 @@ class Located:
     # What differs before it, and settings of the place.
     notes: list[str] = field(default_factory=list)
     num_compared: int = 0
+    # Kind of the observation that differs first.
+    kind: str = ""
 
     @property
     def is_equal(self) -> bool:
@@ -40,24 +49,54 @@ class Located:
         return asdict(self) | {"equal": self.is_equal}
 
 
-def locate(a: Sequence[Observation], b: Sequence[Observation]) -> Located:
-    """Compare the observations of one rank in two runs."""
-    return Comparison(a, b).run()
+def locate(
+    a: Sequence[Observation],
+    b: Sequence[Observation],
+    noise: Sequence[Observation] | None = None,
+) -> Located:
+    """Compare the observations of one rank in two runs.
+
+    With `noise`, a run of A's program with noise, differences that rounding explains are none.
+    """
+    return Comparison(a, b, noise).run()
+
+
+def expected_values(
+    a: Sequence[Observation], b: Sequence[Observation], step: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return A's digests from a step on, and their precision, by the places in A and in B."""
+    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    comparison = Comparison(a, b)
+    for one, other, _ in comparison.pairs():
+        if one["step"] >= step:
+            for name_in_b, digest in other["digests"].items():
+                name = _name_in_a(name_in_b, comparison.renamed)
+                if value := one["digests"].get(name):
+                    kept = value, epsilon_of(value, digest)
+                    for of_run, it, key in zip(found, (one, other), (name, name_in_b), strict=True):
+                        of_run.setdefault(json.dumps(place_of(it)), {})[key] = kept
+    return found
 
 
 # Phase, module path, number of the call, and a description.
-Place = tuple[str, str, int, str]
+Place = tuple[str, str, int | None, str]
 Pair = tuple[Observation, Observation]
 
 
 class Comparison:
     """Two lists of observations, with those of B by their keys."""
 
-    def __init__(self, a: Sequence[Observation], b: Sequence[Observation]) -> None:
+    def __init__(
+        self,
+        a: Sequence[Observation],
+        b: Sequence[Observation],
+        noise: Sequence[Observation] | None = None,
+    ) -> None:
         self.a = a
+        self.noise = None if noise is None else _by_place(noise, {})
         self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
-        self.in_b = {_key(one, self.renamed): one for one in b if one["kind"] in COMPARED}
+        self.in_b = _by_place(b, self.renamed)
         self.settings = _settings_of(a), _settings_of(b, self.renamed)
         self.calls = _calls(a), _calls(b, self.renamed)
         self.num_compared = 0
@@ -67,25 +106,45 @@ class Comparison:
         # What calls and optimizers were given, by path and number.
         self.given: dict[tuple[str, int], Pair] = {}
 
-    def run(self) -> Located:
+    def pairs(self) -> Iterator[tuple[Observation, Observation, Mapping[str, str]]]:
+        """Yield the observations of A that B has too, B's, and its digests by the names in A."""
         for one in self.a:
-            other = self.in_b.get(_key(one, {})) if one["kind"] in COMPARED else None
-            if other is None:
-                continue
+            if other := self.in_b.get(place_of(one)) if one["kind"] in COMPARED else None:
+                yield one, other, _renamed_keys(other["digests"], self.renamed)
+
+    def _is_rounding(self, one: Observation, other: Observation, name: str) -> bool:
+        if self.noise is None:
+            return False
+        # Without a distance A's value was not kept, as of a sharded tensor.
+        found = _renamed_keys(other["distances"], self.renamed).get(name, {})
+        # Nothing is computed between the end of a step and the next one.
+        is_kept = one["kind"] == "state" or (one["kind"] == "update" and "gradient" not in name)
+        if one["step"] > 1 and is_kept:
+            return not found
+        noise = self.noise.get(place_of(one), {}).get("distances", {}).get(name, {})
+        epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
+        return is_rounding(found, noise, epsilon)
+
+    def run(self) -> Located:
+        num_rounded = 0
+        for one, other, digests in self.pairs():
             self.num_compared += 1
             self._note_generators(one, other)
             if one["kind"] in ("enter", "update"):
                 self.given[one["path"], one["call"]] = one, other
-            digests = _renamed_keys(other["digests"], self.renamed)
-            names = [
+            others = [
                 name for name, value in one["digests"].items() if digests.get(name, value) != value
             ]
+            names = [name for name in others if not self._is_rounding(one, other, name)]
             if names:
                 return self._describe(one, other, names)
+            num_rounded += bool(others)
             self.last = one
         if not self.num_compared:
             return Located("the records have nothing in common", {"phase": "nothing"})
         text = f"equal: {self.num_compared} observations in {self.a[-1].get('step', 0)} steps"
+        if num_rounded:
+            text += f", of which {num_rounded} differ by rounding alone"
         return Located(text, {}, [*self._only_in_one(), *self._environment()], self.num_compared)
 
     # The description of the first difference.
@@ -98,6 +157,7 @@ class Comparison:
             "exit": self._exit,
             "loss": self._loss,
             "gradient": self._gradient,
+            "gradients": self._gradients,
             "update": self._update,
             "updated": self._updated,
         }[one["kind"]]
@@ -110,7 +170,7 @@ class Comparison:
             *self._environment(),
         ]
         headline = f"step {one['step']}, {phase}: {text}"
-        return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared)
+        return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared, one["kind"])
 
     def _batch(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
@@ -176,23 +236,41 @@ class Comparison:
         one = pair[0]
         if names[0] == "parameter":
             owner = one["path"].rpartition(".")[0]
-            return "backward", owner, one["call"], f"{owner}: another gradient of {one['path']}"
+            num_calls = sum(path == owner for path, _ in self.given)
+            # A module that was called more often than backward has the sum of these calls.
+            call = one["call"] if num_calls == one["call"] + 1 else None
+            return "backward", owner, call, f"{owner}: another gradient of {one['path']}"
         users = [tuple(user) for user in one["consumers"]]
         # Of a module and one inside of it, the inner one.
         users = [user for user in users if not any(it[0].startswith(f"{user[0]}.") for it in users)]
-        place = [*users, one["within"] or ("loop", 0)]
+        # In B code between the modules may have got the right gradient from them.
+        sound = [
+            (it["path"], it["call"])
+            for it in self.in_b.values()
+            if (it["kind"], it["step"]) == ("gradient", one["step"])
+            and one["digests"][names[0]] in it["digests"].values()
+        ]
+        users = [user for user in users if user not in sound]
+        place = [*users, one["made_in"] or ("loop", 0)]
         names_of_users = ", ".join(f"{path}, call {call}" for path, call in users)
         who = names_of_users or f"{place[0][0]}, call {place[0][1]}, in its own code"
         text = f"{who}: another gradient of {names[0]} of {_call(one)}"
         return "backward", place[0][0], place[0][1], text
+
+    def _gradients(self, pair: Pair, names: Sequence[str]) -> Place:
+        text = (
+            f"the gradient of {names[0]}{_and_more(names)} differs after backward and not in it "
+            "(accumulation, a hook, or an exchange between ranks)"
+        )
+        return "gradients", names[0], pair[0]["call"], text
 
     def _update(self, pair: Pair, names: Sequence[str]) -> Place:
         call = pair[0]["call"]
         what, _, path = names[0].rpartition(" of ")
         if what == "gradient":
             text = (
-                f"the gradient of {path}{_and_more(names)} differs at the step and not in backward"
-                " (clipping, scaling, accumulation or an exchange between ranks)"
+                f"the gradient of {path}{_and_more(names)} differs at the step and not after "
+                "backward (clipping or scaling)"
             )
             return "gradients", path, call, text
         when = "before the first step" if pair[0]["step"] == 1 else "since the step before"
@@ -234,16 +312,17 @@ class Comparison:
             yield f"renamed: {_listed([f'{a} is {b} in B' for b, a in self.renamed.items()])}"
 
     def _environment(self) -> list[str]:
-        names = ("environment", "code", "switches", "variables", "program")
-        a, b = ({name: one.get(name) for name in names} for one in self.start)
-        return list(_changes(_flat(a), _flat(b), ""))
+        return list(_changes(settings_of(self.start[0]), settings_of(self.start[1]), ""))
 
 
-def _key(one: Observation, renamed: Mapping[str, str]) -> tuple[Any, ...]:
-    # Each output and input of a call has a gradient of its own.
-    what = tuple(one["digests"]) if one["kind"] == "gradient" else ()
-    path = _path_in_a(one["path"], renamed)
-    return one["kind"], one["step"], one.get("phase"), path, one["call"], what
+def _by_place(
+    observations: Sequence[Observation], renamed: Mapping[str, str]
+) -> dict[tuple[Any, ...], Observation]:
+    return {
+        place_of({**one, "path": _path_in_a(one["path"], renamed)}): one
+        for one in observations
+        if one["kind"] in COMPARED
+    }
 
 
 def _call(one: Observation) -> str:
@@ -270,48 +349,70 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator
             yield f"{name}{of_owner} is {a.get(name)} in A and {b.get(name)} in B"
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, one in value.items():
-        found |= _flat(one, f"{name}.{key}" if name else str(key))
-    return found
+def settings_of(start: Observation) -> dict[str, Any]:
+    """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
+    kind, *arguments = start.get("program") or [""]
+    environment = dict(start["environment"])
+    packages = environment.pop("packages", {})
+    return {
+        "arguments": arguments,
+        kind: arguments[:1],
+        **environment,
+        **{f"package {name}": version for name, version in packages.items()},
+        **{f"code {name}": value for name, value in start["code"].items()},
+        **{f"switch {name}": value for name, value in start["switches"].items()},
+        **{f"variable {name}": value for name, value in start["variables"].items()},
+    }
 
 
-def first_operation(
-    a: Sequence[Observation], b: Sequence[Observation], place: Mapping[str, Any]
-) -> str:
+def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: Located) -> str:
     """Describe the first operation that differs at a place, in runs that recorded them there.
 
     Operations are aligned by name, so one that only one of the runs has is named as such.
     """
-    runs = [_operations_at(one, place) for one in (a, b)]
-    names = [[one["name"] for one in run] for run in runs]
+    runs = [_operations_at(one, found) for one in (a, b)]
+    same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
+    begin = len(list(itertools.takewhile(bool, same)))
+    rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
+    names = [[one["name"] for one in run] for run in rest]
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
     for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
         if tag != "equal":
             which = "A" if end_a > begin_a else "B"
-            alone = [*runs[0][begin_a:end_a], *runs[1][begin_b:end_b]][0]
+            alone = [*rest[0][begin_a:end_a], *rest[1][begin_b:end_b]][0]
             return f"{alone['name']} ({alone['line']}) is in {which} alone"
-        for one, other in zip(runs[0][begin_a:end_a], runs[1][begin_b:end_b], strict=True):
+        for one, other in zip(rest[0][begin_a:end_a], rest[1][begin_b:end_b], strict=True):
             changed = next(_changes(one["values"], other["values"], ""), "")
             if changed or one["digests"] != other["digests"]:
+                lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
                 what = f"argument {changed}" if changed else "another result"
-                return f"{one['name']} ({one['line']}): {what}"
+                return f"{one['name']} ({lines}): {what}"
     return "no operation differs there when both run again: it does not repeat"
 
 
-def _operations_at(run: Sequence[Observation], place: Mapping[str, Any]) -> list[Observation]:
-    phases = {"backward": "backward", "recompute": "backward", "optimizer": "optimizer"}
-    phase = phases.get(place["phase"], "forward")
-    is_in_module = place["phase"] in ("forward", "evaluation")
-    within = [place["path"], place["call"]] if is_in_module else None
+def _outcome(operation: Observation) -> tuple[Any, ...]:
+    return operation["name"], repr(operation["values"]), operation["digests"]
+
+
+def _operations_at(run: Sequence[Observation], found: Located) -> list[Observation]:
+    """Return the operations, in order, that may have made the difference."""
+    place = found.place
+    within = None
+    phases = ["forward"]
+    if place["phase"] in ("forward", "evaluation"):
+        within = [place["path"], place["call"]]
+    elif found.kind == "updated":
+        phases = ["optimizer"]
+    elif found.kind == "gradient" or place["phase"] == "recompute":
+        phases = ["backward"]
+    elif place["phase"] == "gradients":
+        phases = ["backward", "forward"]
     return [
         one
         for one in run
-        if (one["kind"], one.get("phase"), one.get("step")) == ("operation", phase, place["step"])
-        and (phase != "forward" or one["within"] == within)
+        if (one["kind"], one.get("step")) == ("operation", place["step"])
+        and one["phase"] in phases
+        and (one["phase"] != "forward" or one["within"] == within)
     ]
 
 
@@ -367,12 +468,11 @@ def _path_in_a(path: str, renamed: Mapping[str, str]) -> str:
     return f"{renamed[owner]}{dot}{name}" if owner in renamed else path
 
 
+def _name_in_a(name: str, renamed: Mapping[str, str]) -> str:
+    """Return the name in A of a digest, such as "gradient of model.h.0.bias"."""
+    what, of, path = name.rpartition(" of ")
+    return f"{what}{of}{_path_in_a(path, renamed)}"
+
+
 def _renamed_keys(digests: Mapping[str, Any], renamed: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return digests of parameters under their names in A, such as "gradient of model.h.0.bias"."""
-    if not renamed:
-        return digests
-    found = {}
-    for name, value in digests.items():
-        what, of, path = name.rpartition(" of ")
-        found[f"{what}{of}{_path_in_a(path, renamed)}"] = value
-    return found
+    return {_name_in_a(name, renamed): value for name, value in digests.items()}
