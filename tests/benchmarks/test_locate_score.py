@@ -7,10 +7,10 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from locate_faults import KINDS, Planter, record
-from locate_models import MODELS, quietly
 
 from locate import main
+from locate_faults import KINDS, Planter, record
+from locate_models import MODELS, quietly
 
 
 def test_faults_and_equal_pairs_are_scored(tmp_path):

@@ -116,6 +116,7 @@ def test_distances_are_those_of_elements_of_a_size():
     assert distances_of(torch.tensor([float("nan")]), torch.ones(1)) == {"1": float("inf")}
     small = distances_of(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
     assert small == {"-23": pytest.approx(1e-9)}
+    assert not is_rounding(distances_of(torch.full((2,), 1e-45), torch.zeros(2)), {}, 1.0)
 
 
 def test_noise_of_far_larger_elements_excuses_none():

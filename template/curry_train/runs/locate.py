@@ -28,6 +28,23 @@ LONGEST_ALIGNED = 500
 COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "gradients", "update", "updated")
 
 
+# Phase and description of differences of what an optimizer works on, by the kind of observation.
+IN_STATE = {
+    "state": ("state", "{what} differs {when} (initialisation, loading, or code between steps)"),
+    "gradients": (
+        "gradients",
+        "the gradient of {what} differs after backward and not in it (accumulation, a hook, or an "
+        "exchange between ranks)",
+    ),
+    "update": ("optimizer", "{what} differs {when}"),
+    "updated": ("optimizer", "{path} gets equal gradients and leaves another {what}"),
+}
+GRADIENT_AT_STEP = (
+    "gradients",
+    "the {what} differs at the step and not after backward (clipping or scaling)",
+)
+
+
 @dataclass
 class Located:
     """The first difference of two runs, and what may have led to it."""
@@ -66,15 +83,13 @@ def expected_values(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
     found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    comparison = Comparison(a, b)
-    for one, other, _ in comparison.pairs():
-        if one["step"] >= step:
-            for name_in_b, digest in other["digests"].items():
-                name = _name_in_a(name_in_b, comparison.renamed)
-                if value := one["digests"].get(name):
-                    kept = value, epsilon_of(value, digest)
-                    for of_run, it, key in zip(found, (one, other), (name, name_in_b), strict=True):
-                        of_run.setdefault(json.dumps(place_of(it)), {})[key] = kept
+    for one, other in Comparison(a, b).pairs():
+        own = other.get("own", other)
+        for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
+            if one["step"] >= step and (value := one["digests"].get(name)):
+                kept = value, epsilon_of(value, other["digests"][name])
+                found[0].setdefault(json.dumps(place_of(one)), {})[name] = kept
+                found[1].setdefault(json.dumps(place_of(own)), {})[name_in_b] = kept
     return found
 
 
@@ -93,12 +108,13 @@ class Comparison:
         noise: Sequence[Observation] | None = None,
     ) -> None:
         self.a = a
-        self.noise = None if noise is None else _by_place(noise, {})
+        self.noise = None if noise is None else _by_place(noise)
         self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
-        self.in_b = _by_place(b, self.renamed)
-        self.settings = _settings_of(a), _settings_of(b, self.renamed)
-        self.calls = _calls(a), _calls(b, self.renamed)
+        b = _in_names_of_a(b, self.renamed)
+        self.in_b = _by_place(b)
+        self.settings = _settings_of(a), _settings_of(b)
+        self.calls = _calls(a), _calls(b)
         self.num_compared = 0
         self.last: Observation | None = None
         # For each random generator the first observation where it differs, after an equal one.
@@ -106,17 +122,17 @@ class Comparison:
         # What calls and optimizers were given, by path and number.
         self.given: dict[tuple[str, int], Pair] = {}
 
-    def pairs(self) -> Iterator[tuple[Observation, Observation, Mapping[str, str]]]:
-        """Yield the observations of A that B has too, B's, and its digests by the names in A."""
+    def pairs(self) -> Iterator[Pair]:
+        """Yield the observations of A that B has too, with those of B."""
         for one in self.a:
             if other := self.in_b.get(place_of(one)) if one["kind"] in COMPARED else None:
-                yield one, other, _renamed_keys(other["digests"], self.renamed)
+                yield one, other
 
     def _is_rounding(self, one: Observation, other: Observation, name: str) -> bool:
         if self.noise is None:
             return False
         # Without a distance A's value was not kept, as of a sharded tensor.
-        found = _renamed_keys(other["distances"], self.renamed).get(name, {})
+        found = other["distances"].get(name, {})
         # Nothing is computed between the end of a step and the next one.
         is_kept = one["kind"] == "state" or (one["kind"] == "update" and "gradient" not in name)
         if one["step"] > 1 and is_kept:
@@ -127,11 +143,12 @@ class Comparison:
 
     def run(self) -> Located:
         num_rounded = 0
-        for one, other, digests in self.pairs():
+        for one, other in self.pairs():
             self.num_compared += 1
             self._note_generators(one, other)
             if one["kind"] in ("enter", "update"):
                 self.given[one["path"], one["call"]] = one, other
+            digests = other["digests"]
             others = [
                 name for name, value in one["digests"].items() if digests.get(name, value) != value
             ]
@@ -150,18 +167,11 @@ class Comparison:
     # The description of the first difference.
 
     def _describe(self, one: Observation, other: Observation, names: Sequence[str]) -> Located:
-        describe = {
-            "batch": self._batch,
-            "state": self._state,
-            "enter": self._enter,
-            "exit": self._exit,
-            "loss": self._loss,
-            "gradient": self._gradient,
-            "gradients": self._gradients,
-            "update": self._update,
-            "updated": self._updated,
-        }[one["kind"]]
-        phase, path, call, text = describe((one, other), names)
+        if one["kind"] in IN_STATE:
+            phase, path, call, text = self._in_state(one, names)
+        else:
+            describe = getattr(self, f"_{one['kind']}")
+            phase, path, call, text = describe((one, other), names)
         place = {"step": one["step"], "phase": phase, "path": path, "call": call}
         notes = [
             *self._of_the_place(one, path),
@@ -190,11 +200,6 @@ class Comparison:
         num_known = sum(row in known for row in rows[1])
         also = f", of which A has {num_known} of {len(rows[1])} too" if num_known else ""
         return f"has other samples{also}"
-
-    def _state(self, pair: Pair, names: Sequence[str]) -> Place:
-        when = "before the first step" if pair[0]["step"] == 1 else "since the step before"
-        why = "initialisation or loading" if pair[0]["step"] == 1 else "changed between steps"
-        return "state", names[0], 0, f"{names[0]}{_and_more(names)} differs {when} ({why})"
 
     def _enter(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
@@ -257,29 +262,15 @@ class Comparison:
         text = f"{who}: another gradient of {names[0]} of {_call(one)}"
         return "backward", place[0][0], place[0][1], text
 
-    def _gradients(self, pair: Pair, names: Sequence[str]) -> Place:
-        text = (
-            f"the gradient of {names[0]}{_and_more(names)} differs after backward and not in it "
-            "(accumulation, a hook, or an exchange between ranks)"
-        )
-        return "gradients", names[0], pair[0]["call"], text
-
-    def _update(self, pair: Pair, names: Sequence[str]) -> Place:
-        call = pair[0]["call"]
+    def _in_state(self, one: Observation, names: Sequence[str]) -> Place:
+        """Describe a difference of parameters, gradients or an optimizer's state."""
+        phase, text = IN_STATE[one["kind"]]
         what, _, path = names[0].rpartition(" of ")
         if what == "gradient":
-            text = (
-                f"the gradient of {path}{_and_more(names)} differs at the step and not after "
-                "backward (clipping or scaling)"
-            )
-            return "gradients", path, call, text
-        when = "before the first step" if pair[0]["step"] == 1 else "since the step before"
-        return "optimizer", path, call, f"{names[0]}{_and_more(names)} differs {when}"
-
-    def _updated(self, pair: Pair, names: Sequence[str]) -> Place:
-        one = pair[0]
-        text = f"{one['path']} gets equal gradients and leaves another {names[0]}{_and_more(names)}"
-        return "optimizer", names[0].rpartition(" of ")[2], one["call"], text
+            phase, text = GRADIENT_AT_STEP
+        when = "before the first step" if one["step"] == 1 else "since the step before"
+        values = {"what": f"{names[0]}{_and_more(names)}", "when": when, "path": one["path"]}
+        return phase, path, one["call"], text.format(**values)
 
     # What differs besides.
 
@@ -315,14 +306,8 @@ class Comparison:
         return list(_changes(settings_of(self.start[0]), settings_of(self.start[1]), ""))
 
 
-def _by_place(
-    observations: Sequence[Observation], renamed: Mapping[str, str]
-) -> dict[tuple[Any, ...], Observation]:
-    return {
-        place_of({**one, "path": _path_in_a(one["path"], renamed)}): one
-        for one in observations
-        if one["kind"] in COMPARED
-    }
+def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
+    return {place_of(one): one for one in observations if one["kind"] in COMPARED}
 
 
 def _call(one: Observation) -> str:
@@ -419,27 +404,21 @@ def _operations_at(run: Sequence[Observation], found: Located) -> list[Observati
 # Modules by their paths.
 
 
-def _settings_of(
-    observations: Sequence[Observation], renamed: Mapping[str, str] | None = None
-) -> dict[str, dict[str, Any]]:
+def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for one in observations:
-        if one["kind"] == "settings":
-            found |= {_path_in_a(path, renamed or {}): it for path, it in one["settings"].items()}
+        found |= one.get("settings", {})
     return found
 
 
-def _calls(
-    observations: Sequence[Observation], renamed: Mapping[str, str] | None = None
-) -> list[tuple[str, str]]:
+def _calls(observations: Sequence[Observation]) -> list[tuple[str, str]]:
     """Return path and class of the calls of the first step, in order."""
-    settings = _settings_of(observations, renamed)
-    paths = [
-        _path_in_a(one["path"], renamed or {})
+    settings = _settings_of(observations)
+    return [
+        (one["path"], settings.get(one["path"], {}).get("class", ""))
         for one in observations
         if one["kind"] == "enter" and one["step"] == 1
     ]
-    return [(path, settings.get(path, {}).get("class", "")) for path in paths]
 
 
 def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
@@ -460,19 +439,28 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
     return found
 
 
-def _path_in_a(path: str, renamed: Mapping[str, str]) -> str:
-    """Return the path in A of a module, or of a parameter of one."""
-    if not renamed or path in renamed:
-        return renamed.get(path, path)
-    owner, dot, name = path.rpartition(".")
-    return f"{renamed[owner]}{dot}{name}" if owner in renamed else path
+def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequence[Observation]:
+    """Return observations of B by the paths in A; the field "own" has each as it was."""
+    if not renamed:
+        return b
 
+    def name_in_a(name: str) -> str:
+        # A module, a parameter of one, or such as "gradient of model.h.0.bias".
+        what, of, path = name.rpartition(" of ")
+        owner, dot, last = path.rpartition(".")
+        found = f"{renamed[owner]}{dot}{last}" if owner in renamed else path
+        return f"{what}{of}{renamed.get(path, found)}"
 
-def _name_in_a(name: str, renamed: Mapping[str, str]) -> str:
-    """Return the name in A of a digest, such as "gradient of model.h.0.bias"."""
-    what, of, path = name.rpartition(" of ")
-    return f"{what}{of}{_path_in_a(path, renamed)}"
+    def by_names(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name_in_a(name): value for name, value in values.items()}
 
-
-def _renamed_keys(digests: Mapping[str, Any], renamed: Mapping[str, str]) -> Mapping[str, Any]:
-    return {_name_in_a(name, renamed): value for name, value in digests.items()}
+    fields = ("digests", "distances", "settings")
+    return [
+        {
+            **one,
+            "own": one,
+            "path": name_in_a(one.get("path", "")),
+            **{field: by_names(one[field]) for field in fields if field in one},
+        }
+        for one in b
+    ]

@@ -27,6 +27,8 @@ FACTOR = 6.0
 NEARBY_EXPONENTS = 2
 # Elements that are smaller by so many powers of two than the largest are taken together.
 MOST_EXPONENTS = 24
+# Exponent for tensors of zeros; two to its power is zero.
+OF_ZERO = -1100
 
 
 class Exchange:
@@ -98,7 +100,9 @@ def distances_of(tensor: Tensor, value: Tensor) -> Distances:
     difference = (one - other).abs().nan_to_num(float("inf"), float("inf"))
     difference[(one == other) | (one.isnan() & other.isnan())] = 0.0
     sizes = other.abs().nan_to_num(0.0, 0.0)
-    lowest = int(sizes.max().frexp().exponent) - MOST_EXPONENTS if len(sizes) else 0
+    # Zeros alone have no rounding error.
+    has_sizes = bool((sizes > 0).any())
+    lowest = int(sizes.max().frexp().exponent) - MOST_EXPONENTS if has_sizes else OF_ZERO
     exponents = torch.where(sizes > 0, sizes.frexp().exponent.clamp(min=lowest), lowest)
     found: Distances = {}
     for exponent in exponents.unique().tolist():
