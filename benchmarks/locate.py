@@ -185,7 +185,8 @@ def compiled() -> Fault:
 
 
 def in_bfloat16() -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.bfloat16)
+    # Around whole steps a cache would keep the weights of the first one.
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
 
 
 def without_mkldnn() -> AbstractContextManager[Any]:

@@ -24,8 +24,10 @@ def in_two_sums(module, inputs):
     return first + F.linear(inputs[..., half:], module.weight[:, half:])
 
 
-def recorded(folder, fault="", *, exchange=None, monkeypatch=None):
-    with record_run(folder, exchange=exchange):
+def recorded(folder, fault="", *, exchange=None, monkeypatch=None, dtype=torch.float32):
+    # Around whole steps a cache would keep the weights of the first one.
+    options = {"enabled": dtype != torch.float32, "cache_enabled": False}
+    with record_run(folder, exchange=exchange), torch.autocast("cpu", dtype, **options):
         if monkeypatch is None:
             train(fault)
         else:
@@ -39,9 +41,9 @@ def recorded(folder, fault="", *, exchange=None, monkeypatch=None):
 def with_tolerance(tmp_path):
     """Return a function that locates a fault where rounding is no difference."""
 
-    def locate_again(fault="", **options):
+    def locate_again(fault="", dtype_of_a=torch.float32, **options):
         values = tmp_path / "values"
-        a = recorded(tmp_path / "a", exchange=Exchange(values))
+        a = recorded(tmp_path / "a", exchange=Exchange(values), dtype=dtype_of_a)
         b = recorded(tmp_path / "b", fault, **options)
         exact = locate(a, b)
         expected = expected_values(a, b, exact.place["step"])
@@ -49,7 +51,7 @@ def with_tolerance(tmp_path):
             (tmp_path / f"expected-{name}").mkdir()
             (tmp_path / f"expected-{name}" / "rank-0.json").write_text(json.dumps(of_run))
         noise = Exchange(values, expected=tmp_path / "expected-a", has_noise=True)
-        measured = recorded(tmp_path / "noise", exchange=noise)
+        measured = recorded(tmp_path / "noise", exchange=noise, dtype=dtype_of_a)
         given = Exchange(values, expected=tmp_path / "expected-b")
         other = recorded(tmp_path / "other", fault, exchange=given, **options)
         return exact, locate(a, other, measured)
@@ -62,6 +64,14 @@ def test_other_sums_are_no_difference(with_tolerance, monkeypatch):
     assert exact.place["phase"] == "forward"
     assert found.is_equal, found
     assert "differ by rounding alone" in found.headline
+
+
+@pytest.mark.parametrize("dtype_of_a", [torch.bfloat16, torch.float32])
+def test_sums_in_bfloat16_are_no_difference(with_tolerance, monkeypatch, dtype_of_a):
+    lower = {"dtype": torch.bfloat16, "dtype_of_a": dtype_of_a}
+    exact, found = with_tolerance(monkeypatch=monkeypatch, **lower)
+    assert exact.place["phase"] == "forward"
+    assert found.is_equal, found
 
 
 FAULTS = [

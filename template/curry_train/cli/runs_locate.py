@@ -127,9 +127,9 @@ def locate_command(
     located = [locate(*pair) for pair in runs]
     with tempfile.TemporaryDirectory(prefix="curry-train-") as folder:
         again = Again(Path(folder), runs)
-        if tolerance == "auto" and not all(one.is_equal for one in located):
-            located = again.with_tolerance(_first(located)[1])
         rank, found = _first(located)
+        if tolerance == "auto" and found.kind:
+            rank, found = _first(again.with_tolerance(found))
         suffix = f" (rank {rank} of {num_ranks})" if num_ranks > 1 and not found.is_equal else ""
         click.echo(fill_screen(f"{found.headline}{suffix}"))
         operation = None

@@ -125,4 +125,4 @@ def is_rounding(found: Distances, noise: Distances, epsilon: float) -> bool:
 def epsilon_of(*digests: str) -> float:
     """Return the precision of the coarsest dtype among digests; 0 for integers."""
     dtypes = [getattr(torch, digest.partition("[")[0], torch.int64) for digest in digests]
-    return max(torch.finfo(one).eps if one.is_floating_point else 0.0 for one in dtypes)
+    return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=0.0)
