@@ -100,7 +100,7 @@ def of_fault(records: Records, name: str, kind: str, seed: int) -> dict[str, Any
     sound = records.sound(name)
     for attempt in range(9):
         operations = records.sound(name, operations_in_step=2)
-        fault = Planter(sound, operations, 1000 * seed + attempt).draw(kind)
+        fault = Planter(sound, operations, f"{name} {kind} {seed} {attempt}").draw(kind)
         if fault is None:
             return None
         b = records.new(name, fault)

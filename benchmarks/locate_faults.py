@@ -191,7 +191,7 @@ def _first_changed(function: Callable[..., Any], output: Any, *options: Any) -> 
 class Planter:
     """Draws faults over what the record of a training has."""
 
-    def __init__(self, reference: Sequence[Any], operations: Sequence[Any], seed: int) -> None:
+    def __init__(self, reference: Sequence[Any], operations: Sequence[Any], seed: str) -> None:
         self.reference = reference
         self.operations = operations
         self.random = Random(seed)

@@ -54,7 +54,7 @@ def main(result: str, out: str, count: str) -> None:
         name = NAMES[number % len(NAMES)]
         fault = None
         for seed in range(9):
-            fault = fault or Planter(reference[name], [], seed + 9 * number).draw(
+            fault = fault or Planter(reference[name], [], f"{number} {seed}").draw(
                 KINDS[number % len(KINDS)]
             )
         assert fault is not None

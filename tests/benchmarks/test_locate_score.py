@@ -34,7 +34,7 @@ def test_each_kind_of_fault_has_a_place_in_some_model(tmp_path):
         kind
         for kind in KINDS
         for one in plain.values()
-        if Planter(one, one, 0).draw(kind) is not None
+        if Planter(one, one, "0").draw(kind) is not None
     }
     assert drawn == set(KINDS)
     assert len(MODELS) == 13

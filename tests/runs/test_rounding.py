@@ -79,6 +79,7 @@ FAULTS = [
     ("dropout", 1, "forward", "model.h.1.drop"),
     ("kernel", 1, "forward", "model.h.1"),
     ("backward", 1, "backward", "model.h.1"),
+    ("weight", 1, "state", "model.h.1.down.weight"),
     ("stale weight", 2, "state", "model.h.0.ln.weight"),
     ("optimizer", 1, "optimizer", ""),
     ("flipped moment", 2, "optimizer", "model.head.weight"),

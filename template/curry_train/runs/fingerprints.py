@@ -286,8 +286,10 @@ class Recorder:
             self.known += root.modules()
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
-                if self.parameters.setdefault(id(parameter), bare) == bare:
-                    self._watch_parameter(parameter, bare)
+                is_new = self.parameters.setdefault(id(parameter), bare) == bare
+                if is_new and parameter.requires_grad and self.records_all:
+                    self.watched[bare] = parameter
+                    self._watch_gradient(parameter, bare, None, "parameter", {})
             self._write({"kind": "settings", "step": self.step, "settings": settings})
         path = self.paths[id(root)]
         if self.in_backward or self.counts["state", path]:
@@ -318,7 +320,7 @@ class Recorder:
             if key not in metadata:
                 metadata[key] = {"consumers": []}
                 what = f"{'output' if is_output else 'input'} {name}"
-                one.register_hook(self._gradient_hook(path, number, what, metadata[key]))
+                self._watch_gradient(one, path, number, what, metadata[key])
             if is_output:
                 # The call that goes on with the tensor, if it is not the result of that one too.
                 metadata[key]["made_in"] = self._within()
@@ -330,29 +332,19 @@ class Recorder:
             if any(node is not other and _leads_to(other, node) for other, _ in nodes):
                 flow["consumers"].append((path, number))
 
-    def _gradient_hook(
-        self, path: str, number: int, what: str, flow: Mapping[str, Any]
-    ) -> Callable[[Tensor], Tensor | None]:
+    def _watch_gradient(
+        self, tensor: Tensor, path: str, number: int | None, what: str, flow: Mapping[str, Any]
+    ) -> None:
+        """Note each gradient of a tensor; without a number of the call they are counted."""
+
         def note(gradient: Tensor) -> Tensor | None:
             if not self.is_on or gradient is None:
                 return None
+            call = self._count("gradient", path) if number is None else number
             facts = {"made_in": None, **flow}
-            return self._note("gradient", path, number, {what: gradient}, **facts).get(what)
+            return self._note("gradient", path, call, {what: gradient}, **facts).get(what)
 
-        return note
-
-    def _watch_parameter(self, parameter: Tensor, path: str) -> None:
-        if not parameter.requires_grad or not self.records_all:
-            return
-        self.watched[path] = parameter
-
-        def note(gradient: Tensor) -> Tensor | None:
-            if not self.is_on or gradient is None:
-                return None
-            number = self._count("gradient", path)
-            return self._note("gradient", path, number, {"parameter": gradient}).get("parameter")
-
-        parameter.register_hook(note)
+        tensor.register_hook(note)
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **options: Any) -> None:
@@ -472,7 +464,11 @@ class Operations(TorchDispatchMode):
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
         # What an operation of lists changes it does not return; new memory has any values.
         found = _leaves(output) or given
+        # So have the bytes in which a kernel keeps what its backward needs, next to its results.
+        is_kernel = len({getattr(it, "dtype", None) for it in found.values()}) > 1
         results = {} if "empty" in str(func) else found
+        if is_kernel:
+            results = {k: v for k, v in results.items() if getattr(v, "dtype", 0) != torch.uint8}
         facts = {"phase": phase, "name": str(func), "line": _users_line()}
         recorder._note(
             "operation",

@@ -145,9 +145,8 @@ class Comparison:
             return False
         # Without a distance A's value was not kept, as of a sharded tensor.
         found = other["distances"].get(name, {})
-        # Nothing is computed between the end of a step and the next one.
-        is_kept = one["kind"] == "state" or (one["kind"] == "update" and "gradient" not in name)
-        if one["step"] > 1 and is_kept:
+        # Initial values are drawn or loaded, and nothing is computed between two steps.
+        if one["kind"] == "state" or (one["kind"] == "update" and "gradient" not in name):
             return not found
         noise = self.noise.get(place_of(one), {}).get("distances", {}).get(name, {})
         epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))

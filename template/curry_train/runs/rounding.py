@@ -117,7 +117,9 @@ def is_rounding(found: Distances, noise: Distances, epsilon: float) -> bool:
     for exponent, distance in found.items():
         limit = int(exponent) + NEARBY_EXPONENTS
         nearby = [size for other, size in noise.items() if int(other) <= limit]
-        if distance > FACTOR * max([*nearby, epsilon * 2.0 ** int(exponent)]):
+        # The last bit of such elements.
+        unit = epsilon * 2.0 ** (int(exponent) - 1)
+        if distance > FACTOR * max([*nearby, unit]):
             return False
     return True
 
