@@ -147,12 +147,13 @@ def faults(records: Records, name: str, count: int) -> list[dict[str, Any]]:
 
 def equal(records: Records, name: str, count: int) -> list[dict[str, Any]]:
     """Record pairs of equal runs, each with a seed of its own."""
-    rows = []
+    found = []
     for seed in range(count):
         with tempfile.TemporaryDirectory(dir=records.folder) as folder:
-            found = locate(*[record(name, Path(folder, one), seed=seed) for one in "AB"])
-        rows.append({"model": name, "equal": found.is_equal, "compared": found.num_compared})
-    return rows
+            found.append(locate(*[record(name, Path(folder, one), seed=seed) for one in "AB"]))
+    accused = [one.headline for one in found if not one.is_equal]
+    compared = min(one.num_compared for one in found)
+    return [{"model": name, "pairs": count, "accused": accused, "compared_at_least": compared}]
 
 
 # Runs that differ by rounding alone.
@@ -348,8 +349,8 @@ def score(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "named_with_tolerance", sum(one["named_with_tolerance"] for one in rows)
         yield "drawn_again_without_effect", sum(one["without_effect"] for one in rows)
     if rows := found.get("equal"):
-        yield "equal_pairs", len(rows)
-        yield "equal_pairs_accused", sum(not one["equal"] for one in rows)
+        yield "equal_pairs", sum(one["pairs"] for one in rows)
+        yield "equal_pairs_accused", sum(len(one["accused"]) for one in rows)
     for one in found.get("costs", ()):
         yield "ratio", one["ratio"]["all"]
         yield "ratio_of_modules", one["ratio"]["modules"]
