@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long mutants torture spikes boxes zoo finetune preflight evals evidence-cuda check static lint types rules skills manifests clients clean
+.PHONY: help validate test long mutants torture spikes boxes zoo finetune preflight locate evals evidence-cuda check static lint types rules skills manifests clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -60,6 +60,9 @@ finetune: .venv/finetune/.installed  ## predict and measure steps of other libra
 
 preflight: $(dev_ready)  ## score and cost of the check of loops, on faulty and healthy ones; ARGS='--only loops.undivided' or '--json evidence/preflight.json'
 	@PYTHONPATH=template:tests/gates OMP_NUM_THREADS=1 $(PYTHON) benchmarks/preflight.py $(ARGS)
+
+locate: $(dev_ready)  ## planted differences, equal runs and rounding under `runs locate`; ARGS='--part costs' or '--jobs 2 --json evidence/locate.json'
+	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 $(PYTHON) benchmarks/locate.py $(ARGS)
 
 evals: $(dev_ready)  ## run an agent on the cases of the skills, with and without them; ARGS='--agent "COMMAND {prompt}"' or '--dry-run'
 	@PYTHONPATH=template:benchmarks:tests/house OMP_NUM_THREADS=1 $(PYTHON) benchmarks/evals.py $(ARGS)

@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -122,6 +123,87 @@ def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder
     assert (result["place"], result["equal"]) == (place, False)
 
 
+ROUNDS = """\
+import os
+
+import torch
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
+if os.environ.get("TORCH_HALVES"):
+
+    def in_two_sums(x):
+        weight = model[0].weight
+        return F.linear(x[:, :32], weight[:, :32], model[0].bias) + x[:, 32:] @ weight[:, 32:].T
+
+    model[0].forward = in_two_sums
+model[1].eps = float(os.environ.get("TORCH_EPSILON", "1e-5"))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+while True:
+    model(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def record_with(monkeypatch, name, **variables):
+    with monkeypatch.context() as changed:
+        for variable, value in variables.items():
+            changed.setenv(variable, value)
+        ended = invoke("record", "--script", "rounds.py", "--steps", "2", "--out", name)
+    assert ended.exit_code == 0, ended.output
+
+
+def test_a_measured_tolerance_accepts_rounding_and_nothing_else(folder, monkeypatch):
+    (folder / "rounds.py").write_text(ROUNDS)
+    record_with(monkeypatch, "A")
+    record_with(monkeypatch, "B", TORCH_HALVES="1")
+    record_with(monkeypatch, "C", TORCH_HALVES="1", TORCH_EPSILON="1e-4")
+    assert invoke("locate", "A", "B").output.startswith("step 1, forward: model.0, call 0")
+    ended = invoke("locate", "A", "B", "--tolerance", "auto")
+    assert ended.exit_code == 0, ended.output
+    assert "differ by rounding alone" in " ".join(ended.output.split())
+    ended = invoke("locate", "A", "C", "--tolerance", "auto")
+    assert ended.exit_code == 1
+    assert ended.output.startswith("step 1, forward: model.1, call 0 has equal inputs")
+    assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "C", "rounds.py"]
+
+
+def test_the_setting_that_makes_the_difference_is_found(folder, monkeypatch):
+    (folder / "rounds.py").write_text(ROUNDS)
+    record_with(monkeypatch, "A", TORCH_OTHER="1")
+    record_with(monkeypatch, "B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
+    python = f"{sys.executable} -m curry_train runs record --steps 2"
+    command = f"{python} --script rounds.py --out {{out}} -- {{arguments}}"
+    ended = invoke("locate", "A", "B", "--bisect", command, "--json", "found.json")
+    assert ended.exit_code == 1, ended.output
+    settings = json.loads((folder / "found.json").read_text())["settings"]
+    assert settings["variable TORCH_OTHER"] == "makes none"
+    assert settings["variable TORCH_EPSILON"].startswith("makes the difference: step 1, forward")
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("false {out}", "the command ended with status 1"),
+        ("no-such-program {out}", "the command can't be run"),
+        ("echo {nothing}", "has a field that no record has"),
+    ],
+)
+def test_a_command_that_records_nothing_is_refused(folder, command, text):
+    recorded(folder / "A")
+    recorded(folder / "B", "epsilon")
+    for name, value in (("A", "1"), ("B", "2")):
+        path = folder / name / "rank-0.jsonl"
+        start, *lines = path.read_text().splitlines()
+        start = json.loads(start) | {"variables": {"TORCH_OTHER": value}}
+        path.write_text("\n".join([json.dumps(start), *lines, ""]))
+    ended = invoke("locate", "A", "B", "--bisect", command)
+    assert ended.exit_code == 2
+    assert text in " ".join(ended.output.split())
+
+
 def test_the_rank_that_differs_is_named(folder):
     (folder / "ranks.py").write_text(RANKS)
     for name in ("right", "wrong"):
@@ -160,7 +242,10 @@ def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     recorded(folder / "B", "epsilon")
     ended = invoke("locate", "A", "B", "--op")
     assert ended.exit_code == 2
-    assert "--op needs" in ended.output
+    assert "need `runs record`" in " ".join(ended.output.split())
+    ended = invoke("locate", "A", "B", "--bisect", "true {out}")
+    assert ended.exit_code == 2
+    assert "the command sets none of what differs" in " ".join(ended.output.split())
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def train(fault="", *, steps=3):
         with torch.no_grad():
             model.h[1].down.weight[0, 0] += 1e-6
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-7 if fault == "optimizer" else 1e-8)
+    if fault == "hooked":
+
+        def longer(parameter):
+            parameter.grad.mul_(1.5)
+
+        model.head.bias.register_post_accumulate_grad_hook(longer)
     inputs, labels = torch.randn(64, 16), torch.randint(4, (64,))
     order = torch.Generator().manual_seed(3 if fault == "order" else 2)
     data = DataLoader(TensorDataset(inputs, labels), 8, shuffle=True, generator=order)

@@ -11,6 +11,7 @@ from recorded_training import Model, recorded, train
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.locate import settings_of
 from curry_train.runs.ranks import RunError
 
 
@@ -27,13 +28,17 @@ def test_recording_changes_nothing(tmp_path):
 
 def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     record = recorded(tmp_path / "a")
-    compared = {"batch", "state", "enter", "exit", "loss", "gradient", "update", "updated"}
-    assert kinds(record) == compared | {"start", "settings", "end"}
+    before = {"start", "settings", "batch", "state", "enter", "exit", "loss"}
+    assert kinds(record) == before | {"gradient", "gradients", "update", "updated", "end"}
     assert {one["step"] for one in record[1:]} == {1, 2, 3}
     update = next(one for one in record if one["kind"] == "update" and one["step"] == 2)
     assert {"gradient of model.head.bias", "exp_avg of model.head.bias"} <= update["digests"].keys()
     assert update["values"]["lr of group 0"] == 1e-3
     assert record[0]["environment"]["torch"] == torch.__version__
+    # A version is one setting, so that `--bisect` changes it in one place.
+    assert settings_of(record[0])["torch"] == torch.__version__
+    assert "package torch" not in settings_of(record[0])
+    assert "package click" in settings_of(record[0])
 
 
 def test_recording_ends_after_its_steps_and_training_goes_on(tmp_path):

@@ -4,10 +4,13 @@ Run: `python -m pytest tests/runs/test_locate.py`.
 """
 
 import pytest
-from recorded_training import located, recorded
+import torch
+from recorded_training import WrongBackward, located, recorded
+from torch import nn
 
+from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
-from curry_train.runs.locate import first_operation, locate
+from curry_train.runs.locate import Located, first_operation, locate
 
 # The fault, the step, the phase and the path of its place, and words of the text.
 FAULTS = [
@@ -16,11 +19,12 @@ FAULTS = [
     ("operation", 1, "forward", "model.h.1", "in its own code after model.h.1.ln, call 0"),
     ("kernel", 1, "forward", "model.h.1", "another input 0 of model.h.1.down, call 0"),
     ("backward", 1, "backward", "model.h.1", "another gradient of output 0 of model.h.1.up"),
-    ("weight", 1, "state", "model.h.1.down.weight", "initialisation or loading"),
-    ("stale weight", 2, "state", "model.h.0.ln.weight", "changed between steps"),
+    ("weight", 1, "state", "model.h.1.down.weight", "before the first step (initialisation"),
+    ("stale weight", 2, "state", "model.h.0.ln.weight", "since the step before (initialisation"),
     ("optimizer", 1, "optimizer", "model.h.0.ln.weight", "eps of group 0 of AdamW is 1e-08 in A"),
     ("flipped moment", 2, "optimizer", "model.head.weight", "exp_avg of model.head.weight differs"),
-    ("clipped", 1, "gradients", "model.h.0.ln.weight", "clipping, scaling"),
+    ("clipped", 1, "gradients", "model.h.0.ln.weight", "clipping or scaling"),
+    ("hooked", 1, "gradients", "model.head.bias", "accumulation, a hook"),
     ("loss", 1, "loss", "loop", "the loss is"),
     ("order", 1, "data", "loader", "has other samples, of which A has"),
     ("same samples", 2, "data", "loop", "has the same samples in another order"),
@@ -35,6 +39,83 @@ def test_the_first_difference_is_named(tmp_path, fault, step, phase, path, text)
     assert (place["step"], place["phase"], place["path"]) == (step, phase, path), found
     assert text in "\n".join([found.headline, *found.notes])
     assert found.headline.startswith(f"step {step}, {phase}: ")
+
+
+class Pair(nn.Module):
+    """Returns a vector and the state that it is computed from, as spiking neurons do."""
+
+    def forward(self, x, fault):
+        state = x * 2
+        return (WrongBackward.apply(state) if fault == "pair" else state).sin(), state
+
+
+class Odd(nn.Module):
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+        self.norm = nn.BatchNorm1d(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.pair = Pair()
+        self.shared = nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.mlp(self.norm(x))
+        if self.fault == "own code":
+            hidden = WrongBackward.apply(hidden)
+        hidden, _ = self.pair(hidden, self.fault)
+        hidden = self.shared(hidden)
+        return self.shared(WrongBackward.apply(hidden) if self.fault == "shared" else hidden)
+
+
+class Stale(nn.BatchNorm1d):
+    """Forgets what it has seen."""
+
+    def forward(self, x):
+        before = self.running_var.clone()
+        output = super().forward(x)
+        self.running_var.data.copy_(before)
+        return output
+
+
+def odd_record(folder, fault):
+    """Train by closures, as Lightning does."""
+    with record_run(folder):
+        torch.manual_seed(0)
+        model = Odd(fault)
+        if fault == "stale":
+            model.norm.__class__ = Stale
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            if fault == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+    return read_fingerprints(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "phase", "path", "call", "text"),
+    [
+        ("stale", "forward", "model.norm", 0, "another output buffer running_var"),
+        ("own code", "backward", "model", 0, "in its own code"),
+        ("pair", "backward", "model.pair", 0, "another gradient of output 1"),
+        ("shared", "backward", "model", 0, "another gradient of output 0 of model.shared"),
+        ("clipped", "gradients", "model.norm.weight", 0, "clipping or scaling"),
+    ],
+)
+def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, path, call, text):
+    pair = [odd_record(tmp_path / name, name) for name in ("none", fault)]
+    found = locate(*pair)
+    place = found.place
+    assert (place["phase"], place["path"], place["call"]) == (phase, path, call), found
+    assert text in found.headline
+    assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
 
 
 def test_a_generator_that_differs_is_traced_to_where_it_began(tmp_path):
@@ -74,11 +155,16 @@ def test_a_record_that_was_cut_off_is_compared_as_far_as_it_goes(tmp_path):
         ("loss", "aten."),
         ("optimizer", "aten."),
         ("dropout", "aten."),
+        ("clipped", "(recorded_training.py:"),
+        ("hooked", "aten.mul_.Tensor (recorded_training.py:"),
+        ("weight", "aten.select.int (recorded_training.py:"),
+        ("stale weight", "aten.detach.default (recorded_training.py:"),
     ],
 )
 def test_the_operation_is_named(tmp_path, fault, text):
-    found, pair = located(tmp_path, fault, operations_in_step=1)
-    assert text in first_operation(*pair, found.place)
+    step = 2 if fault == "stale weight" else 1
+    found, pair = located(tmp_path, fault, operations_in_step=step)
+    assert text in first_operation(*pair, found)
 
 
 def test_operations_change_nothing_else(tmp_path):
@@ -86,4 +172,4 @@ def test_operations_change_nothing_else(tmp_path):
     watched = recorded(tmp_path / "watched", operations_in_step=2)
     assert locate(plain, watched).is_equal
     place = {"step": 2, "phase": "forward", "path": "model.h.0", "call": 0}
-    assert "does not repeat" in first_operation(watched, watched, place)
+    assert "does not repeat" in first_operation(watched, watched, Located("", place))

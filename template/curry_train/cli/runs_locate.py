@@ -3,18 +3,25 @@
 Proof: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
+import contextlib
+import json
+import os
+import shlex
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import click
 
 from ..core.wording import write_json
 from ..gates.loop_run import LoopFailed, run_ranks, run_watched
-from ..runs.fingerprints import LEVELS, read_fingerprints, record_run
-from ..runs.locate import Located, first_operation, locate
+from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
+from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
+from ..runs.rounding import Exchange
 from .options import json_option, program_of, program_options
 from .screen import ScreenCommand, UnusableInput, fill_screen
 
@@ -44,16 +51,15 @@ def record_command(
     back. Compare two records by `runs locate`.
     """
     kind, words = program_of(script, trainer, arguments)
-    _record(out, num_steps, level, num_ranks, [kind, *words])
+    _record(out, [kind, *words], num_ranks, steps=num_steps, level=level)
     click.echo(fill_screen(f"recorded {num_steps} steps in {out}"))
 
 
-def _record(
-    out: str, steps: int, level: str, num_ranks: int, program: list[Any], operations: int = 0
-) -> None:
+def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> None:
+    """Record a program in processes of its own, by the options of `record_run`."""
     if Path(out).exists() and any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
-    given = [out, str(steps), level, str(operations), *map(str, program)]
+    given = [out, json.dumps(options), *program]
     try:
         found = run_ranks(str(__spec__.name), given, num_ranks=num_ranks)
     except LoopFailed as error:
@@ -62,22 +68,23 @@ def _record(
         raise UnusableInput("it ended before a step of an optimizer")
 
 
-def _main(result: str, out: str, steps: str, level: str, operations: str, *program: str) -> None:
-    def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
-        recording = record_run(
-            out,
-            steps=int(steps),
-            level=level,
-            program=program,
-            operations_in_step=int(operations) or None,
-            when_enough=lambda: end({"steps": int(steps)}),
-        )
-        with recording:
-            run()
-        ended = read_fingerprints(out)[-1]
-        end({"steps": ended.get("step", 0)})
+def _main(result: str, out: str, given: str, *program: str) -> None:
+    options = json.loads(given)
+    exchange = options.pop("exchange", None)
+    folders = [str(one) for one in (exchange or {}).values() if isinstance(one, str)]
 
-    run_watched(result, program[0], program[1:], watch, writes_to=out)
+    def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
+        options["exchange"] = Exchange(**exchange) if exchange else None
+        options["when_enough"] = lambda: end({"steps": options["steps"]})
+        with record_run(out, program=program, **options):
+            run()
+        end({"steps": read_fingerprints(out)[-1].get("step", 0)})
+
+    run_watched(result, program[0], program[1:], watch, ignored=[out, *folders])
+
+
+Run = list[dict[str, Any]]
+Pair = tuple[Run, Run]
 
 
 @click.command("locate", cls=ScreenCommand, example="A B --op")
@@ -86,52 +93,192 @@ def _main(result: str, out: str, steps: str, level: str, operations: str, *progr
 @click.option(
     "--op", "names_operation", is_flag=True, help="Run both again, and name the operation."
 )
+@click.option(
+    "--tolerance",
+    type=click.Choice(("none", "auto")),
+    default="none",
+    show_default=True,
+    help="auto: run both again, measure at each place what rounding does, and accept that.",
+)
+@click.option(
+    "--bisect",
+    "command",
+    metavar="COMMAND",
+    help="Find the setting that makes the difference: COMMAND records into {out}, with one setting "
+    "of B at a time. Variables are set for it; {arguments}, {torch}, {numpy} ... are filled in.",
+)
 @json_option()
-def locate_command(a: str, b: str, names_operation: bool, json_path: str | None) -> None:
+def locate_command(
+    a: str,
+    b: str,
+    names_operation: bool,
+    tolerance: str,
+    command: str | None,
+    json_path: str | None,
+) -> None:
     """Name the first place at which two recorded runs differ.
 
     A and B are folders that `runs record` or `record_run` has written. Exit status: 0 equal,
     1 they differ, 2 a record can't be read.
     """
     num_ranks = min(len(list(Path(folder).glob("rank-*.jsonl"))) for folder in (a, b))
-    runs = [[read_fingerprints(it, rank) for it in (a, b)] for rank in range(max(1, num_ranks))]
+    ranks = range(max(1, num_ranks))
+    runs = [(read_fingerprints(a, rank), read_fingerprints(b, rank)) for rank in ranks]
     located = [locate(*pair) for pair in runs]
-    # The rank that differs first. All make the same calls, so the number of equal ones is a time.
-    rank = min(
-        range(len(runs)),
-        key=lambda it: (located[it].place.get("step", float("inf")), located[it].num_compared),
-    )
-    found = located[rank]
-    suffix = f" (rank {rank} of {num_ranks})" if num_ranks > 1 and not found.is_equal else ""
-    click.echo(fill_screen(f"{found.headline}{suffix}"))
-    operation = None
-    if names_operation and found.place.get("phase") not in (None, "nothing", "data", "state"):
-        operation = _operation(runs[rank], found, rank=rank)
-        click.echo(fill_screen(f"operation: {operation}"))
+    with tempfile.TemporaryDirectory(prefix="curry-train-") as folder:
+        again = Again(Path(folder), runs)
+        rank, found = _first(located)
+        if tolerance == "auto" and found.kind:
+            rank, found = _first(again.with_tolerance(found))
+        suffix = f" (rank {rank} of {num_ranks})" if num_ranks > 1 and not found.is_equal else ""
+        click.echo(fill_screen(f"{found.headline}{suffix}"))
+        operation = None
+        if names_operation and found.kind:
+            operation = again.operation(found, rank)
+            click.echo(fill_screen(f"operation: {operation}"))
+        bisected: dict[str, str] = {}
+        if command and found.kind:
+            bisected = _bisect(command, runs[rank], rank, Path(folder))
+        for name, result in bisected.items():
+            click.echo(fill_screen(f"{name}: {result}", indent="  "))
     for note in found.notes:
         click.echo(fill_screen(f"  {note}", indent="    "))
     if json_path:
-        write_json(json_path, found.to_json() | {"rank": rank, "operation": operation})
+        others = {"rank": rank, "operation": operation, "settings": bisected}
+        write_json(json_path, found.to_json() | others)
     sys.exit(0 if found.is_equal else 1)
 
 
-def _operation(pair: list[list[dict[str, Any]]], found: Located, *, rank: int) -> str:
-    """Run both programs again up to the step, and compare their operations there."""
-    again = []
-    step = found.place["step"]
-    with tempfile.TemporaryDirectory(prefix="curry-train-") as folder:
-        for name, one in zip("AB", pair, strict=True):
-            if not one[0]["program"]:
-                raise UnusableInput(f"{name} was recorded in a loop: --op needs `runs record`")
-            num_ranks = one[0]["environment"]["world_size"]
-            out = str(Path(folder, name))
-            _record(out, step, one[0]["level"], num_ranks, one[0]["program"], operations=step)
-            again.append(read_fingerprints(out, rank))
-    for name, before, after in zip("AB", pair, again, strict=True):
-        repeated = locate(before, after)
-        if not repeated.is_equal and repeated.num_compared < found.num_compared:
-            return f"{name} does not repeat itself ({repeated.headline})"
-    return first_operation(again[0], again[1], found.place)
+def _first(located: Sequence[Located]) -> tuple[int, Located]:
+    """Return the rank that differs first, and its difference."""
+
+    # All make the same calls, so the number of equal ones is a time.
+    def time(rank: int) -> tuple[float, int]:
+        return located[rank].place.get("step", float("inf")), located[rank].num_compared
+
+    rank = min(range(len(located)), key=time)
+    return rank, located[rank]
+
+
+class Again:
+    """Runs the programs of A and B again."""
+
+    def __init__(self, folder: Path, runs: Sequence[Pair]) -> None:
+        self.folder = folder
+        self.runs = runs
+        # How B's run is compared on equal inputs, once the tolerance was measured.
+        self.exchange: dict[str, Any] | None = None
+
+    def _record(self, which: str, name: str, **options: Any) -> list[Run]:
+        start = self.runs[0]["AB".index(which)][0]
+        if not start["program"]:
+            raise UnusableInput(
+                f"{which} was recorded in a loop: --op and --tolerance need `runs record`"
+            )
+        with _variables(start["variables"]):
+            out, num_ranks = str(self.folder / name), start["environment"]["world_size"]
+            _record(out, start["program"], num_ranks, level=start["level"], **options)
+        return [read_fingerprints(out, rank) for rank in range(len(self.runs))]
+
+    def with_tolerance(self, found: Located) -> list[Located]:
+        """Compare again where noise of the size of rounding errors is no difference."""
+        steps = self.runs[0][0][-1]["step"]
+        values = {"folder": str(self.folder / "values")}
+        kept = self._record("A", "kept", steps=steps, exchange=values)
+        for pair, again in zip(self.runs, kept, strict=True):
+            if not (repeated := locate(pair[0], again)).is_equal:
+                raise UnusableInput(f"A does not repeat itself ({repeated.headline})")
+        exchanges = [{**values, "expected": str(self.folder / f"expected-{one}")} for one in "AB"]
+        for rank, pair in enumerate(self.runs):
+            expected = expected_values(*pair, found.place["step"])
+            for exchange, of_run in zip(exchanges, expected, strict=True):
+                Path(exchange["expected"]).mkdir(exist_ok=True)
+                Path(exchange["expected"], f"rank-{rank}.json").write_text(json.dumps(of_run))
+        noise = self._record("A", "noise", steps=steps, exchange=exchanges[0] | {"has_noise": True})
+        self.exchange = exchanges[1]
+        others = self._record("B", "other", steps=steps, exchange=self.exchange)
+        return [locate(*three) for three in zip(kept, others, noise, strict=True)]
+
+    def operation(self, found: Located, rank: int) -> str:
+        """Run both programs up to the step, and compare their operations there."""
+        again = []
+        step = found.place["step"]
+        for which, before in zip("AB", self.runs[rank], strict=True):
+            exchange = self.exchange if which == "B" else None
+            options = {"steps": step, "operations_in_step": step, "exchange": exchange}
+            after = self._record(which, f"operations-{which}", **options)[rank]
+            again.append(after)
+            repeated = locate(before, after)
+            is_early = repeated.num_compared < found.num_compared
+            if not exchange and not repeated.is_equal and is_early:
+                return f"{which} does not repeat itself ({repeated.headline})"
+        return first_operation(again[0], again[1], found)
+
+
+@contextlib.contextmanager
+def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set the variables that change what torch computes as they were in a recorded run."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
+    with mock.patch.dict(os.environ, {**others, **wanted}, clear=True):
+        yield
+
+
+def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]:
+    """Record A with each setting of B that a command can set, and return what each one does."""
+    a, b = (settings_of(one[0]) for one in pair)
+    differing = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+    tried = [
+        name
+        for name in differing
+        if name.startswith("variable ") or f"{{{name.rpartition(' ')[2]}}}" in command
+    ]
+    if not tried:
+        raise UnusableInput(f"the command sets none of what differs: {', '.join(differing)}")
+
+    def outcome(changed: Sequence[str], number: int) -> Located:
+        settings = a | {name: b.get(name) for name in changed}
+        out = str(folder / f"bisect-{number}")
+        _run_template(command, settings, out)
+        return locate(pair[0], read_fingerprints(out, rank))
+
+    whole = locate(*pair)
+    if not (repeated := outcome((), 0)).is_equal:
+        raise UnusableInput(f"the command does not repeat A: {repeated.headline}")
+    found = {}
+    for number, name in enumerate(tried, start=1):
+        one = outcome([name], number)
+        what = "another difference" if one.place != whole.place else "the difference"
+        found[name] = "makes none" if one.is_equal else f"makes {what}: {one.headline}"
+    if not any(text.startswith("makes the difference") for text in found.values()):
+        together = outcome(tried, len(tried) + 1)
+        found["all of these together"] = "make none" if together.is_equal else together.headline
+    return found | {name: "not tried" for name in differing if name not in tried}
+
+
+def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
+    """Run a command with its fields filled in and its variables set."""
+    fields = {name.rpartition(" ")[2]: str(value) for name, value in settings.items()}
+    words: list[str] = []
+    for word in shlex.split(command):
+        is_arguments = word == "{arguments}"
+        try:
+            words += settings["arguments"] if is_arguments else [word.format(**fields, out=out)]
+        except (KeyError, ValueError) as error:
+            raise UnusableInput(f"the command has a field that no record has: {error}") from error
+    variables = {
+        name.removeprefix("variable "): value
+        for name, value in settings.items()
+        if name.startswith("variable ") and value is not None
+    }
+    with _variables(variables):
+        try:
+            ended = subprocess.run(words, stdout=2, check=False)
+        except OSError as error:
+            raise UnusableInput(f"the command can't be run: {error}") from error
+    if ended.returncode:
+        raise UnusableInput(
+            f"the command ended with status {ended.returncode}: {shlex.join(words)}"
+        )
 
 
 if __name__ == "__main__":

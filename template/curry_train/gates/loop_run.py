@@ -151,19 +151,17 @@ def run_watched(
     words: Sequence[str],
     watch: Callable[[Callable[[], None], Callable[[Found], NoReturn]], None],
     *,
-    writes_to: str | None = None,
     saves: bool = False,
     undo: str | None = None,
     ignored: Sequence[str] = (),
 ) -> NoReturn:
     """Run a script or trainer by `watch(run, end)` in this process, and end it.
 
-    `end` writes what was found to the file `result`. Changed files are put back, except in
-    the folder `writes_to`, and what is `ignored`. Unless it `saves`, torch's functions that save do
-    nothing.
-    The file `undo` gets a log of the changes, to put them back after a kill.
+    `end` writes what was found to the file `result`. Changed files are put back, except in the
+    folders that are `ignored`. Unless it `saves`, torch's functions that save do nothing. The file
+    `undo` gets a log of the changes, to put them back after a kill.
     """
-    files = ChangedFiles(*filter(None, [writes_to]), *ignored, log=undo)
+    files = ChangedFiles(*ignored, log=undo)
 
     def end(found: Found) -> NoReturn:
         files.put_back()

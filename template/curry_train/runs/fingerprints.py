@@ -37,6 +37,7 @@ from ..core.generators import generator_states
 from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
+from .rounding import Exchange
 
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
@@ -47,7 +48,10 @@ PLAIN_TYPES = (bool, int, float, str, type(None))
 LONGEST_VALUE = 200
 # Samples of a batch that get a digest each.
 MOST_ROWS = 1024
-CONSUMERS_KEY = "curry_train_consumers"
+# Set on autograd nodes: where the gradient of a result comes from.
+FLOW_KEY = "curry_train_flow"
+# Autograd nodes of a module that are looked at.
+MOST_NODES = 300
 # Variables of the environment that may change what torch computes.
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "KMP", "MKL", "NCCL", "NVIDIA", "OMP", "PYTORCH_", "TORCH_")
 
@@ -60,19 +64,20 @@ def record_run(
     program: Sequence[str] | None = None,
     operations_in_step: int | None = None,
     when_enough: Callable[[], None] | None = None,
+    exchange: Exchange | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records the first steps of the training that runs inside of it.
 
     Level "modules" leaves out parameters, gradients and the optimizer. `program` is what `runs
     locate --op` starts again; in the step `operations_in_step` each operation is recorded too.
+    `exchange` keeps values, or puts those of another run in their place.
     """
     if steps < 1:
         raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
-    recorder = Recorder(
-        Path(folder), steps, level == "all", operations_in_step, when_enough or (lambda: None)
-    )
+    enough = when_enough or (lambda: None)
+    recorder = Recorder(Path(folder), steps, level == "all", operations_in_step, enough, exchange)
     return recorder.running({"program": list(program) if program else None, "level": level})
 
 
@@ -86,12 +91,14 @@ class Recorder:
         records_all: bool,
         operations_in_step: int | None,
         when_enough: Callable[[], None],
+        exchange: Exchange | None = None,
     ) -> None:
         self.path = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
         self.num_steps = num_steps
         self.records_all = records_all
         self.operations_in_step = operations_in_step
         self.when_enough = when_enough
+        self.exchange = exchange
         self.is_on = False
         # Whether digests are computed just now, which are no operations of the training.
         self.is_noting = False
@@ -103,6 +110,7 @@ class Recorder:
         self.counts = Counter[tuple[str, str]]()
         self.paths: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
+        self.watched: dict[str, Tensor] = {}
         # Names of models, optimizers and loaders, by id.
         self.names: dict[int, str] = {}
         # All that has a name, so that nothing else gets its id.
@@ -111,6 +119,8 @@ class Recorder:
         self.calls: list[tuple[str, int]] = []
         self.in_backward = False
         self.stepping = 0
+        # Buffers of modules, with their version when their digest was computed.
+        self.buffers: dict[tuple[str, str], tuple[Tensor, int, str]] = {}
 
     @contextlib.contextmanager
     def running(self, facts: dict[str, Any]) -> Iterator[None]:
@@ -142,6 +152,7 @@ class Recorder:
     def _end(self) -> None:
         self.is_on = False
         self.known.clear()
+        self.watched.clear()
 
     def _write(self, observation: Mapping[str, Any]) -> None:
         # A line is with the kernel when this returns, so a kill of this process can't lose it.
@@ -150,19 +161,40 @@ class Recorder:
 
     def _note(
         self, kind: str, path: str, call: int, values: Mapping[str, Any], **facts: Any
-    ) -> None:
-        """Write an observation: digests of tensors, and plain values as they are."""
-        place = {"kind": kind, "step": self.step, "path": path, "call": call}
+    ) -> dict[str, Tensor]:
+        """Write digests of tensors, and plain values as they are; return what takes their place."""
+        one = {"kind": kind, "step": self.step, "path": path, "call": call, **facts}
+        tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
+        replaced: dict[str, Tensor] = {}
         self.is_noting = True
         try:
-            digests = {name: digest(one) for name, one in values.items() if isinstance(one, Tensor)}
+            digests = {name: self._digest(path, name, it) for name, it in tensors.items()}
+            one |= {"within": self._within(), "digests": digests}
             if kind == "batch" or (kind == "enter" and not self.calls):
-                facts["rows"] = _rows(values)
+                one["rows"] = _rows(values)
+            if self.exchange is not None and kind != "operation":
+                key = json.dumps(place_of(one))
+                one["distances"], replaced = self.exchange.meet(key, tensors, digests)
+                for name in replaced if kind != "gradient" else ():
+                    # Memory that several elements share can't be written to.
+                    if 0 not in tensors[name].stride():
+                        tensors[name].data.copy_(replaced[name])
         finally:
             self.is_noting = False
-        others = {name: one for name, one in values.items() if name not in digests}
-        found = {"within": self._within(), "digests": digests, "values": others}
-        self._write(place | found | facts)
+        others = {name: it for name, it in values.items() if name not in digests}
+        self._write({**one, "values": others})
+        return replaced
+
+    def _digest(self, path: str, name: str, tensor: Tensor) -> str:
+        """Return the digest of a tensor; of a mask in a buffer the last one, if it is unchanged."""
+        # Batch norm changes its buffers without a new version.
+        is_mask = name.startswith("buffer ") and not tensor.is_floating_point()
+        if not is_mask or tensor.is_inference():
+            return digest(tensor)
+        known = self.buffers.get((path, name))
+        if known is None or known[0] is not tensor or known[1] != tensor._version:
+            known = self.buffers[path, name] = tensor, tensor._version, digest(tensor)
+        return known[2]
 
     def _within(self) -> tuple[str, int] | None:
         return self.calls[-1] if self.calls else None
@@ -225,6 +257,9 @@ class Recorder:
         finally:
             self.calls.pop()
         found = _leaves(output)
+        if self.records_all:
+            buffers = {f"buffer {name}": one for name, one in inner._buffers.items()}
+            found |= {name: one for name, one in buffers.items() if one is not None}
         self._note("exit", path, number, found, phase=phase, generator=_generator())
         if phase == "forward":
             self._watch(found, path, number, is_output=True)
@@ -251,8 +286,10 @@ class Recorder:
             self.known += root.modules()
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
-                if self.parameters.setdefault(id(parameter), bare) == bare:
-                    self._watch_parameter(parameter, bare)
+                is_new = self.parameters.setdefault(id(parameter), bare) == bare
+                if is_new and parameter.requires_grad and self.records_all:
+                    self.watched[bare] = parameter
+                    self._watch_gradient(parameter, bare, None, "parameter", {})
             self._write({"kind": "settings", "step": self.step, "settings": settings})
         path = self.paths[id(root)]
         if self.in_backward or self.counts["state", path]:
@@ -273,41 +310,41 @@ class Recorder:
         """Note the gradient of tensors, and which calls they are given to."""
         if not self.records_all:
             return
+        nodes = []
         for name, one in values.items():
             if not isinstance(one, Tensor) or not one.requires_grad or one.grad_fn is None:
                 continue
             # torch annotates the property as a method.
             metadata: dict[Any, Any] = one.grad_fn.metadata  # type: ignore[assignment]
-            key = CONSUMERS_KEY, one.output_nr
+            key = FLOW_KEY, one.output_nr
             if key not in metadata:
-                metadata[key] = []
+                metadata[key] = {"consumers": []}
                 what = f"{'output' if is_output else 'input'} {name}"
-                one.register_hook(self._gradient_hook(path, number, what, metadata[key]))
-            if not is_output:
-                metadata[key].append((path, number))
+                self._watch_gradient(one, path, number, what, metadata[key])
+            if is_output:
+                # The call that goes on with the tensor, if it is not the result of that one too.
+                metadata[key]["made_in"] = self._within()
+                nodes.append((one.grad_fn, metadata[key]))
+            else:
+                metadata[key]["consumers"].append((path, number))
+        # An output that the others are computed from has a gradient by the module itself.
+        for node, flow in nodes:
+            if any(node is not other and _leads_to(other, node) for other, _ in nodes):
+                flow["consumers"].append((path, number))
 
-    def _gradient_hook(
-        self, path: str, number: int, what: str, consumers: list[tuple[str, int]]
-    ) -> Callable[[Tensor], None]:
-        within = self._within()
+    def _watch_gradient(
+        self, tensor: Tensor, path: str, number: int | None, what: str, flow: Mapping[str, Any]
+    ) -> None:
+        """Note each gradient of a tensor; without a number of the call they are counted."""
 
-        def note(gradient: Tensor) -> None:
-            if self.is_on and gradient is not None:
-                facts = {"consumers": consumers, "within": within}
-                self._note("gradient", path, number, {what: gradient}, **facts)
+        def note(gradient: Tensor) -> Tensor | None:
+            if not self.is_on or gradient is None:
+                return None
+            call = self._count("gradient", path) if number is None else number
+            facts = {"made_in": None, **flow}
+            return self._note("gradient", path, call, {what: gradient}, **facts).get(what)
 
-        return note
-
-    def _watch_parameter(self, parameter: Tensor, path: str) -> None:
-        if not parameter.requires_grad or not self.records_all:
-            return
-
-        def note(gradient: Tensor) -> None:
-            if self.is_on and gradient is not None:
-                number = self._count("gradient", path)
-                self._note("gradient", path, number, {"parameter": gradient}, consumers=[])
-
-        parameter.register_hook(note)
+        tensor.register_hook(note)
 
     def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def run(tensors: Any, *args: Any, **options: Any) -> None:
@@ -326,15 +363,37 @@ class Recorder:
                 backward(tensors, *args, **options)
             finally:
                 self.in_backward = False
+            gradients = {
+                name: one.grad for name, one in self.watched.items() if one.grad is not None
+            }
+            self._note("gradients", "loss", self._count("gradients", "loss"), gradients)
 
         return run
 
     # The optimizer.
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> Any:
         self.stepping += 1
         if not self.is_on or self.stepping > 1:
-            return
+            return None
+        _, *others = args
+        closure = options.get("closure", next(iter(others), None))
+        if closure is None:
+            self._note_update(optimizer)
+            return None
+
+        def run() -> Any:
+            # What a closure computes is no part of the optimizer's step.
+            self.stepping -= 1
+            loss = closure()
+            self.stepping += 1
+            if self.is_on:
+                self._note_update(optimizer)
+            return loss
+
+        return (optimizer,), options | {"closure": run}
+
+    def _note_update(self, optimizer: Optimizer) -> None:
         path = self._name_of(optimizer, type(optimizer).__name__)
         found: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -347,7 +406,7 @@ class Recorder:
                 if one.grad is not None
             }
             found |= self._state_of(optimizer, path)
-        self._note("update", path, self.num_made[path], found)
+        self._note("update", path, self._count("update", path), found)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping -= 1
@@ -356,7 +415,7 @@ class Recorder:
         path = self._name_of(optimizer, type(optimizer).__name__)
         if self.records_all:
             found = self._parameters_of(optimizer, path) | self._state_of(optimizer, path)
-            self._note("updated", path, self.num_made[path], found)
+            self._note("updated", path, self._count("updated", path), found)
         self.num_made[path] += 1
         if self.num_made[path] >= self.step:
             self.step += 1
@@ -405,7 +464,11 @@ class Operations(TorchDispatchMode):
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
         # What an operation of lists changes it does not return; new memory has any values.
         found = _leaves(output) or given
+        # So have the bytes in which a kernel keeps what its backward needs, next to its results.
+        is_kernel = len({getattr(it, "dtype", None) for it in found.values()}) > 1
         results = {} if "empty" in str(func) else found
+        if is_kernel:
+            results = {k: v for k, v in results.items() if getattr(v, "dtype", 0) != torch.uint8}
         facts = {"phase": phase, "name": str(func), "line": _users_line()}
         recorder._note(
             "operation",
@@ -415,6 +478,27 @@ class Operations(TorchDispatchMode):
             **facts,
         )
         return output
+
+
+def place_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what an observation is matched by: step, phase, module path, call, and the like."""
+    # Each output and input of a call has a gradient of its own.
+    what = tuple(one["digests"]) if one["kind"] == "gradient" else ()
+    return one["kind"], one["step"], one.get("phase"), one["path"], one["call"], what
+
+
+def _leads_to(node: Any, wanted: Any) -> bool:
+    """Return whether backward gets from one autograd node to another one nearby."""
+    found = [node]
+    seen: set[Any] = set()
+    while found and len(seen) < MOST_NODES:
+        one = found.pop()
+        if one is wanted:
+            return True
+        if one is not None and one not in seen:
+            seen.add(one)
+            found += [following for following, _ in one.next_functions]
+    return False
 
 
 def _users_line() -> str:

@@ -12,13 +12,37 @@ Proof: `python -m pytest tests/runs/test_locate.py`.
 """
 
 import difflib
+import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .fingerprints import place_of
+from .rounding import epsilon_of, is_rounding
+
 Observation = Mapping[str, Any]
 # Kinds of observations with digests.
-COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "update", "updated")
+# Operations from the first that differs on, among which one run's and the other's are aligned.
+LONGEST_ALIGNED = 500
+COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "gradients", "update", "updated")
+
+
+# Phase and description of differences of what an optimizer works on, by the kind of observation.
+IN_STATE = {
+    "state": ("state", "{what} differs {when} (initialisation, loading, or code between steps)"),
+    "gradients": (
+        "gradients",
+        "the gradient of {what} differs after backward and not in it (accumulation, a hook, or an "
+        "exchange between ranks)",
+    ),
+    "update": ("optimizer", "{what} differs {when}"),
+    "updated": ("optimizer", "{path} gets equal gradients and leaves another {what}"),
+}
+GRADIENT_AT_STEP = (
+    "gradients",
+    "the {what} differs at the step and not after backward (clipping or scaling)",
+)
 
 
 @dataclass
@@ -31,6 +55,8 @@ class Located:
     # What differs before it, and settings of the place.
     notes: list[str] = field(default_factory=list)
     num_compared: int = 0
+    # Kind of the observation that differs first.
+    kind: str = ""
 
     @property
     def is_equal(self) -> bool:
@@ -40,26 +66,67 @@ class Located:
         return asdict(self) | {"equal": self.is_equal}
 
 
-def locate(a: Sequence[Observation], b: Sequence[Observation]) -> Located:
-    """Compare the observations of one rank in two runs."""
-    return Comparison(a, b).run()
+def locate(
+    a: Sequence[Observation],
+    b: Sequence[Observation],
+    noise: Sequence[Observation] | None = None,
+) -> Located:
+    """Compare the observations of one rank in two runs.
+
+    With `noise`, a run of A's program with noise, differences that rounding explains are none.
+    """
+    return Comparison(a, b, noise).run()
+
+
+def expected_values(
+    a: Sequence[Observation], b: Sequence[Observation], step: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return A's digests from a step on, and their precision, by the places in A and in B."""
+    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    pairs = list(Comparison(a, b).pairs())
+    # A module may compute with less precision than its inputs have, as under autocast.
+    precisions = {
+        _call_of(one): epsilon_of(*one["digests"].values(), *other["digests"].values())
+        for one, other in pairs
+        if one["kind"] == "exit"
+    }
+    for one, other in pairs:
+        own = other.get("own", other)
+        least = precisions.get(_call_of(one), 0.0) if one["kind"] == "enter" else 0.0
+        for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
+            if one["step"] >= step and (value := one["digests"].get(name)):
+                kept = value, max(least, epsilon_of(value, other["digests"][name]))
+                found[0].setdefault(json.dumps(place_of(one)), {})[name] = kept
+                found[1].setdefault(json.dumps(place_of(own)), {})[name_in_b] = kept
+    return found
+
+
+def _call_of(one: Observation) -> tuple[Any, ...]:
+    return one["step"], one.get("phase"), one["path"], one["call"]
 
 
 # Phase, module path, number of the call, and a description.
-Place = tuple[str, str, int, str]
+Place = tuple[str, str, int | None, str]
 Pair = tuple[Observation, Observation]
 
 
 class Comparison:
     """Two lists of observations, with those of B by their keys."""
 
-    def __init__(self, a: Sequence[Observation], b: Sequence[Observation]) -> None:
+    def __init__(
+        self,
+        a: Sequence[Observation],
+        b: Sequence[Observation],
+        noise: Sequence[Observation] | None = None,
+    ) -> None:
         self.a = a
+        self.noise = None if noise is None else _by_place(noise)
         self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
-        self.in_b = {_key(one, self.renamed): one for one in b if one["kind"] in COMPARED}
-        self.settings = _settings_of(a), _settings_of(b, self.renamed)
-        self.calls = _calls(a), _calls(b, self.renamed)
+        b = _in_names_of_a(b, self.renamed)
+        self.in_b = _by_place(b)
+        self.settings = _settings_of(a), _settings_of(b)
+        self.calls = _calls(a), _calls(b)
         self.num_compared = 0
         self.last: Observation | None = None
         # For each random generator the first observation where it differs, after an equal one.
@@ -67,41 +134,59 @@ class Comparison:
         # What calls and optimizers were given, by path and number.
         self.given: dict[tuple[str, int], Pair] = {}
 
-    def run(self) -> Located:
+    def pairs(self) -> Iterator[Pair]:
+        """Yield the observations of A that B has too, with those of B."""
         for one in self.a:
-            other = self.in_b.get(_key(one, {})) if one["kind"] in COMPARED else None
-            if other is None:
-                continue
+            if other := self.in_b.get(place_of(one)) if one["kind"] in COMPARED else None:
+                yield one, other
+
+    def _is_rounding(self, one: Observation, other: Observation, name: str) -> bool:
+        if self.noise is None:
+            return False
+        # Without a distance A's value was not kept, as of a sharded tensor.
+        found = other["distances"].get(name, {})
+        # Initial values are drawn or loaded, nothing is computed between two steps, and sums of
+        # equal gradients are equal, except those of several ranks.
+        is_alone = all(start["environment"]["world_size"] == 1 for start in self.start)
+        is_sum = one["kind"] == "gradients" and is_alone
+        is_kept = one["kind"] == "update" and "gradient" not in name
+        if one["kind"] == "state" or is_sum or is_kept:
+            return not found
+        noise = self.noise.get(place_of(one), {}).get("distances", {}).get(name, {})
+        epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
+        return is_rounding(found, noise, epsilon)
+
+    def run(self) -> Located:
+        num_rounded = 0
+        for one, other in self.pairs():
             self.num_compared += 1
             self._note_generators(one, other)
             if one["kind"] in ("enter", "update"):
                 self.given[one["path"], one["call"]] = one, other
-            digests = _renamed_keys(other["digests"], self.renamed)
-            names = [
+            digests = other["digests"]
+            others = [
                 name for name, value in one["digests"].items() if digests.get(name, value) != value
             ]
+            names = [name for name in others if not self._is_rounding(one, other, name)]
             if names:
                 return self._describe(one, other, names)
+            num_rounded += bool(others)
             self.last = one
         if not self.num_compared:
             return Located("the records have nothing in common", {"phase": "nothing"})
         text = f"equal: {self.num_compared} observations in {self.a[-1].get('step', 0)} steps"
+        if num_rounded:
+            text += f", of which {num_rounded} differ by rounding alone"
         return Located(text, {}, [*self._only_in_one(), *self._environment()], self.num_compared)
 
     # The description of the first difference.
 
     def _describe(self, one: Observation, other: Observation, names: Sequence[str]) -> Located:
-        describe = {
-            "batch": self._batch,
-            "state": self._state,
-            "enter": self._enter,
-            "exit": self._exit,
-            "loss": self._loss,
-            "gradient": self._gradient,
-            "update": self._update,
-            "updated": self._updated,
-        }[one["kind"]]
-        phase, path, call, text = describe((one, other), names)
+        if one["kind"] in IN_STATE:
+            phase, path, call, text = self._in_state(one, names)
+        else:
+            describe = getattr(self, f"_{one['kind']}")
+            phase, path, call, text = describe((one, other), names)
         place = {"step": one["step"], "phase": phase, "path": path, "call": call}
         notes = [
             *self._of_the_place(one, path),
@@ -110,7 +195,7 @@ class Comparison:
             *self._environment(),
         ]
         headline = f"step {one['step']}, {phase}: {text}"
-        return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared)
+        return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared, one["kind"])
 
     def _batch(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
@@ -130,11 +215,6 @@ class Comparison:
         num_known = sum(row in known for row in rows[1])
         also = f", of which A has {num_known} of {len(rows[1])} too" if num_known else ""
         return f"has other samples{also}"
-
-    def _state(self, pair: Pair, names: Sequence[str]) -> Place:
-        when = "before the first step" if pair[0]["step"] == 1 else "since the step before"
-        why = "initialisation or loading" if pair[0]["step"] == 1 else "changed between steps"
-        return "state", names[0], 0, f"{names[0]}{_and_more(names)} differs {when} ({why})"
 
     def _enter(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
@@ -176,32 +256,36 @@ class Comparison:
         one = pair[0]
         if names[0] == "parameter":
             owner = one["path"].rpartition(".")[0]
-            return "backward", owner, one["call"], f"{owner}: another gradient of {one['path']}"
+            num_calls = sum(path == owner for path, _ in self.given)
+            # A module that was called more often than backward has the sum of these calls.
+            call = one["call"] if num_calls == one["call"] + 1 else None
+            return "backward", owner, call, f"{owner}: another gradient of {one['path']}"
         users = [tuple(user) for user in one["consumers"]]
         # Of a module and one inside of it, the inner one.
         users = [user for user in users if not any(it[0].startswith(f"{user[0]}.") for it in users)]
-        place = [*users, one["within"] or ("loop", 0)]
+        # In B code between the modules may have got the right gradient from them.
+        sound = [
+            (it["path"], it["call"])
+            for it in self.in_b.values()
+            if (it["kind"], it["step"]) == ("gradient", one["step"])
+            and one["digests"][names[0]] in it["digests"].values()
+        ]
+        users = [user for user in users if user not in sound]
+        place = [*users, one["made_in"] or ("loop", 0)]
         names_of_users = ", ".join(f"{path}, call {call}" for path, call in users)
         who = names_of_users or f"{place[0][0]}, call {place[0][1]}, in its own code"
         text = f"{who}: another gradient of {names[0]} of {_call(one)}"
         return "backward", place[0][0], place[0][1], text
 
-    def _update(self, pair: Pair, names: Sequence[str]) -> Place:
-        call = pair[0]["call"]
+    def _in_state(self, one: Observation, names: Sequence[str]) -> Place:
+        """Describe a difference of parameters, gradients or an optimizer's state."""
+        phase, text = IN_STATE[one["kind"]]
         what, _, path = names[0].rpartition(" of ")
         if what == "gradient":
-            text = (
-                f"the gradient of {path}{_and_more(names)} differs at the step and not in backward"
-                " (clipping, scaling, accumulation or an exchange between ranks)"
-            )
-            return "gradients", path, call, text
-        when = "before the first step" if pair[0]["step"] == 1 else "since the step before"
-        return "optimizer", path, call, f"{names[0]}{_and_more(names)} differs {when}"
-
-    def _updated(self, pair: Pair, names: Sequence[str]) -> Place:
-        one = pair[0]
-        text = f"{one['path']} gets equal gradients and leaves another {names[0]}{_and_more(names)}"
-        return "optimizer", names[0].rpartition(" of ")[2], one["call"], text
+            phase, text = GRADIENT_AT_STEP
+        when = "before the first step" if one["step"] == 1 else "since the step before"
+        values = {"what": f"{names[0]}{_and_more(names)}", "when": when, "path": one["path"]}
+        return phase, path, one["call"], text.format(**values)
 
     # What differs besides.
 
@@ -234,16 +318,11 @@ class Comparison:
             yield f"renamed: {_listed([f'{a} is {b} in B' for b, a in self.renamed.items()])}"
 
     def _environment(self) -> list[str]:
-        names = ("environment", "code", "switches", "variables", "program")
-        a, b = ({name: one.get(name) for name in names} for one in self.start)
-        return list(_changes(_flat(a), _flat(b), ""))
+        return list(_changes(settings_of(self.start[0]), settings_of(self.start[1]), ""))
 
 
-def _key(one: Observation, renamed: Mapping[str, str]) -> tuple[Any, ...]:
-    # Each output and input of a call has a gradient of its own.
-    what = tuple(one["digests"]) if one["kind"] == "gradient" else ()
-    path = _path_in_a(one["path"], renamed)
-    return one["kind"], one["step"], one.get("phase"), path, one["call"], what
+def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
+    return {place_of(one): one for one in observations if one["kind"] in COMPARED}
 
 
 def _call(one: Observation) -> str:
@@ -270,75 +349,91 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator
             yield f"{name}{of_owner} is {a.get(name)} in A and {b.get(name)} in B"
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for key, one in value.items():
-        found |= _flat(one, f"{name}.{key}" if name else str(key))
-    return found
+def settings_of(start: Observation) -> dict[str, Any]:
+    """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
+    kind, *arguments = start.get("program") or [""]
+    environment = dict(start["environment"])
+    packages = environment.pop("packages", {})
+    return {
+        "arguments": arguments,
+        kind: arguments[:1],
+        **environment,
+        **{f"package {it}": version for it, version in packages.items() if it not in environment},
+        **{f"code {name}": value for name, value in start["code"].items()},
+        **{f"switch {name}": value for name, value in start["switches"].items()},
+        **{f"variable {name}": value for name, value in start["variables"].items()},
+    }
 
 
-def first_operation(
-    a: Sequence[Observation], b: Sequence[Observation], place: Mapping[str, Any]
-) -> str:
+def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: Located) -> str:
     """Describe the first operation that differs at a place, in runs that recorded them there.
 
     Operations are aligned by name, so one that only one of the runs has is named as such.
     """
-    runs = [_operations_at(one, place) for one in (a, b)]
-    names = [[one["name"] for one in run] for run in runs]
+    runs = [_operations_at(one, found) for one in (a, b)]
+    same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
+    begin = len(list(itertools.takewhile(bool, same)))
+    rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
+    names = [[one["name"] for one in run] for run in rest]
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
     for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
         if tag != "equal":
             which = "A" if end_a > begin_a else "B"
-            alone = [*runs[0][begin_a:end_a], *runs[1][begin_b:end_b]][0]
+            alone = [*rest[0][begin_a:end_a], *rest[1][begin_b:end_b]][0]
             return f"{alone['name']} ({alone['line']}) is in {which} alone"
-        for one, other in zip(runs[0][begin_a:end_a], runs[1][begin_b:end_b], strict=True):
+        for one, other in zip(rest[0][begin_a:end_a], rest[1][begin_b:end_b], strict=True):
             changed = next(_changes(one["values"], other["values"], ""), "")
             if changed or one["digests"] != other["digests"]:
+                lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
                 what = f"argument {changed}" if changed else "another result"
-                return f"{one['name']} ({one['line']}): {what}"
+                return f"{one['name']} ({lines}): {what}"
     return "no operation differs there when both run again: it does not repeat"
 
 
-def _operations_at(run: Sequence[Observation], place: Mapping[str, Any]) -> list[Observation]:
-    phases = {"backward": "backward", "recompute": "backward", "optimizer": "optimizer"}
-    phase = phases.get(place["phase"], "forward")
-    is_in_module = place["phase"] in ("forward", "evaluation")
-    within = [place["path"], place["call"]] if is_in_module else None
+def _outcome(operation: Observation) -> tuple[Any, ...]:
+    return operation["name"], repr(operation["values"]), operation["digests"]
+
+
+def _operations_at(run: Sequence[Observation], found: Located) -> list[Observation]:
+    """Return the operations, in order, that may have made the difference."""
+    place = found.place
+    within = None
+    phases = ["forward"]
+    if place["phase"] in ("forward", "evaluation"):
+        within = [place["path"], place["call"]]
+    elif found.kind == "updated":
+        phases = ["optimizer"]
+    elif found.kind == "gradient" or place["phase"] == "recompute":
+        phases = ["backward"]
+    elif place["phase"] == "gradients":
+        phases = ["backward", "forward"]
     return [
         one
         for one in run
-        if (one["kind"], one.get("phase"), one.get("step")) == ("operation", phase, place["step"])
-        and (phase != "forward" or one["within"] == within)
+        if (one["kind"], one.get("step")) == ("operation", place["step"])
+        and one["phase"] in phases
+        and (one["phase"] != "forward" or one["within"] == within)
     ]
 
 
 # Modules by their paths.
 
 
-def _settings_of(
-    observations: Sequence[Observation], renamed: Mapping[str, str] | None = None
-) -> dict[str, dict[str, Any]]:
+def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for one in observations:
-        if one["kind"] == "settings":
-            found |= {_path_in_a(path, renamed or {}): it for path, it in one["settings"].items()}
+        found |= one.get("settings", {})
     return found
 
 
-def _calls(
-    observations: Sequence[Observation], renamed: Mapping[str, str] | None = None
-) -> list[tuple[str, str]]:
+def _calls(observations: Sequence[Observation]) -> list[tuple[str, str]]:
     """Return path and class of the calls of the first step, in order."""
-    settings = _settings_of(observations, renamed)
-    paths = [
-        _path_in_a(one["path"], renamed or {})
+    settings = _settings_of(observations)
+    return [
+        (one["path"], settings.get(one["path"], {}).get("class", ""))
         for one in observations
         if one["kind"] == "enter" and one["step"] == 1
     ]
-    return [(path, settings.get(path, {}).get("class", "")) for path in paths]
 
 
 def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
@@ -359,20 +454,28 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
     return found
 
 
-def _path_in_a(path: str, renamed: Mapping[str, str]) -> str:
-    """Return the path in A of a module, or of a parameter of one."""
-    if not renamed or path in renamed:
-        return renamed.get(path, path)
-    owner, dot, name = path.rpartition(".")
-    return f"{renamed[owner]}{dot}{name}" if owner in renamed else path
-
-
-def _renamed_keys(digests: Mapping[str, Any], renamed: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return digests of parameters under their names in A, such as "gradient of model.h.0.bias"."""
+def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequence[Observation]:
+    """Return observations of B by the paths in A; the field "own" has each as it was."""
     if not renamed:
-        return digests
-    found = {}
-    for name, value in digests.items():
+        return b
+
+    def name_in_a(name: str) -> str:
+        # A module, a parameter of one, or such as "gradient of model.h.0.bias".
         what, of, path = name.rpartition(" of ")
-        found[f"{what}{of}{_path_in_a(path, renamed)}"] = value
-    return found
+        owner, dot, last = path.rpartition(".")
+        found = f"{renamed[owner]}{dot}{last}" if owner in renamed else path
+        return f"{what}{of}{renamed.get(path, found)}"
+
+    def by_names(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name_in_a(name): value for name, value in values.items()}
+
+    fields = ("digests", "distances", "settings")
+    return [
+        {
+            **one,
+            "own": one,
+            "path": name_in_a(one.get("path", "")),
+            **{field: by_names(one[field]) for field in fields if field in one},
+        }
+        for one in b
+    ]

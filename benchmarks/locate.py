@@ -1,0 +1,425 @@
+"""Score and cost of `runs locate`: planted differences, equal runs, and others that round.
+
+    python benchmarks/locate.py --json evidence/locate.json
+    python benchmarks/locate.py --part costs --json evidence/locate.json  # the others stay
+
+Faults are drawn over the modules, parameters and calls of each training, until so many have an
+effect; one that changes no bit of the run, such as a flip that dropout hides, is drawn again.
+Proof: `python -m pytest tests/benchmarks/test_locate_score.py`.
+"""
+
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._debug_mode import DebugMode
+
+from curry_train.cli.options import json_option
+from curry_train.cli.runs_locate import _first
+from curry_train.core.digest import digest
+from curry_train.core.wording import provenance, write_json
+from curry_train.gates.loop_run import run_ranks
+from curry_train.runs import fingerprints, record_run
+from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.locate import Located, expected_values, first_operation, locate
+from curry_train.runs.rounding import Exchange
+from locate_faults import KINDS, Fault, Planter, Training, record
+from locate_models import MODELS, quietly
+
+PARTS = ("faults", "equal", "rounding", "ranks", "costs")
+# Those that a compiler takes a minute for at most.
+COMPILED = ("sampled",)
+
+
+class Records:
+    """Records of trainings in a temporary folder, those without a fault once each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.numbers = itertools.count()
+        self.sound = functools.cache(self._sound)
+        self.kept = functools.cache(self._kept)
+        self.noise = functools.cache(self._noise)
+
+    def new(self, name: str, fault: Fault | None = None, **options: Any) -> list[dict[str, Any]]:
+        return record(name, self.folder / str(next(self.numbers)), fault, **options)
+
+    def _sound(self, name: str, operations_in_step: int | None = None) -> list[dict[str, Any]]:
+        return self.new(name, operations_in_step=operations_in_step)
+
+    def _kept(self, name: str, around: Any = nullcontext) -> tuple[Any, Path]:
+        """Return a run that kept its values, and their folder."""
+        values = self.folder / f"values-{next(self.numbers)}"
+        return self.new(name, exchange=Exchange(values), around=around), values
+
+    def _noise(self, name: str) -> Any:
+        """Return the run with noise for faults in B, which leave dtypes and calls as they are."""
+        kept, values = self.kept(name)
+        expected = self.expected(expected_values(kept, kept, 1)[0])
+        return self.new(name, exchange=Exchange(values, expected=expected, has_noise=True))
+
+    def expected(self, found: dict[str, Any]) -> Path:
+        folder = self.folder / f"expected-{next(self.numbers)}"
+        folder.mkdir()
+        (folder / "rank-0.json").write_text(json.dumps(found))
+        return folder
+
+    def with_tolerance(self, name: str, b: Any, fault: Fault) -> Located:
+        """Compare a run with a fault with the sound one, where noise is no difference."""
+        kept, values = self.kept(name)
+        expected = self.expected(expected_values(kept, b, 1)[1])
+        other = self.new(name, fault, exchange=Exchange(values, expected=expected))
+        return locate(kept, other, self.noise(name))
+
+
+def is_named(found: Located, fault: Fault) -> bool:
+    place = found.place
+    if not place or (place["step"], place["phase"]) != (fault.step, fault.phase):
+        return False
+    is_call = fault.call in (None, place["call"]) or place["call"] is None
+    is_place = fault.path in ("", place["path"]) and is_call
+    # Where several calls may have made a gradient, all are named.
+    is_listed = f"{fault.path}, call {fault.call}" in found.headline
+    return (is_place or is_listed) and fault.note in "\n".join(found.notes)
+
+
+def of_fault(records: Records, name: str, kind: str, seed: int) -> dict[str, Any] | None:
+    """Plant a fault and locate it; nothing where the training has no place for one."""
+    sound = records.sound(name)
+    for attempt in range(9):
+        operations = records.sound(name, operations_in_step=2)
+        fault = Planter(sound, operations, f"{name} {kind} {seed} {attempt}").draw(kind)
+        if fault is None:
+            return None
+        b = records.new(name, fault)
+        found = locate(sound, b)
+        if not found.is_equal:
+            break
+    else:
+        return None
+    operation = ""
+    if fault.operations and found.kind:
+        step = found.place["step"]
+        again = records.new(name, fault, operations_in_step=step)
+        operation = first_operation(records.sound(name, step), again, found)
+    tolerant = records.with_tolerance(name, b, fault)
+    return {
+        "model": name,
+        "kind": kind,
+        "without_effect": attempt,
+        "expected": [fault.step, fault.phase, fault.path, fault.call],
+        "found": list(found.place.values()),
+        "named": is_named(found, fault),
+        "operation": operation,
+        "operation_named": (
+            any(word in operation for word in fault.operations) if fault.operations else None
+        ),
+        "named_with_tolerance": is_named(tolerant, fault),
+        "found_with_tolerance": list(tolerant.place.values()),
+        "headline": found.headline,
+    }
+
+
+def faults(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+    """Plant faults in one training, of each kind in turn."""
+    rows: list[dict[str, Any]] = []
+    begin = list(MODELS).index(name)
+    for number in range(begin, begin + 20 * count):
+        kind = KINDS[number % len(KINDS)]
+        if row := of_fault(records, name, kind, number):
+            rows.append(row)
+        if len(rows) == count:
+            break
+    return rows
+
+
+def equal(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+    """Record pairs of equal runs, each with a seed of its own."""
+    found = []
+    for seed in range(count):
+        with tempfile.TemporaryDirectory(dir=records.folder) as folder:
+            found.append(locate(*[record(name, Path(folder, one), seed=seed) for one in "AB"]))
+    accused = [one.headline for one in found if not one.is_equal]
+    compared = min(one.num_compared for one in found)
+    return [{"model": name, "pairs": count, "accused": accused, "compared_at_least": compared}]
+
+
+# Runs that differ by rounding alone.
+
+
+def of_layers(change: Callable[..., Any]) -> Fault:
+    def plant(training: Training) -> None:
+        for module in training.model.modules():
+            if type(module) is nn.Linear:
+                module.forward = functools.partial(change, module)  # type: ignore[method-assign]
+
+    return Fault("", 1, "", "", None, plant)
+
+
+def in_two_sums(module: nn.Linear, inputs: Any) -> Any:
+    """Multiply as two ranks with half of the inputs each, and add their results."""
+    half = module.in_features // 2
+    first = F.linear(inputs[..., :half], module.weight[:, :half])
+    second = F.linear(inputs[..., half:], module.weight[:, half:])
+    return first + second if module.bias is None else first + second + module.bias
+
+
+def in_double(module: nn.Linear, inputs: Any) -> Any:
+    bias = None if module.bias is None else module.bias.double()
+    return F.linear(inputs.double(), module.weight.double(), bias).to(inputs.dtype)
+
+
+def compiled() -> Fault:
+    return Fault("", 1, "", "", None, lambda training: training.model.compile())
+
+
+def in_bfloat16() -> AbstractContextManager[Any]:
+    # Around whole steps a cache would keep the weights of the first one.
+    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+
+
+def without_mkldnn() -> AbstractContextManager[Any]:
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+def in_bfloat16_without_mkldnn() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(in_bfloat16())
+    stack.enter_context(without_mkldnn())
+    return stack
+
+
+def of_math_attention() -> AbstractContextManager[Any]:
+    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+
+
+class TwoThreads(AbstractContextManager[None]):
+    def __enter__(self) -> None:
+        torch.set_num_threads(2)
+
+    def __exit__(self, *_: Any) -> None:
+        torch.set_num_threads(1)
+
+
+# What A runs in, what B runs in, and what changes B's layers.
+ROUNDINGS: dict[str, tuple[Any, Any, Callable[[], Fault] | None]] = {
+    "two sums": (nullcontext, nullcontext, lambda: of_layers(in_two_sums)),
+    "double": (nullcontext, nullcontext, lambda: of_layers(in_double)),
+    "kernels": (nullcontext, without_mkldnn, None),
+    "attention": (nullcontext, of_math_attention, None),
+    "kernels in bfloat16": (in_bfloat16, in_bfloat16_without_mkldnn, None),
+    "two sums in bfloat16": (in_bfloat16, in_bfloat16, lambda: of_layers(in_two_sums)),
+    "bfloat16 against float32": (nullcontext, in_bfloat16, None),
+    "threads": (nullcontext, TwoThreads, None),
+    "compiled": (nullcontext, nullcontext, compiled),
+}
+
+
+def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+    """Record pairs that round differently; without an operation of the kind they are equal."""
+    rows: list[dict[str, Any]] = []
+    for kind, (base, around, change) in ROUNDINGS.items():
+        if kind == "compiled" and name not in COMPILED:
+            continue
+        fault = change() if change else None
+        b = records.new(name, fault, around=around)
+        kept, values = records.kept(name, base)
+        if (found := locate(kept, b)).is_equal:
+            continue
+        of_a, of_b = map(records.expected, expected_values(kept, b, 1))
+        exchange = Exchange(values, expected=of_a, has_noise=True)
+        noise = records.new(name, exchange=exchange, around=base)
+        other = records.new(name, fault, exchange=Exchange(values, expected=of_b), around=around)
+        tolerant = locate(kept, other, noise)
+        facts = {"model": name, "kind": kind, "accused": not tolerant.is_equal}
+        rows.append(facts | {"exact": found.headline, "headline": tolerant.headline})
+    return rows[:count]
+
+
+# Ranks, in two processes of their own.
+
+
+def ranks(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+    folder = records.folder / "ranks"
+    made = run_ranks("locate_ranks", [str(folder), str(count)], num_ranks=2)[1]["faults"]
+
+    def located(b: str, a: str) -> tuple[int, Located]:
+        pairs = [[read_fingerprints(folder / it, rank) for it in (a, b)] for rank in range(2)]
+        return _first([locate(*pair) for pair in pairs])
+
+    rows = []
+    for one, fault in made.items():
+        rank, found = located(one, f"right-{fault.pop('model')}")
+        expected = Fault(**fault, plant=lambda training: None)
+        rows.append(
+            {
+                "kind": fault["kind"],
+                "expected": [fault["step"], fault["phase"], fault["path"], fault["call"]],
+                "found": list(found.place.values()),
+                "named": is_named(found, expected) and rank == 1,
+            }
+        )
+    for one in ("again", "FSDP2", "DDP"):
+        _, found = located(one, "right-encoder" if one == "again" else "one process")
+        rows.append({"kind": one, "headline": found.headline, "equal": found.is_equal})
+    return rows
+
+
+# Costs.
+
+
+def small_gpt2() -> Callable[[], None]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = dict(n_layer=4, n_embd=256, n_head=4, n_positions=128, vocab_size=4096)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(4096, (4, 128))
+
+    def step() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def costs(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+    """Time a step with each recorder in turn, and digests of 64 MiB."""
+    step = small_gpt2()
+
+    def seconds(begin: Callable[[], AbstractContextManager[Any]]) -> float:
+        with begin():
+            step()
+            start = time.process_time()
+            step()
+            return time.process_time() - start
+
+    def recording(level: str) -> AbstractContextManager[Any]:
+        return record_run(records.folder / str(next(records.numbers)), steps=3, level=level)
+
+    def debugging() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(DebugMode())
+        stack.enter_context(DebugMode.log_tensor_hashes())
+        return stack
+
+    setups: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "plain": nullcontext,
+        "all": lambda: recording("all"),
+        "modules": lambda: recording("modules"),
+        "DebugMode": debugging,
+    }
+    times: dict[str, list[float]] = {name: [] for name in setups}
+    for _ in range(count):
+        for name, begin in setups.items():
+            times[name].append(seconds(begin))
+    medians = {name: statistics.median(several) for name, several in times.items()}
+    tensor = torch.randn(2**24)
+    digests: dict[str, list[float]] = {"digest": [], "hash_tensor": []}
+    for _ in range(count):
+        for name, function in (("digest", digest), ("hash_tensor", torch.hash_tensor)):
+            start = time.process_time()
+            function(tensor)
+            digests[name].append(time.process_time() - start)
+    ratios = {name: value / medians["plain"] for name, value in medians.items()}
+    speed = {name: statistics.median(several) for name, several in digests.items()}
+    return [{"seconds": medians, "ratio": ratios, "seconds_for_64_MiB": speed, "rounds": count}]
+
+
+def score(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if rows := found.get("faults"):
+        asked = [one["operation_named"] for one in rows if one["operation_named"] is not None]
+        yield "faults", len(rows)
+        yield "named", sum(one["named"] for one in rows)
+        yield "operations", len(asked)
+        yield "operations_named", sum(asked)
+        yield "named_with_tolerance", sum(one["named_with_tolerance"] for one in rows)
+        yield "drawn_again_without_effect", sum(one["without_effect"] for one in rows)
+    if rows := found.get("equal"):
+        yield "equal_pairs", sum(one["pairs"] for one in rows)
+        yield "equal_pairs_accused", sum(len(one["accused"]) for one in rows)
+    for one in found.get("costs", ()):
+        yield "ratio", one["ratio"]["all"]
+        yield "ratio_of_modules", one["ratio"]["modules"]
+        yield "ratio_of_DebugMode", one["ratio"]["DebugMode"]
+    if rows := found.get("rounding"):
+        yield "rounding_pairs", len(rows)
+        yield "rounding_pairs_accused", sum(one["accused"] for one in rows)
+    if rows := [one for one in found.get("ranks", ()) if "named" in one]:
+        yield "faults_of_a_rank", len(rows)
+        yield "faults_of_a_rank_named", sum(one["named"] for one in rows)
+
+
+# So many of each part, spread over the trainings; of costs, rounds.
+COUNTS = {"faults": 190, "equal": 1000, "rounding": 200, "ranks": 10, "costs": 7}
+ALONE = ("ranks", "costs")
+
+
+def work(job: tuple[str, str, int]) -> list[dict[str, Any]]:
+    """Record a part on one training, in a process of its own."""
+    part, name, count = job
+    torch.set_num_threads(1)
+    # Versions and the state of the code are the same in each record of this process.
+    fingerprints._environment = functools.cache(fingerprints._environment)
+    with tempfile.TemporaryDirectory(prefix="locate-") as folder, quietly():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "compiled"))
+        made: list[dict[str, Any]] = globals()[part](Records(Path(folder)), name, count)
+    return made
+
+
+def jobs_of(part: str, count: int, only: str) -> Iterator[tuple[str, str, int]]:
+    names = ["all"] if part in ALONE else [name for name in MODELS if only in name]
+    for number, name in enumerate(names):
+        share = count // len(names) + (number < count % len(names))
+        if share:
+            yield part, name, share
+
+
+@click.command()
+@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="Only this part.")
+@click.option("--count", type=click.IntRange(1), help="So many faults or pairs in each part.")
+@click.option("--only", default="", metavar="WORD", help="Only models with this in their name.")
+@click.option("--jobs", "num_jobs", type=click.IntRange(1), default=1, help="Processes at once.")
+@json_option()
+def main(
+    parts: tuple[str, ...], count: int | None, only: str, num_jobs: int, json_path: str | None
+) -> None:
+    """Record what `runs locate` finds and costs."""
+    found: dict[str, Any] = {}
+    if json_path and json_path != "-" and parts and Path(json_path).exists():
+        found = json.loads(Path(json_path).read_text())
+    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
+        for part in parts or PARTS:
+            jobs = list(jobs_of(part, count or COUNTS[part], only))
+            rows = []
+            for job, made in zip(jobs, pool.imap(work, jobs), strict=True):
+                rows += made
+                click.echo(f"{part}: {job[1]}, {len(made)} recorded", err=True)
+            found[part] = rows
+    summary = dict(score(found))
+    for name, value in summary.items():
+        click.echo(f"{name}: {value}")
+    for one in found.get("faults", ()):
+        if not (one["named"] and one["operation_named"] in (True, None)):
+            click.echo(f"  {one['model']}, {one['kind']}: {one['expected']}, {one['headline']}")
+    if json_path:
+        facts = provenance(torch.device("cpu"))
+        write_json(json_path, {**facts, "score": summary, **found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,562 @@
+"""Small trainings for the benchmark of `runs locate`, and faults that are planted at random places.
+
+A fault is drawn over the modules, parameters and calls that a record of the training has, so it
+says where the first difference must be: step, phase, path and call, and words of the operation.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from curry_train.runs import record_run
+from curry_train.runs.fingerprints import read_fingerprints
+from locate_models import MICROBATCHES, MODELS, STEPS, run_loop
+
+HERE = "locate_faults.py"
+OF_DROPOUT = ("bernoulli_", "empty_like", "new_empty")
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+
+
+def flip(tensor: Tensor, place: float, bit: int) -> None:
+    """Flip a bit of the element at a place between 0 and 1."""
+    integers = tensor.view(INTEGERS[tensor.element_size()])
+    index = []
+    for size in tensor.shape:
+        place *= size
+        index.append(int(place))
+        place -= int(place)
+    width = 8 * tensor.element_size()
+    integers[tuple(index)] ^= -(1 << width - 1) if bit % width == width - 1 else 1 << bit % width
+
+
+class FlipOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, place: float, bit: int) -> Tensor:
+        flipped = tensor.clone(memory_format=torch.contiguous_format)
+        flip(flipped, place, bit)
+        return flipped
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+class FlipGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, place: float, bit: int) -> Tensor:
+        ctx.where = place, bit
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        flipped = gradient.clone(memory_format=torch.contiguous_format)
+        flip(flipped, *ctx.where)
+        return flipped, None, None
+
+
+class FlipResult(TorchDispatchMode):
+    """Flips a bit of the result of one operation, as faulty hardware does: no operation more."""
+
+    def __init__(self, name: str, number: int, place: float, bit: int) -> None:
+        super().__init__()
+        self.name = name
+        # The number of the operation among those of this name.
+        self.number = self.remaining = number
+        self.where = place, bit
+        self.is_on = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.is_on and str(func) == self.name:
+            if self.remaining == 0:
+                flip(next(filter(is_float, _leaves(result))), *self.where)
+            self.remaining -= 1
+        return result
+
+
+@dataclass
+class Training:
+    """A model that is about to be trained, and what a fault does to it on the way."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    samples: list[Any]
+    step: int = 1
+    # Faults between two steps, by the step before them.
+    between: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        made = self.optimizer.step
+
+        def step(optimizer: Any, *args: Any, **options: Any) -> Any:
+            result = made(*args, **options)
+            self.between.get(self.step, lambda: None)()
+            self.step += 1
+            return result
+
+        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+
+    def module(self, path: str) -> nn.Module:
+        return self.model.get_submodule(path.removeprefix("model").removeprefix("."))
+
+    def tensor(self, path: str) -> Tensor:
+        return (self.model.state_dict(keep_vars=True))[path.removeprefix("model.")]
+
+    def around(self, path: str, step: int | None, call: int, change: Callable[..., Any]) -> None:
+        """Let `change(forward, *args)` take the place of a call of a module."""
+        module = self.module(path)
+        forward = module.forward
+        calls = Counter[int]()
+
+        @functools.wraps(forward)
+        def changed(*args: Any, **options: Any) -> Any:
+            number = calls[self.step]
+            calls[self.step] += torch.is_grad_enabled()
+            is_here = step is None or (self.step, number) == (step, call)
+            return change(forward, *args, **options) if is_here else forward(*args, **options)
+
+        module.forward = changed  # type: ignore[method-assign]
+
+
+@dataclass
+class Fault:
+    kind: str
+    step: int
+    phase: str
+    # An empty path is any; so is None as a call.
+    path: str
+    call: int | None
+    plant: Callable[[Training], None]
+    # One of these words is in the operation; none where no operation does it.
+    operations: tuple[str, ...] = (HERE,)
+    mode: FlipResult | None = None
+    # What must be among the notes.
+    note: str = ""
+
+
+def record(
+    name: str,
+    folder: Any,
+    fault: Fault | None = None,
+    *,
+    seed: int = 0,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Record a training of a model, and return its observations."""
+    mode = fault.mode if fault is not None else None
+    with mode or nullcontext(), around(), record_run(folder, steps=STEPS, **options):
+        torch.manual_seed(seed)
+        model, samples = MODELS[name]()
+        training = Training(model, torch.optim.AdamW(model.parameters(), 1e-3), samples)
+        if fault is not None:
+            fault.plant(training)
+        run_loop(name, training.model, training.optimizer, training.samples)
+    return read_fingerprints(folder)
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    tree_map(found.append, value)
+    return found
+
+
+def _is_new(operation: str) -> bool:
+    """Return whether the results of an operation have memory of their own."""
+    name, overload = operation.split(".")[1:]
+    returns = getattr(getattr(torch.ops.aten, name), overload)._schema.returns
+    return all(one.alias_info is None for one in returns)
+
+
+def _first_changed(function: Callable[..., Any], output: Any, *options: Any) -> Any:
+    """Apply a function to the first tensor of an output."""
+    first = next(filter(is_float, _leaves(output)))
+    return tree_map(lambda one: function(one, *options) if one is first else one, output)
+
+
+class Planter:
+    """Draws faults over what the record of a training has."""
+
+    def __init__(self, reference: Sequence[Any], operations: Sequence[Any], seed: str) -> None:
+        self.reference = reference
+        self.operations = operations
+        self.random = Random(seed)
+        self.step = self.random.randint(1, STEPS)
+        self.model = next(one["settings"] for one in reference if one["kind"] == "settings")
+
+    def draw(self, kind: str) -> Fault | None:
+        """Return a fault, or None where the training has nothing for one."""
+        return getattr(self, kind)()
+
+    def _where(self) -> tuple[float, int]:
+        return self.random.random(), self.random.randrange(32)
+
+    def _one(self, choices: Sequence[Any]) -> Any:
+        return self.random.choice(choices) if choices else None
+
+    def _observed(self, kind: str, **asked: Any) -> list[Any]:
+        facts = {"kind": kind, **asked}
+        return [one for one in self.reference if all(one.get(k) == v for k, v in facts.items())]
+
+    def _call(self, **asked: Any) -> Any:
+        exits = self._observed("exit", phase="forward", **asked)
+        return self._one(
+            [one for one in exits if one["digests"].get("0", "float").startswith("float")]
+        )
+
+    def _parameter(self, prefix: str) -> str | None:
+        found = self._observed("update", step=2)[0]["digests"]
+        return self._one([one.removeprefix(prefix) for one in found if one.startswith(prefix)])
+
+    def _of_class(self, *words: str) -> list[str]:
+        return [
+            path
+            for path, one in self.model.items()
+            if any(word in one["class"] for word in words)
+            and any(it["path"] == path for it in self._observed("exit", step=1))
+        ]
+
+    # State.
+
+    def weight(self) -> Fault | None:
+        path = self._parameter("gradient of ")
+        where = self._where()
+
+        def plant(training: Training) -> None:
+            flip(training.tensor(path).data, *where)
+
+        return Fault("weight", 1, "state", path, None, plant)
+
+    def weight_between_steps(self) -> Fault | None:
+        path = self._parameter("gradient of ")
+        where = self._where()
+        step = self.random.randint(1, STEPS - 1)
+
+        def plant(training: Training) -> None:
+            training.between[step] = lambda: flip(training.tensor(path).data, *where)
+
+        return Fault("weight_between_steps", step + 1, "state", path, None, plant)
+
+    def optimizer_state(self) -> Fault | None:
+        path = self._parameter("exp_avg of ")
+        where = self._where()
+        step = self.random.randint(1, STEPS - 1)
+
+        def plant(training: Training) -> None:
+            def change() -> None:
+                flip(training.optimizer.state[training.tensor(path)]["exp_avg"], *where)
+
+            training.between[step] = change
+
+        return Fault("optimizer_state", step + 1, "optimizer", path, None, plant)
+
+    def stale_buffer(self) -> Fault | None:
+        found = {
+            one: it
+            for one, it in self._observed("state", step=2)[0]["digests"].items()
+            if "float" in it
+        }
+        parameters = self._observed("updated", step=1)[0]["digests"]
+        before = self._observed("state", step=1)[0]["digests"]
+        buffers = [one for one, it in found.items() if one not in parameters and it != before[one]]
+        path = self._one(buffers)
+        if path is None:
+            return None
+        owner, _, name = path.rpartition(".")
+        call = self._call(path=owner, step=self.step)
+        if call is None:
+            return None
+
+        def stale(forward: Any, *args: Any, module: nn.Module, **options: Any) -> Any:
+            buffer = getattr(module, name)
+            before = buffer.clone()
+            output = forward(*args, **options)
+            buffer.data.copy_(before)
+            return output
+
+        def plant(training: Training) -> None:
+            change = functools.partial(stale, module=training.module(owner))
+            training.around(owner, self.step, call["call"], change)
+
+        return Fault("stale_buffer", self.step, "forward", owner, call["call"], plant)
+
+    # Forward and backward.
+
+    def activation(self) -> Fault | None:
+        """A flip in the output of a module."""
+        call = self._call(step=self.step)
+        where = self._where()
+
+        def change(forward: Any, *args: Any, **options: Any) -> Any:
+            return _first_changed(FlipOutput.apply, forward(*args, **options), *where)
+
+        def plant(training: Training) -> None:
+            training.around(call["path"], self.step, call["call"], change)
+
+        return Fault("activation", self.step, "forward", call["path"], call["call"], plant)
+
+    def result(self) -> Fault | None:
+        """A flip in the result of an operation of the second step."""
+        found: dict[tuple[Any, ...], list[Any]] = {}
+        for one in self.operations:
+            if one["kind"] == "operation" and one["phase"] == "forward" and one["within"]:
+                found.setdefault(tuple(one["within"]), []).append(one)
+        containers = {path for path in self.model for it in self.model if it.startswith(f"{path}.")}
+        choices = [
+            (place, one)
+            for place, several in found.items()
+            if place[0] not in containers
+            for one in several
+            if any("float" in it for it in one["digests"].values()) and _is_new(one["name"])
+        ]
+        chosen = self._one(choices)
+        if chosen is None:
+            return None
+        (path, call), operation = chosen
+        same = [one for one in found[path, call] if one["name"] == operation["name"]]
+        number = same.index(operation)
+        mode = FlipResult(operation["name"], number, *self._where())
+
+        def change(forward: Any, *args: Any, **options: Any) -> Any:
+            mode.is_on = True
+            try:
+                return forward(*args, **options)
+            finally:
+                mode.is_on = False
+
+        def plant(training: Training) -> None:
+            mode.remaining = mode.number
+            training.around(path, 2, call, change)
+
+        return Fault("result", 2, "forward", path, call, plant, (operation["name"],), mode)
+
+    def update(self) -> Fault | None:
+        """A flip in the result of an operation of the optimizer, in the second step."""
+        names = list(self._observed("updated", step=2)[0]["digests"])
+        updated = [
+            one.removeprefix("exp_avg of ") for one in names if one.startswith("exp_avg of ")
+        ]
+        number = self.random.randrange(len(updated))
+        mode = FlipResult("aten.addcdiv_.default", number, *self._where())
+        path = updated[number]
+
+        def plant(training: Training) -> None:
+            mode.remaining = mode.number
+
+            def switch(is_on: bool) -> None:
+                mode.is_on = is_on and training.step == 2
+
+            training.optimizer.register_step_pre_hook(lambda *_: switch(True))
+            training.optimizer.register_step_post_hook(lambda *_: switch(False))
+
+        return Fault("update", 2, "optimizer", path, None, plant, ("aten.addcdiv_.default",), mode)
+
+    def gradient_of_activation(self) -> Fault | None:
+        with_gradient = {
+            (one["path"], one["call"]) for one in self._observed("gradient", step=self.step)
+        }
+        calls = self._observed("exit", phase="forward", step=self.step)
+        call = self._one([one for one in calls if (one["path"], one["call"]) in with_gradient])
+        if call is None:
+            return None
+        where = self._where()
+
+        def change(forward: Any, *args: Any, **options: Any) -> Any:
+            return _first_changed(FlipGradient.apply, forward(*args, **options), *where)
+
+        def plant(training: Training) -> None:
+            training.around(call["path"], self.step, call["call"], change)
+
+        return Fault(
+            "gradient_of_activation", self.step, "backward", call["path"], call["call"], plant
+        )
+
+    def gradient(self) -> Fault | None:
+        """A flip in an accumulated gradient, before the step."""
+        path = self._parameter("gradient of ")
+        where = self._where()
+
+        def plant(training: Training) -> None:
+            calls = Counter[int]()
+
+            def change(parameter: Tensor) -> None:
+                calls[training.step] += 1
+                if training.step == self.step and calls[self.step] == MICROBATCHES:
+                    flip(parameter.grad, *where)
+
+            training.tensor(path).register_post_accumulate_grad_hook(change)
+
+        return Fault("gradient", self.step, "gradients", path, None, plant)
+
+    def kernel(self) -> Fault | None:
+        """A matrix product or convolution of inputs with a mantissa of 10 bits, as in TF32."""
+        path = self._one(self._of_class("Linear", "Conv"))
+
+        def change(forward: Any, inputs: Tensor, *args: Any, **options: Any) -> Any:
+            short = (inputs.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
+            return forward(inputs + (short - inputs).detach(), *args, **options)
+
+        def plant(training: Training) -> None:
+            training.around(path, None, 0, change)
+
+        return Fault("kernel", 1, "forward", path, 0, plant)
+
+    def drawn(self) -> Fault | None:
+        """One more number from the generator, between two steps."""
+        step = self.random.randint(1, STEPS - 1)
+        enters = {
+            (one["path"], one["call"]): one["generator"]
+            for one in self._observed("enter", step=step + 1, phase="forward")
+        }
+        for one in self._observed("exit", step=step + 1, phase="forward"):
+            if enters[one["path"], one["call"]] != one["generator"]:
+                break
+        else:
+            return None
+
+        def plant(training: Training) -> None:
+            training.between[step] = lambda: torch.rand(1)
+
+        note = "the random generator of torch differs"
+        return Fault("drawn", step + 1, "forward", one["path"], one["call"], plant, (), None, note)
+
+    # Settings.
+
+    def _changed(self, path: str, name: str, value: Any, operations: tuple[str, ...]) -> Fault:
+        def plant(training: Training) -> None:
+            setattr(training.module(path), name, value)
+
+        note = f"{name} of {path} is {self.model[path].get(name)} in A and {value} in B"
+        return Fault("", 1, "forward", path, 0, plant, operations, None, note)
+
+    def epsilon(self) -> Fault | None:
+        path = self._one(self._of_class("Norm"))
+        if path is None:
+            return None
+        name = "variance_epsilon" if "variance_epsilon" in self.model[path] else "eps"
+        operations = ("norm", f"argument 1 is {self.model[path][name]} in A")
+        return self._changed(path, name, self.model[path][name] * 2, operations)
+
+    def flag(self) -> Fault | None:
+        path = self._one(self._of_class("Dropout"))
+        if path is None:
+            return None
+
+        def plant(training: Training) -> None:
+            module = training.module(path)
+            module.eval()
+            # A Trainer's model.train() does not reach it.
+            module.train = lambda mode=True: module  # type: ignore[method-assign, assignment]
+
+        return Fault("", 1, "forward", path, 0, plant, OF_DROPOUT)
+
+    def dropout(self) -> Fault | None:
+        path = self._one(self._of_class("Dropout"))
+        if path is None:
+            return None
+        rate = self.model[path]["p"] + 0.1
+        return self._changed(path, "p", rate, OF_DROPOUT)
+
+    def dropout_moved(self) -> Fault | None:
+        path = self._one(self._of_class("Dropout"))
+        if path is None:
+            return None
+        exits = self._observed("exit", step=1, phase="forward", call=0)
+        floats = [one["path"] for one in exits if one["digests"].get("0", "").startswith("float")]
+        other = self._one([one for one in floats if one != path])
+        first = next(one for one in floats if one in (path, other))
+
+        def plant(training: Training) -> None:
+            drop = functools.partial(nn.functional.dropout, p=training.module(path).p)
+            training.around(path, None, 0, lambda forward, inputs: inputs)
+
+            def change(forward: Any, *args: Any, **options: Any) -> Any:
+                return _first_changed(drop, forward(*args, **options))
+
+            training.around(other, None, 0, change)
+
+        return Fault("", 1, "forward", first, 0, plant, (HERE, *OF_DROPOUT))
+
+    def optimizer_flag(self) -> Fault | None:
+        name, value = self._one(
+            [("eps", 1e-6), ("weight_decay", 0.1), ("lr", 2e-3), ("amsgrad", True)]
+        )
+
+        def plant(training: Training) -> None:
+            training.optimizer.param_groups[0][name] = value
+
+        note = f"{name} of group 0 of AdamW is"
+        # The first step has no other largest moment than the others.
+        step = 2 if name == "amsgrad" else 1
+        return Fault("", step, "optimizer", "", None, plant, ("aten.",), None, note)
+
+    # Data.
+
+    def _data(self, first: int, change: Callable[[list[Any]], None]) -> Fault:
+        """A fault from the sample of this number on."""
+        batches = self._observed("batch")
+        batch = batches[first // len(batches[0]["rows"])]
+
+        def plant(training: Training) -> None:
+            change(training.samples)
+
+        return Fault("", batch["step"], "data", batch["path"], batch["call"], plant, ())
+
+    def _size(self) -> int:
+        return len(self._observed("batch")[0]["rows"])
+
+    def data(self) -> Fault | None:
+        """Two samples, of any batches, in each other's place."""
+        one, two = sorted(self.random.sample(range(self._size() * STEPS * MICROBATCHES), 2))
+
+        def change(samples: list[Any]) -> None:
+            samples[one], samples[two] = samples[two], samples[one]
+
+        return self._data(one, change)
+
+    def microbatches(self) -> Fault | None:
+        """The microbatches of a step in the other order."""
+        size = self._size()
+        first = (self.step - 1) * MICROBATCHES * size
+
+        def change(samples: list[Any]) -> None:
+            end = first + MICROBATCHES * size
+            samples[first:end] = [*samples[first + size : end], *samples[first : first + size]]
+
+        return self._data(first, change)
+
+
+KINDS = (
+    "weight",
+    "weight_between_steps",
+    "optimizer_state",
+    "stale_buffer",
+    "activation",
+    "result",
+    "update",
+    "gradient_of_activation",
+    "gradient",
+    "kernel",
+    "drawn",
+    "epsilon",
+    "flag",
+    "dropout",
+    "dropout_moved",
+    "optimizer_flag",
+    "data",
+    "microbatches",
+)

@@ -1,0 +1,130 @@
+"""Tell differences of two runs that rounding explains from all others.
+
+Both programs run again. A's keeps its values. Then A's runs with noise in the last bit of whatever
+a module, gradient or optimizer gets, and B's as it is; after each comparison both get A's values
+back. So each module is compared on equal inputs, and the noise measures what rounding does to it.
+
+Proof: `python -m pytest tests/runs/test_rounding.py`.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..core.digest import is_plain
+from ..core.rerun import unwatched
+
+# Largest difference of the elements with this binary exponent. A smaller value has a smaller
+# rounding error in some modules, and not in others.
+Distances = dict[str, float]
+# How much more than the noise may B differ by: sums of many numbers round more than their inputs.
+FACTOR = 6.0
+# Noise of elements up to so many times larger (as a power of two) excuses an element.
+NEARBY_EXPONENTS = 2
+# Elements that are smaller by so many powers of two than the largest are taken together.
+MOST_EXPONENTS = 24
+# Exponent for tensors of zeros; two to its power is zero.
+OF_ZERO = -1100
+
+
+class Exchange:
+    """Keeps A's values in a folder, or compares with them and gives them back."""
+
+    def __init__(
+        self, folder: str | Path, *, expected: str | Path | None = None, has_noise: bool = False
+    ) -> None:
+        self.folder = Path(folder)
+        # For each place of an observation A's digests, with the precision that noise has there.
+        self.expected: dict[str, dict[str, tuple[str, float]]] | None = None
+        if expected is not None:
+            path = Path(expected, f"rank-{os.environ.get('RANK', '0')}.json")
+            self.expected = json.loads(path.read_text(encoding="utf-8"))
+        self.has_noise = has_noise
+        self.generator = torch.Generator().manual_seed(0)
+
+    def meet(
+        self, place: str, tensors: Mapping[str, Tensor], digests: Mapping[str, str]
+    ) -> tuple[dict[str, Distances], dict[str, Tensor]]:
+        """Return how far tensors are from those of A, and A's values where they differ."""
+        distances: dict[str, Distances] = {}
+        values: dict[str, Tensor] = {}
+        with unwatched(), torch.no_grad():
+            for name, tensor in tensors.items():
+                if not is_plain(tensor) or tensor.is_meta:
+                    continue
+                if self.expected is None:
+                    self._keep(tensor, digests[name])
+                    continue
+                wanted, epsilon = self.expected.get(place, {}).get(name, ("", 0.0))
+                if not wanted or not (self.has_noise or wanted != digests[name]):
+                    continue
+                value = self._value(wanted).to(tensor.device)
+                distances[name] = distances_of(tensor.detach(), value)
+                if value.shape == tensor.shape:
+                    values[name] = self._noisy(value, epsilon).to(tensor.dtype)
+        return distances, values
+
+    def _path(self, digest: str) -> Path:
+        return self.folder / digest.replace(" ", "").replace(":", "-")
+
+    def _keep(self, tensor: Tensor, digest: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (path := self._path(digest)).exists():
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            flat.view(torch.uint8).numpy().tofile(path)
+
+    def _value(self, digest: str) -> Tensor:
+        kind, _, shape = digest.rpartition(":")[0].removesuffix("]").partition("[")
+        dtype = getattr(torch, kind)
+        sizes = [int(size) for size in shape.split(",") if size]
+        content = bytearray(self._path(digest).read_bytes())
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return flat.reshape(sizes)
+
+    def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
+        if not self.has_noise or not value.is_floating_point():
+            return value
+        draws = torch.rand(value.shape, dtype=torch.float64, generator=self.generator)
+        return value.double() * (1 + epsilon * (2 * draws.to(value.device) - 1))
+
+
+def distances_of(tensor: Tensor, value: Tensor) -> Distances:
+    """Return the largest difference of the elements of each binary exponent of a value."""
+    if tensor.shape != value.shape or tensor.is_complex():
+        return {"0": 0.0 if torch.equal(tensor, value) else float("inf")}
+    one, other = tensor.double().flatten(), value.double().flatten()
+    difference = (one - other).abs().nan_to_num(float("inf"), float("inf"))
+    difference[(one == other) | (one.isnan() & other.isnan())] = 0.0
+    sizes = other.abs().nan_to_num(0.0, 0.0)
+    # Zeros alone have no rounding error.
+    has_sizes = bool((sizes > 0).any())
+    lowest = int(sizes.max().frexp().exponent) - MOST_EXPONENTS if has_sizes else OF_ZERO
+    exponents = torch.where(sizes > 0, sizes.frexp().exponent.clamp(min=lowest), lowest)
+    found: Distances = {}
+    for exponent in exponents.unique().tolist():
+        largest = float(difference[exponents == exponent].max())
+        if largest:
+            found[str(exponent)] = largest
+    return found
+
+
+def is_rounding(found: Distances, noise: Distances, epsilon: float) -> bool:
+    """Return whether noise explains how far the values of two runs are from each other."""
+    for exponent, distance in found.items():
+        limit = int(exponent) + NEARBY_EXPONENTS
+        nearby = [size for other, size in noise.items() if int(other) <= limit]
+        # The last bit of such elements.
+        unit = epsilon * 2.0 ** (int(exponent) - 1)
+        if distance > FACTOR * max([*nearby, unit]):
+            return False
+    return True
+
+
+def epsilon_of(*digests: str) -> float:
+    """Return the precision of the coarsest dtype among digests; 0 for integers."""
+    dtypes = [getattr(torch, digest.partition("[")[0], torch.int64) for digest in digests]
+    return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=0.0)

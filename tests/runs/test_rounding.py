@@ -1,0 +1,147 @@
+"""What rounding does is no difference under a tolerance that was measured; anything more is.
+
+Run: `python -m pytest tests/runs/test_rounding.py`.
+"""
+
+import json
+
+import pytest
+import torch
+from recorded_training import Model, train
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.runs import record_run
+from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.locate import expected_values, locate
+from curry_train.runs.rounding import Exchange, distances_of, epsilon_of, is_rounding
+
+
+def in_two_sums(module, inputs):
+    """Multiply as two ranks with half of the inputs each."""
+    half = module.in_features // 2
+    first = F.linear(inputs[..., :half], module.weight[:, :half], module.bias)
+    return first + F.linear(inputs[..., half:], module.weight[:, half:])
+
+
+def recorded(folder, fault="", *, exchange=None, monkeypatch=None, dtype=torch.float32):
+    # Around whole steps a cache would keep the weights of the first one.
+    options = {"enabled": dtype != torch.float32, "cache_enabled": False}
+    with record_run(folder, exchange=exchange), torch.autocast("cpu", dtype, **options):
+        if monkeypatch is None:
+            train(fault)
+        else:
+            with monkeypatch.context() as changed:
+                changed.setattr(nn.Linear, "forward", in_two_sums)
+                train(fault)
+    return read_fingerprints(folder)
+
+
+@pytest.fixture
+def with_tolerance(tmp_path):
+    """Return a function that locates a fault where rounding is no difference."""
+
+    def locate_again(fault="", dtype_of_a=torch.float32, **options):
+        values = tmp_path / "values"
+        a = recorded(tmp_path / "a", exchange=Exchange(values), dtype=dtype_of_a)
+        b = recorded(tmp_path / "b", fault, **options)
+        exact = locate(a, b)
+        expected = expected_values(a, b, exact.place["step"])
+        for name, of_run in zip("ab", expected, strict=True):
+            (tmp_path / f"expected-{name}").mkdir()
+            (tmp_path / f"expected-{name}" / "rank-0.json").write_text(json.dumps(of_run))
+        noise = Exchange(values, expected=tmp_path / "expected-a", has_noise=True)
+        measured = recorded(tmp_path / "noise", exchange=noise, dtype=dtype_of_a)
+        given = Exchange(values, expected=tmp_path / "expected-b")
+        other = recorded(tmp_path / "other", fault, exchange=given, **options)
+        return exact, locate(a, other, measured)
+
+    return locate_again
+
+
+def test_other_sums_are_no_difference(with_tolerance, monkeypatch):
+    exact, found = with_tolerance(monkeypatch=monkeypatch)
+    assert exact.place["phase"] == "forward"
+    assert found.is_equal, found
+    assert "differ by rounding alone" in found.headline
+
+
+@pytest.mark.parametrize("dtype_of_a", [torch.bfloat16, torch.float32])
+def test_sums_in_bfloat16_are_no_difference(with_tolerance, monkeypatch, dtype_of_a):
+    lower = {"dtype": torch.bfloat16, "dtype_of_a": dtype_of_a}
+    exact, found = with_tolerance(monkeypatch=monkeypatch, **lower)
+    assert exact.place["phase"] == "forward"
+    assert found.is_equal, found
+
+
+FAULTS = [
+    ("epsilon", 1, "forward", "model.h.1.ln"),
+    ("dropout", 1, "forward", "model.h.1.drop"),
+    ("kernel", 1, "forward", "model.h.1"),
+    ("backward", 1, "backward", "model.h.1"),
+    ("weight", 1, "state", "model.h.1.down.weight"),
+    ("stale weight", 2, "state", "model.h.0.ln.weight"),
+    ("optimizer", 1, "optimizer", ""),
+    ("flipped moment", 2, "optimizer", "model.head.weight"),
+    ("hooked", 1, "gradients", "model.head.bias"),
+    ("renamed", 0, "", ""),
+]
+
+
+@pytest.mark.parametrize(("fault", "step", "phase", "path"), FAULTS)
+def test_more_than_rounding_is_named_among_other_sums(
+    with_tolerance, monkeypatch, fault, step, phase, path
+):
+    _, found = with_tolerance(fault, monkeypatch=monkeypatch)
+    if not step:
+        assert found.is_equal, found
+        return
+    assert (found.place["step"], found.place["phase"]) == (step, phase), found
+    assert path in ("", found.place["path"]), found
+
+
+def test_values_and_noise_leave_the_next_steps_comparable(tmp_path):
+    values = tmp_path / "values"
+    a = recorded(tmp_path / "a", exchange=Exchange(values))
+    (tmp_path / "rank-0.json").write_text(json.dumps(expected_values(a, a, 1)[0]))
+    noise = recorded(
+        tmp_path / "noise", exchange=Exchange(values, expected=tmp_path, has_noise=True)
+    )
+    sizes = [
+        max(distances.values())
+        for one in noise
+        if one["kind"] == "exit"
+        for distances in one["distances"].values()
+        if distances
+    ]
+    assert len(sizes) > 20
+    assert max(sizes) < 1e-5
+
+
+def test_distances_are_those_of_elements_of_a_size():
+    value = torch.tensor([0.0, 1.0, 1.5, 8.0, float("nan"), float("inf")])
+    other = torch.tensor([0.0, 1.25, 1.5, 8.0, float("nan"), float("inf")])
+    assert distances_of(other, value) == {"1": 0.25}
+    assert distances_of(value, value) == {}
+    assert distances_of(torch.zeros(2), torch.zeros(3)) == {"0": float("inf")}
+    assert distances_of(torch.tensor([float("nan")]), torch.ones(1)) == {"1": float("inf")}
+    small = distances_of(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
+    assert small == {"-23": pytest.approx(1e-9)}
+    assert not is_rounding(distances_of(torch.full((2,), 1e-45), torch.zeros(2)), {}, 1.0)
+
+
+def test_noise_of_far_larger_elements_excuses_none():
+    assert is_rounding({"1": 1e-6}, {"1": 5e-7}, 0.0)
+    assert not is_rounding({"1": 1e-6}, {"9": 1.0}, 0.0)
+    assert is_rounding({"1": 2.0**-22}, {}, 2.0**-23)
+    assert not is_rounding({"1": 2.0**-12}, {}, 2.0**-23)
+    assert epsilon_of("float32[2]:0", "bfloat16[2]:0") == 2.0**-7
+    assert epsilon_of("int64[2]:0") == 0.0
+
+
+def test_a_model_is_left_as_recording_leaves_it(tmp_path):
+    torch.manual_seed(0)
+    plain = train()
+    with record_run(tmp_path / "a", exchange=Exchange(tmp_path / "values")):
+        assert train() == plain
+    assert isinstance(Model(""), nn.Module)
