@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.digest import is_plain
-from ..core.rerun import unwatched
+from ..core.generators import unwatched
 
 # Largest difference of the elements with this binary exponent. A smaller value has a smaller
 # rounding error in some modules, and not in others.
