@@ -35,7 +35,7 @@ from curry_train.gates.loop_run import run_ranks
 from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import Located, expected_values, first_operation, locate
-from curry_train.runs.rounding import Exchange
+from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, Fault, Planter, Training, record
 from locate_models import MODELS, quietly
 
@@ -66,10 +66,16 @@ class Records:
         return self.new(name, exchange=Exchange(values), around=around), values
 
     def _noise(self, name: str) -> Any:
-        """Return the run with noise for faults in B, which leave dtypes and calls as they are."""
+        """Return runs with noise for faults in B, which leave dtypes and calls as they are."""
         kept, values = self.kept(name)
         expected = self.expected(expected_values(kept, kept, 1)[0])
-        return self.new(name, exchange=Exchange(values, expected=expected, has_noise=True))
+        return self.with_noise(name, values, expected)
+
+    def with_noise(self, name: str, values: Path, expected: Path, **options: Any) -> Any:
+        return [
+            self.new(name, exchange=Exchange(values, expected=expected, noise=seed), **options)
+            for seed in range(NUM_NOISES)
+        ]
 
     def expected(self, found: dict[str, Any]) -> Path:
         folder = self.folder / f"expected-{next(self.numbers)}"
@@ -240,10 +246,9 @@ def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
         if (found := locate(kept, b)).is_equal:
             continue
         of_a, of_b = map(records.expected, expected_values(kept, b, 1))
-        exchange = Exchange(values, expected=of_a, has_noise=True)
-        noise = records.new(name, exchange=exchange, around=base)
+        noises = records.with_noise(name, values, of_a, around=base)
         other = records.new(name, fault, exchange=Exchange(values, expected=of_b), around=around)
-        tolerant = locate(kept, other, noise)
+        tolerant = locate(kept, other, noises)
         facts = {"model": name, "kind": kind, "accused": not tolerant.is_equal}
         rows.append(facts | {"exact": found.headline, "headline": tolerant.headline})
     return rows[:count]

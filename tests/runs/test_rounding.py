@@ -50,11 +50,11 @@ def with_tolerance(tmp_path):
         for name, of_run in zip("ab", expected, strict=True):
             (tmp_path / f"expected-{name}").mkdir()
             (tmp_path / f"expected-{name}" / "rank-0.json").write_text(json.dumps(of_run))
-        noise = Exchange(values, expected=tmp_path / "expected-a", has_noise=True)
+        noise = Exchange(values, expected=tmp_path / "expected-a", noise=0)
         measured = recorded(tmp_path / "noise", exchange=noise, dtype=dtype_of_a)
         given = Exchange(values, expected=tmp_path / "expected-b")
         other = recorded(tmp_path / "other", fault, exchange=given, **options)
-        return exact, locate(a, other, measured)
+        return exact, locate(a, other, [measured])
 
     return locate_again
 
@@ -127,14 +127,22 @@ def test_distances_are_those_of_elements_of_a_size():
     assert distances_of(torch.tensor([float("nan")]), torch.ones(1)) == {"1": float("inf")}
     small = distances_of(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
     assert small == {"-23": pytest.approx(1e-9)}
-    assert not is_rounding(distances_of(torch.full((2,), 1e-45), torch.zeros(2)), {}, 1.0)
+    assert not is_rounding(distances_of(torch.full((2,), 1e-45), torch.zeros(2)), [], 1.0, 1)
 
 
 def test_noise_of_far_larger_elements_excuses_none():
-    assert is_rounding({"1": 1e-6}, {"1": 5e-7}, 0.0)
-    assert not is_rounding({"1": 1e-6}, {"9": 1.0}, 0.0)
-    assert is_rounding({"1": 2.0**-22}, {}, 2.0**-23)
-    assert not is_rounding({"1": 2.0**-12}, {}, 2.0**-23)
+    assert is_rounding({"1": 1e-6}, [{}, {"1": 5e-7}], 0.0, 1)
+    assert not is_rounding({"1": 1e-6}, [{"9": 1.0}], 0.0, 1)
+    assert is_rounding({"1": 2.0**-22}, [], 2.0**-23, 1)
+    assert not is_rounding({"1": 2.0**-12}, [], 2.0**-23, 1)
+
+
+def test_a_sum_of_many_terms_may_differ_by_more():
+    assert not is_rounding({"1": 1e-5}, [{"1": 5e-7}], 0.0, 16)
+    assert is_rounding({"1": 1e-5}, [{"1": 5e-7}], 0.0, 1024)
+
+
+def test_the_precision_is_that_of_the_coarsest_dtype():
     assert epsilon_of("float32[2]:0", "bfloat16[2]:0") == 2.0**-7
     assert epsilon_of("int64[2]:0") == 0.0
 

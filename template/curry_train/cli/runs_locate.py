@@ -21,7 +21,7 @@ from ..core.wording import write_json
 from ..gates.loop_run import LoopFailed, run_ranks, run_watched
 from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
-from ..runs.rounding import Exchange
+from ..runs.rounding import NUM_NOISES, Exchange
 from .options import json_option, program_of, program_options
 from .screen import ScreenCommand, UnusableInput, fill_screen
 
@@ -194,10 +194,13 @@ class Again:
             for exchange, of_run in zip(exchanges, expected, strict=True):
                 Path(exchange["expected"]).mkdir(exist_ok=True)
                 Path(exchange["expected"], f"rank-{rank}.json").write_text(json.dumps(of_run))
-        noise = self._record("A", "noise", steps=steps, exchange=exchanges[0] | {"has_noise": True})
+        noises = [
+            self._record("A", f"noise-{seed}", steps=steps, exchange=exchanges[0] | {"noise": seed})
+            for seed in range(NUM_NOISES)
+        ]
         self.exchange = exchanges[1]
         others = self._record("B", "other", steps=steps, exchange=self.exchange)
-        return [locate(*three) for three in zip(kept, others, noise, strict=True)]
+        return [locate(a, b, of_a) for a, b, *of_a in zip(kept, others, *noises, strict=True)]
 
     def operation(self, found: Located, rank: int) -> str:
         """Run both programs up to the step, and compare their operations there."""

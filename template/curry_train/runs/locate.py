@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .fingerprints import place_of
-from .rounding import epsilon_of, is_rounding
+from .rounding import epsilon_of, is_rounding, num_elements
 
 Observation = Mapping[str, Any]
 # Kinds of observations with digests.
@@ -69,13 +69,13 @@ class Located:
 def locate(
     a: Sequence[Observation],
     b: Sequence[Observation],
-    noise: Sequence[Observation] | None = None,
+    noises: Sequence[Sequence[Observation]] = (),
 ) -> Located:
     """Compare the observations of one rank in two runs.
 
-    With `noise`, a run of A's program with noise, differences that rounding explains are none.
+    With runs of A's program with noise, differences that rounding explains are none.
     """
-    return Comparison(a, b, noise).run()
+    return Comparison(a, b, noises).run()
 
 
 def expected_values(
@@ -117,10 +117,13 @@ class Comparison:
         self,
         a: Sequence[Observation],
         b: Sequence[Observation],
-        noise: Sequence[Observation] | None = None,
+        noises: Sequence[Sequence[Observation]] = (),
     ) -> None:
         self.a = a
-        self.noise = None if noise is None else _by_place(noise)
+        self.noises = [_by_place(noise) for noise in noises]
+        digests = [digest for one in a for digest in one.get("digests", {}).values()]
+        # So many terms may be summed up to one value.
+        self.most_terms = max(map(num_elements, digests), default=0) if noises else 0
         self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
         b = _in_names_of_a(b, self.renamed)
@@ -141,7 +144,7 @@ class Comparison:
                 yield one, other
 
     def _is_rounding(self, one: Observation, other: Observation, name: str) -> bool:
-        if self.noise is None:
+        if not self.noises:
             return False
         # Without a distance A's value was not kept, as of a sharded tensor.
         found = other["distances"].get(name, {})
@@ -152,9 +155,12 @@ class Comparison:
         is_kept = one["kind"] == "update" and "gradient" not in name
         if one["kind"] == "state" or is_sum or is_kept:
             return not found
-        noise = self.noise.get(place_of(one), {}).get("distances", {}).get(name, {})
+        noises = [
+            run.get(place_of(one), {}).get("distances", {}).get(name, {}) for run in self.noises
+        ]
+        terms = self.most_terms / max(1, num_elements(one["digests"][name]))
         epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
-        return is_rounding(found, noise, epsilon)
+        return is_rounding(found, noises, epsilon, terms)
 
     def run(self) -> Located:
         num_rounded = 0

@@ -8,8 +8,9 @@ Proof: `python -m pytest tests/runs/test_rounding.py`.
 """
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from ..core.generators import unwatched
 # Largest difference of the elements with this binary exponent. A smaller value has a smaller
 # rounding error in some modules, and not in others.
 Distances = dict[str, float]
+# Runs with noise, as one alone may draw too little of it for a small tensor.
+NUM_NOISES = 3
 # How much more than the noise may B differ by: sums of many numbers round more than their inputs.
 FACTOR = 6.0
 # Noise of elements up to so many times larger (as a power of two) excuses an element.
@@ -35,7 +38,7 @@ class Exchange:
     """Keeps A's values in a folder, or compares with them and gives them back."""
 
     def __init__(
-        self, folder: str | Path, *, expected: str | Path | None = None, has_noise: bool = False
+        self, folder: str | Path, *, expected: str | Path | None = None, noise: int | None = None
     ) -> None:
         self.folder = Path(folder)
         # For each place of an observation A's digests, with the precision that noise has there.
@@ -43,8 +46,9 @@ class Exchange:
         if expected is not None:
             path = Path(expected, f"rank-{os.environ.get('RANK', '0')}.json")
             self.expected = json.loads(path.read_text(encoding="utf-8"))
-        self.has_noise = has_noise
-        self.generator = torch.Generator().manual_seed(0)
+        # The seed of the noise; None for none.
+        self.noise = noise
+        self.generator = torch.Generator().manual_seed(noise or 0)
 
     def meet(
         self, place: str, tensors: Mapping[str, Tensor], digests: Mapping[str, str]
@@ -60,7 +64,7 @@ class Exchange:
                     self._keep(tensor, digests[name])
                     continue
                 wanted, epsilon = self.expected.get(place, {}).get(name, ("", 0.0))
-                if not wanted or not (self.has_noise or wanted != digests[name]):
+                if not wanted or not (self.noise is not None or wanted != digests[name]):
                     continue
                 value = self._value(wanted).to(tensor.device)
                 distances[name] = distances_of(tensor.detach(), value)
@@ -86,7 +90,7 @@ class Exchange:
         return flat.reshape(sizes)
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
-        if not self.has_noise or not value.is_floating_point():
+        if self.noise is None or not value.is_floating_point():
             return value
         draws = torch.rand(value.shape, dtype=torch.float64, generator=self.generator)
         return value.double() * (1 + epsilon * (2 * draws.to(value.device) - 1))
@@ -112,14 +116,20 @@ def distances_of(tensor: Tensor, value: Tensor) -> Distances:
     return found
 
 
-def is_rounding(found: Distances, noise: Distances, epsilon: float) -> bool:
-    """Return whether noise explains how far the values of two runs are from each other."""
+def is_rounding(
+    found: Distances, noises: Sequence[Distances], epsilon: float, num_terms: float
+) -> bool:
+    """Return whether noise explains how far the values of two runs are from each other.
+
+    A value may be the sum of so many terms.
+    """
+    factor = max(FACTOR, num_terms**0.5)
     for exponent, distance in found.items():
         limit = int(exponent) + NEARBY_EXPONENTS
-        nearby = [size for other, size in noise.items() if int(other) <= limit]
+        nearby = [size for one in noises for other, size in one.items() if int(other) <= limit]
         # The last bit of such elements.
         unit = epsilon * 2.0 ** (int(exponent) - 1)
-        if distance > FACTOR * max([*nearby, unit]):
+        if distance > factor * max([*nearby, unit]):
             return False
     return True
 
@@ -128,3 +138,9 @@ def epsilon_of(*digests: str) -> float:
     """Return the precision of the coarsest dtype among digests; 0 for integers."""
     dtypes = [getattr(torch, digest.partition("[")[0], torch.int64) for digest in digests]
     return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=0.0)
+
+
+def num_elements(digest: str) -> int:
+    """Return the number of elements of the tensor that a digest is of."""
+    sizes = digest.partition("[")[2].partition("]")[0]
+    return math.prod(int(size) for size in sizes.split(",") if size)
