@@ -158,8 +158,8 @@ class Comparison:
         noises = [
             run.get(place_of(one), {}).get("distances", {}).get(name, {}) for run in self.noises
         ]
-        is_sum = name == "parameter" or one["kind"] == "loss"
-        terms = self.most_terms / max(1, num_elements(one["digests"][name])) if is_sum else 1
+        over_batch = name == "parameter" or one["kind"] == "loss"
+        terms = self.most_terms / max(1, num_elements(one["digests"][name])) if over_batch else 1
         epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
         return is_rounding(found, noises, epsilon, terms)
 
