@@ -1,6 +1,6 @@
 """Write the snapshot of the case which-change-fits: steps whose rows have other lengths.
 
-    PYTHONPATH=template:tests/plan python tests/evals/varying_training.py
+    PYTHONPATH=template:benchmarks:tests/plan python tests/evals/varying_training.py
 
 It prints the MiB that the same run reserves with each change.
 """
