@@ -9,6 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 from recorded_training import recorded
+from warm_python import warm_python
 
 from curry_train.cli.runs import runs_command
 
@@ -103,6 +104,7 @@ def invoke(*words):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", warm_python())
     return tmp_path
 
 
