@@ -405,8 +405,11 @@ def main(
 ) -> None:
     """Record what `runs locate` finds and costs."""
     found: dict[str, Any] = {}
+    facts = provenance(torch.device("cpu"))
     if json_path and json_path != "-" and parts and Path(json_path).exists():
-        found = json.loads(Path(json_path).read_text())
+        before = json.loads(Path(json_path).read_text())
+        found = {part: before[part] for part in PARTS if part in before}
+        facts["command"] = before["command"]  # which records all parts
     with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
         for part in parts or PARTS:
             jobs = list(jobs_of(part, count or COUNTS[part], only))
@@ -422,7 +425,6 @@ def main(
         if not (one["named"] and one["operation_named"] in (True, None)):
             click.echo(f"  {one['model']}, {one['kind']}: {one['expected']}, {one['headline']}")
     if json_path:
-        facts = provenance(torch.device("cpu"))
         write_json(json_path, {**facts, "score": summary, **found})
 
 
