@@ -1,8 +1,8 @@
 """Train model.py on data.py, as config.yaml says: `build_training`, `open_run`, `train`.
 
-    python train.py steps=1000 optimizer.learning_rate=1e-3
-    python train.py --resume latest steps=2000
-    torchrun --nproc-per-node 8 train.py parallel=fsdp2 precision=bfloat16
+python train.py steps=1000 optimizer.learning_rate=1e-3
+python train.py --resume latest steps=2000
+torchrun --nproc-per-node 8 train.py parallel=fsdp2 precision=bfloat16
 """
 
 import argparse
