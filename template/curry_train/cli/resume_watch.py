@@ -12,8 +12,6 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 
 import contextlib
 import functools
-import hashlib
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -29,7 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.digest import digest
-from ..core.generators import generator_states, set_generator_states
+from ..core.generators import generator_digests, generator_states, set_generator_states
 
 PARTS = ("data order", "model", "optimizer", "scheduler", "scaler", "generators")
 
@@ -169,12 +167,8 @@ class StateWatch:
     def _begun(self) -> dict[str, Any]:
         """Return the notes of this step, which its first forward pass begins."""
         if "model" not in self._now:
-            generators = {
-                # The bytes of a pickled tensor are not always the same.
-                name: _hash(pickle.dumps(one.numpy() if isinstance(one, Tensor) else one))
-                for name, one in generator_states().items()
-            }
-            self._now |= {"data order": [], "model": self._model(), "generators": generators}
+            begun = {"data order": [], "model": self._model(), "generators": generator_digests()}
+            self._now |= begun
         return self._now
 
     def _model(self) -> dict[str, str]:
@@ -240,7 +234,3 @@ def _numbers(values: dict[str, Any]) -> dict[str, Any]:
         for name, value in values.items()
         if is_number(value) or (isinstance(value, list) and all(map(is_number, value)))
     }
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()

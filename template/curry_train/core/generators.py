@@ -4,7 +4,9 @@ Proof: `python -m pytest tests/core tests/primitives`.
 """
 
 import contextlib
+import hashlib
 import importlib
+import pickle
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -89,6 +91,16 @@ class Generators:
         if self._other_devices:
             (kind,) = {device.type for device in self._values} - {"cpu", "cuda", "meta"}
             set_device_states(self._other_devices, self._other_states, device_type=kind)
+
+
+def generator_digests() -> dict[str, str]:
+    """Return a digest of the state of each generator, by its name."""
+    states = {
+        # The bytes of a pickled tensor are not always the same.
+        name: pickle.dumps(state.numpy() if isinstance(state, Tensor) else state)
+        for name, state in generator_states().items()
+    }
+    return {name: hashlib.blake2b(one, digest_size=8).hexdigest() for name, one in states.items()}
 
 
 @contextlib.contextmanager

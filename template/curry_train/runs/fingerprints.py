@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import json
 import os
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.digest import digest, digest_rows
-from ..core.generators import generator_states
+from ..core.generators import generator_digests
 from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
@@ -210,7 +209,7 @@ class Recorder:
             batch = fetch(batches)
             if self.is_on:
                 path = self._name_of(batches, "loader")
-                self._note("batch", path, self._count("batch", path), _leaves(batch))
+                self._note("batch", path, self._count("batch", path), leaves_of(batch))
             return batch
 
         return run
@@ -246,7 +245,7 @@ class Recorder:
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
-        inputs = _leaves({**dict(enumerate(args)), **options})
+        inputs = leaves_of({**dict(enumerate(args)), **options})
         facts = {"phase": phase, "generator": _generator(), "training": module.training}
         self._note("enter", path, number, inputs, **facts)
         if phase == "forward":
@@ -256,7 +255,7 @@ class Recorder:
             output = call(module, *args, **options)
         finally:
             self.calls.pop()
-        found = _leaves(output)
+        found = leaves_of(output)
         if self.records_all:
             buffers = {f"buffer {name}": one for name, one in inner._buffers.items()}
             found |= {name: one for name, one in buffers.items() if one is not None}
@@ -296,11 +295,7 @@ class Recorder:
             return
         state = dict(root.named_parameters()) | dict(root.named_buffers())
         named = {f"{path}.{bare_name(root, inner)}": one for inner, one in state.items()}
-        states = {
-            # The bytes of a pickled tensor are not always the same.
-            name: _hash(pickle.dumps(one.numpy() if isinstance(one, Tensor) else one))
-            for name, one in generator_states().items()
-        }
+        states = generator_digests()
         number = self._count("state", path)
         self._note("state", path, number, named if self.records_all else {}, generators=states)
 
@@ -351,7 +346,7 @@ class Recorder:
             if not self.is_on or self.in_backward:
                 backward(tensors, *args, **options)
                 return
-            losses = _leaves({"loss": tensors})
+            losses = leaves_of({"loss": tensors})
             values = {
                 f"value of {name}": float(one.detach())
                 for name, one in losses.items()
@@ -398,7 +393,7 @@ class Recorder:
         found: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
-            found |= {f"{name} of group {number}": one for name, one in _leaves(settings).items()}
+            found |= {f"{name} of group {number}": one for name, one in leaves_of(settings).items()}
         if self.records_all:
             found |= {
                 f"gradient of {name}": one.grad
@@ -460,16 +455,16 @@ class Operations(TorchDispatchMode):
         phase = "backward" if recorder.in_backward else phase
         number = recorder._count("operation", phase)
         output = func(*args, **options)
-        given = _leaves({**dict(enumerate(args)), **options})
+        given = leaves_of({**dict(enumerate(args)), **options})
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
         # What an operation of lists changes it does not return; new memory has any values.
-        found = _leaves(output) or given
+        found = leaves_of(output) or given
         # So have the bytes in which a kernel keeps what its backward needs, next to its results.
         is_kernel = len({getattr(it, "dtype", None) for it in found.values()}) > 1
         results = {} if "empty" in str(func) else found
         if is_kernel:
             results = {k: v for k, v in results.items() if getattr(v, "dtype", 0) != torch.uint8}
-        facts = {"phase": phase, "name": str(func), "line": _users_line()}
+        facts = {"phase": phase, "name": str(func), "line": users_line()}
         recorder._note(
             "operation",
             phase,
@@ -501,7 +496,7 @@ def _leads_to(node: Any, wanted: Any) -> bool:
     return False
 
 
-def _users_line() -> str:
+def users_line() -> str:
     """Return file and line of the innermost frame outside of torch and of this package."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frame: Any = sys._getframe(1)
@@ -510,7 +505,7 @@ def _users_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
 
 
-def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+def leaves_of(value: Any, name: str = "") -> dict[str, Any]:
     """Return tensors and plain values of nested containers, by the way to them."""
     if isinstance(value, Tensor):
         return {name or "0": value}
@@ -523,7 +518,7 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
         items = list(enumerate(value))
     found: dict[str, Any] = {}
     for key, one in items:
-        found |= _leaves(one, f"{name}.{key}" if name else str(key))
+        found |= leaves_of(one, f"{name}.{key}" if name else str(key))
     return found
 
 
@@ -543,7 +538,7 @@ def _settings(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if not name.startswith("_") and isinstance(value, (*PLAIN_TYPES, tuple))
     }
-    return {"class": type(module).__name__, **_leaves(attributes)}
+    return {"class": type(module).__name__, **leaves_of(attributes)}
 
 
 def _hash(content: bytes) -> str:

@@ -26,7 +26,7 @@ from ..core.digest import digest, is_plain
 from ..core.generators import same_state, unwatched
 from ..core.measure import backward_node
 from .box import BoxFacts, digest_of, read_facts, read_rank
-from .fingerprints import _leaves, _users_line
+from .fingerprints import leaves_of, users_line
 from .parameters import bare_name
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
@@ -214,7 +214,7 @@ class StepRecord(TorchDispatchMode):
 
     def note_batch(self, batch: Any) -> None:
         """Note NaN and infinity that come with the data."""
-        for name, one in _leaves(batch).items():
+        for name, one in leaves_of(batch).items():
             found = value_range(one)
             if found is not None and not _is_finite(found):
                 source = {"phase": "data", "name": f"{name} of the batch", "result": found}
@@ -250,8 +250,8 @@ class StepRecord(TorchDispatchMode):
         """Return module, line and phase of the operation that runs now."""
         node = backward_node()
         if node is not None:
-            return *self._made_by.get(node._sequence_nr(), ("", _users_line())), "backward"
-        place = self._modules[-1] if self._modules else "", _users_line()
+            return *self._made_by.get(node._sequence_nr(), ("", users_line())), "backward"
+        place = self._modules[-1] if self._modules else "", users_line()
         # The node of an operation is made before the operation runs.
         self._made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, place)
         return *place, "forward" if torch.is_grad_enabled() or self._modules else "after backward"
@@ -295,7 +295,7 @@ def _size(values: Any) -> float:
 
 
 def _digests(batch: Any) -> list[str]:
-    return [digest(one) for one in _leaves(batch).values() if isinstance(one, Tensor)]
+    return [digest(one) for one in leaves_of(batch).values() if isinstance(one, Tensor)]
 
 
 def growth(good: StepRecord, bad: StepRecord) -> dict[str, Any]:
