@@ -229,7 +229,15 @@ def _resume_trainer(spec: str, log: str) -> None:
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@program_options(12, least_steps=3)
+@program_options()
+@click.option(
+    "--steps",
+    "num_steps",
+    type=click.IntRange(3),
+    default=12,
+    show_default=True,
+    help="Steps of an optimizer, after which the loop ends.",
+)
 @click.option(
     "--kill-at",
     type=click.IntRange(2),
@@ -247,7 +255,6 @@ def resume_check_command(
     trainer: str | None,
     arguments: tuple[str, ...],
     num_steps: int,
-    num_ranks: int,
     kill_at: int | None,
     resume_with: str,
     json_path: str | None,
