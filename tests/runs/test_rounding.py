@@ -104,9 +104,7 @@ def test_values_and_noise_leave_the_next_steps_comparable(tmp_path):
     values = tmp_path / "values"
     a = recorded(tmp_path / "a", exchange=Exchange(values))
     (tmp_path / "rank-0.json").write_text(json.dumps(expected_values(a, a, 1)[0]))
-    noise = recorded(
-        tmp_path / "noise", exchange=Exchange(values, expected=tmp_path, has_noise=True)
-    )
+    noise = recorded(tmp_path / "noise", exchange=Exchange(values, expected=tmp_path, noise=0))
     sizes = [
         max(distances.values())
         for one in noise
