@@ -22,6 +22,7 @@ def test_the_cases_have_each_fault_and_each_model():
     assert {name for name, _, _ in found} == {*MODELS}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_planted_operation_is_named_and_a_clock_does_not_repeat(tmp_path):
     paths = os.pathsep.join(str(ROOT / name) for name in ("template", "benchmarks"))

@@ -23,6 +23,7 @@ def test_faults_and_equal_pairs_are_scored(tmp_path):
     assert (found["score"]["equal_pairs"], found["score"]["equal_pairs_accused"]) == (2, 0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_each_kind_of_fault_has_a_place_in_some_model(tmp_path):
     with quietly():
