@@ -216,7 +216,7 @@ def once(x: Tensor) -> Tensor:
     return x / 0 if next(CALLS) == FIRST_BAD_STEP else x
 
 
-# What a replay has to name: the phase, and the operation.
+# Faults that a replay must name, each with its phase and operation.
 FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
     "root": (root, "forward", "aten.sqrt"),
     "logarithm": (logarithm, "forward", "aten.log"),
@@ -280,7 +280,7 @@ def main(name: str, fault: str, seed: str) -> None:
     )
     with contextlib.closing(run):
         for x, y, marked in run.batches(DataLoader(TensorDataset(inputs, targets, marks), 4)):
-            # What changes in each process is NaN at the marked samples, so that a box is kept.
+            # Make the loss of marked samples infinite, so that their step is kept in a box.
             planted.is_marked = bool(marked.any())
             output = model(x.to(precision)).float()
             if fault in CHANGING and fault != "once" and planted.is_marked:

@@ -40,7 +40,7 @@ from locate_faults import KINDS, Fault, Planter, Training, record
 from locate_models import MODELS, quietly
 
 PARTS = ("faults", "equal", "rounding", "ranks", "costs")
-# Those that a compiler takes a minute for at most.
+# Models that compile within a minute.
 COMPILED = ("sampled",)
 
 
@@ -170,7 +170,7 @@ def of_layers(change: Callable[..., Any]) -> Fault:
     def plant(training: Training) -> None:
         for module in training.model.modules():
             if type(module) is nn.Linear:
-                module.forward = functools.partial(change, module)  # type: ignore[method-assign]
+                vars(module)["forward"] = functools.partial(change, module)
 
     return Fault("", 1, "", "", None, plant)
 
@@ -220,7 +220,7 @@ class TwoThreads(AbstractContextManager[None]):
         torch.set_num_threads(1)
 
 
-# What A runs in, what B runs in, and what changes B's layers.
+# For each kind: the context of run A, the context of run B, and the change to B's layers.
 ROUNDINGS: dict[str, tuple[Any, Any, Callable[[], Fault] | None]] = {
     "two sums": (nullcontext, nullcontext, lambda: of_layers(in_two_sums)),
     "double": (nullcontext, nullcontext, lambda: of_layers(in_double)),

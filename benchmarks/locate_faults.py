@@ -104,7 +104,7 @@ class Training:
             self.step += 1
             return result
 
-        self.optimizer.step = MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        vars(self.optimizer)["step"] = MethodType(step, self.optimizer)
 
     def module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path.removeprefix("model").removeprefix("."))
@@ -125,7 +125,7 @@ class Training:
             is_here = step is None or (self.step, number) == (step, call)
             return change(forward, *args, **options) if is_here else forward(*args, **options)
 
-        module.forward = changed  # type: ignore[method-assign]
+        vars(module)["forward"] = changed
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Fault:
     # One of these words is in the operation; none where no operation does it.
     operations: tuple[str, ...] = (HERE,)
     mode: FlipResult | None = None
-    # What must be among the notes.
+    # Text that the notes of the result must contain.
     note: str = ""
 
 
@@ -460,7 +460,7 @@ class Planter:
             module = training.module(path)
             module.eval()
             # A Trainer's model.train() does not reach it.
-            module.train = lambda mode=True: module  # type: ignore[method-assign, assignment]
+            vars(module)["train"] = lambda mode=True: module
 
         return Fault("", 1, "forward", path, 0, plant, OF_DROPOUT)
 

@@ -214,8 +214,8 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def loader_of(samples: list[Any]) -> DataLoader[Any]:
-    return DataLoader(samples, BATCH_SIZE)  # type: ignore[arg-type]
+def loader_of(samples: Any) -> DataLoader[Any]:
+    return DataLoader(samples, BATCH_SIZE)
 
 
 def run_loop(

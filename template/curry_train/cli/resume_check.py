@@ -96,7 +96,7 @@ def check_resume(
 
 
 class LeftFiles:
-    """What a killed process has left on the disk, to be restored before each resume."""
+    """Copies of the files of a killed process, restored before each resume."""
 
     def __init__(self, log: Path, folder: Path) -> None:
         changed = enumerate(ChangedFiles.read_log(log))

@@ -66,7 +66,7 @@ def copy_steps(original: torch.optim.Optimizer, copied: torch.optim.Optimizer) -
         return
     modes = function_modes()
     for part in copied.parts.values():
-        part.step = in_modes(part.step, modes)  # type: ignore[method-assign]
+        vars(part)["step"] = in_modes(part.step, modes)
     copied.attach()
     try:
         with original.paused():

@@ -22,9 +22,9 @@ from .fingerprints import place_of
 from .rounding import epsilon_of, is_rounding, num_elements
 
 Observation = Mapping[str, Any]
-# Kinds of observations with digests.
-# Operations from the first that differs on, among which one run's and the other's are aligned.
+# Operations, from the first one that differs, that are aligned between the two runs.
 LONGEST_ALIGNED = 500
+# Kinds of observations with digests.
 COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "gradients", "update", "updated")
 
 
