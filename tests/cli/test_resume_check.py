@@ -150,6 +150,34 @@ def test_a_program_whose_starts_differ_is_told_to_be_seeded(tmp_path, monkeypatc
     assert "two starts differ already, data order: another batch (step 1)" in " ".join(lines)
 
 
+SEEDED_IN_TORCH_ALONE = """\
+import torch
+from curry_train.runs import saving
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+optimizer = torch.optim.AdamW(model.parameters())
+batches = torch.rand(20, 4, 4)
+with saving(model, optimizer, runs="run", rollback_every=2) as run:
+    for batch in run.batches(batches):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.step(loss=loss)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_generators_that_the_program_leaves_alone_need_no_seed(tmp_path, monkeypatch, capfd):
+    words = ("--script", "program.py")
+    status, lines, found = checked(monkeypatch, tmp_path, SEEDED_IN_TORCH_ALONE, *words)
+    assert status == 0, lines
+    assert found["withheld"]["generators"]["generators"].startswith("torch")
+    # The link to the newest state is put back as a link.
+    assert "was a folder" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.timeout(300)
 def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
     words = ("--script", "program.py", "everything")

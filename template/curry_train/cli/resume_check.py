@@ -59,13 +59,22 @@ def check_resume(
             found = run_ranks(str(__spec__.name), [mode, str(last), fresh, str(log), *program])
         except LoopFailed as error:
             raise UnusableInput(f"{what}: {error}") from error
+        forget(found[0]["steps"], unseeded)
         return found[0]
+
+    # Generators that begin differently in each process. If the training drew from one of them, its
+    # batches or parameters would differ too.
+    unseeded: set[str] = set()
 
     straight = run("straight", num_steps, start)["steps"]
     if len(straight) < num_steps:
         raise UnusableInput(f"it ended after {len(straight)} steps: give fewer --steps")
     try:
         killed = run("killed", kill_at, start)["steps"]
+        states = straight[0]["generators"], killed[0]["generators"]
+        unseeded |= {name for name in states[0] if states[0][name] != states[1].get(name)}
+        forget(straight, unseeded)
+        forget(killed, unseeded)
         if apart := differences(straight, killed, 0):
             part, text = next(iter(apart.items()))
             raise UnusableInput(
@@ -95,6 +104,13 @@ def check_resume(
     }
 
 
+def forget(steps: Steps, generators: set[str]) -> None:
+    """Leave generators out of what is compared."""
+    for step in steps:
+        for name in generators:
+            step["generators"].pop(name, None)
+
+
 class LeftFiles:
     """Copies of the files of a killed process, restored before each resume."""
 
@@ -112,14 +128,14 @@ class LeftFiles:
 
 def _replace(old: Path, new: Path) -> None:
     """Make a file or folder a copy of another one, which may not be there."""
-    if old.is_dir():
+    if old.is_dir() and not old.is_symlink():
         shutil.rmtree(old)
     else:
         old.unlink(missing_ok=True)
-    if new.is_dir():
-        shutil.copytree(new, old)
-    elif new.exists():
-        shutil.copy2(new, old)
+    if new.is_dir() and not new.is_symlink():
+        shutil.copytree(new, old, symlinks=True)
+    elif new.exists() or new.is_symlink():
+        shutil.copy2(new, old, follow_symlinks=False)
 
 
 def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
