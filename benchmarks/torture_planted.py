@@ -1,20 +1,13 @@
-"""Plant faults in the package and print what the torture reports for each.
+"""Faults of a checkpoint store that the torture must find, planted by replacing parts of ours.
 
-`python -m torture_planted NAME...` writes JSON: each fault and the judge's
-findings, none where it was not caught.
+`python -m torture --plant NAME` runs the torture on one.
 Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
 import contextlib
 import io
-import json
-import logging
-import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,13 +19,6 @@ from curry_train.runs.files import Files
 from curry_train.runs.layout import MANIFEST_FILE_NAME
 from curry_train.runs.retention import newest_first
 from curry_train.runs.store import Writing
-from torture_damage import flips, subjects
-from torture_hostile import hostile
-from torture_kills import kill_many
-from torture_ranks import QUICK
-from torture_training import Expected, straight, warm_up
-
-MOST_KILLS = 150
 
 
 def generators_stay_as_they_are() -> Any:
@@ -107,66 +93,21 @@ def links_are_followed() -> Any:
     return mock.patch.multiple(Files, kind=kind, open=lambda self, key: self.path(key).open("rb"))
 
 
-def in_kills(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
-    """Plant the fault in the children, but not in the judge."""
-
-    def plant() -> None:
-        contextlib.ExitStack().enter_context(fault())
-
-    found = kill_many(
-        folder / "run", 1, MOST_KILLS, expected=expected, plant=plant, until_wrong=True
+FAULTS: dict[str, Callable[[], Any]] = {
+    fault.__name__: fault
+    for fault in (
+        generators_stay_as_they_are,
+        renamed_before_it_is_whole,
+        the_older_goes_before_the_newer_is_whole,
+        retention_deletes_the_newest,
+        the_optimizer_does_not_wait,
+        hashes_are_not_compared,
+        anything_is_unpickled,
+        links_are_followed,
     )
-    return list(found["wrong"])
-
-
-def in_damage(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
-    every = subjects(folder)[:1]
-    with fault():
-        return list(flips(every, 8, progress=lambda number: None)["wrong"])
-
-
-def in_calls(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
-    with fault():
-        return list(hostile(folder, groups=("state",), progress=lambda number: None)["wrong"])
-
-
-def in_paths(folder: Path, expected: Expected, fault: Callable[[], Any]) -> list[str]:
-    with fault():
-        return list(hostile(folder, groups=("paths",), progress=lambda number: None)["wrong"])
-
-
-FAULTS: dict[str, tuple[Callable[..., list[str]], Callable[[], Any]]] = {
-    **{
-        fault.__name__: (in_kills, fault)
-        for fault in (
-            generators_stay_as_they_are,
-            renamed_before_it_is_whole,
-            the_older_goes_before_the_newer_is_whole,
-            retention_deletes_the_newest,
-            the_optimizer_does_not_wait,
-        )
-    },
-    "hashes_are_not_compared": (in_damage, hashes_are_not_compared),
-    "anything_is_unpickled": (in_calls, anything_is_unpickled),
-    "links_are_followed": (in_paths, links_are_followed),
 }
 
 
-def main() -> None:
-    logging.disable(logging.WARNING)
-    folder = Path(tempfile.mkdtemp(prefix="planted-", dir=QUICK))
-    try:
-        warm_up(folder / "warm")
-        expected, found = straight(1, folder / "straight"), {}
-        for name in sys.argv[1:] or FAULTS:
-            where, fault = FAULTS[name]
-            place = folder / name
-            place.mkdir()
-            found[name] = [finding[-400:] for finding in where(place, expected, fault)]
-        print(json.dumps(found, indent=1))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    main()
+def plant(name: str | None) -> Any:
+    """Return a context in which the fault is there, if a name is given."""
+    return FAULTS[name]() if name else contextlib.nullcontext()

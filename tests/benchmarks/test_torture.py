@@ -7,13 +7,17 @@
 
 import json
 import os
+import signal
 import subprocess
 
 import pytest
+from store_models import new_state
 from tree import ROOT
 from warm_python import warm_python
 
+from curry_train.runs import Store
 from torture import wrongs
+from torture_lives import STOPPED, Blow, History, Life, RankReport, Setup, judge
 
 # A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
 # torture_hostile.COMMANDS, which tries it on hostile ones.
@@ -23,12 +27,12 @@ OTHER_COMMANDS |= {"replay"}
 
 
 def run(*words):
-    """Run a module in its own process with one thread, because it forks."""
+    """Run the torture in its own process with one thread, because it forks."""
     paths = os.pathsep.join(
         [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
     )
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [warm_python(), "-m", *words]
+    command = [warm_python(), "-m", "torture", *words, "--json", "-"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT
     )
@@ -36,48 +40,46 @@ def run(*words):
     return done.returncode, json.loads(done.stdout)
 
 
-def test_kills_at_changes_and_of_one_and_of_two_ranks():
-    only = ("kills.one_rank", "kills.two_ranks", "kills.at_each_change")
-    status, found = run("torture", "--kills", "4", "--every", "13", "--only", *only, "--json", "-")
+def test_kills_and_signals_to_one_and_to_two_ranks():
+    counts = ("--kills", "8", "--signals", "8", "--every", "23")
+    only = ("kills.one_rank", "kills.at_each_change", "signals.two_ranks")
+    status, found = run(*counts, "--only", *only)
     assert (wrongs(found), status) == ([], 0)
-    assert found["kills"]["one_rank"]["kills"] >= 2
-    assert found["kills"]["two_ranks"]["kills"] >= 1
-    assert found["kills"]["at_each_change"]["kills"] >= 5
+    assert found["kills"]["one_rank"]["blows"] >= 5
+    assert found["kills"]["at_each_change"]["blows"] >= 2
+    assert found["signals"]["total"] >= 2
 
 
 @pytest.mark.long
 def test_damage_and_hostile_files():
-    only = ("flips", "swaps", "hostile")
-    status, found = run("torture", "--flips", "32", "--every", "43", "--only", *only, "--json", "-")
+    status, found = run("--flips", "36", "--every", "43", "--only", "damage", "hostile")
     assert (wrongs(found), status) == ([], 0)
-    assert found["flips"]["flips"] == 32
-    assert found["flips"]["files"] == 16
-    assert found["flips"]["each_file"] == 2
-    assert found["swaps"]["swaps"] >= 12
-    assert found["hostile"]["shapes"] >= 10
+    assert found["damage"]["flips"]["flips"] >= 36
+    assert found["damage"]["swaps"]["swaps"] >= 1
+    assert found["hostile"]["shapes"] >= 30
 
 
+KILLED = ("--kills", "150", "--only", "kills.one_rank")
+FORGED = ("--every", "500", "--only", "hostile")
 FAULTS = {
-    "generators_stay_as_they_are": "was not as the straight run at step",
-    "renamed_before_it_is_whole": "is half there",
-    "the_older_goes_before_the_newer_is_whole": "was committed",
-    "retention_deletes_the_newest": "was committed",
-    "the_optimizer_does_not_wait": "is not what the straight run was at its step",
-    "hashes_are_not_compared": "it was taken for whole",
-    "anything_is_unpickled": "the code in it was run",
-    "links_are_followed": "was opened",
+    "generators_stay_as_they_are": ("was not as the straight run at step", KILLED),
+    "renamed_before_it_is_whole": ("is half there", KILLED),
+    "the_older_goes_before_the_newer_is_whole": ("", KILLED),
+    "retention_deletes_the_newest": ("", KILLED),
+    "the_optimizer_does_not_wait": ("was not as the straight run at step", KILLED),
+    "hashes_are_not_compared": ("was taken for whole", ("--flips", "8", "--only", "damage")),
+    "anything_is_unpickled": ("the code in it was run", FORGED),
+    "links_are_followed": ("was opened", FORGED),
 }
-
-
-@pytest.fixture(scope="module")
-def planted():
-    return run("torture_planted", *FAULTS)[1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(planted, fault):
-    assert any(FAULTS[fault] in wrong for wrong in planted[fault]), planted[fault]
+def test_a_planted_fault_is_found(fault):
+    words, part = FAULTS[fault]
+    status, found = run("--plant", fault, *part)
+    assert status == 1
+    assert any(words in wrong for wrong in wrongs(found)), wrongs(found)
 
 
 def test_every_command_that_reads_a_checkpoint_is_tried():
@@ -85,3 +87,65 @@ def test_every_command_that_reads_a_checkpoint_is_tried():
     from torture_hostile import COMMANDS
 
     assert set(runs_command.list_commands(None)) == {*COMMANDS, *OTHER_COMMANDS}
+
+
+# The judge of SIGTERM, on lives of two ranks that nobody lived.
+
+LOSSES = {rank: {step: f"{rank}.{step}" for step in range(1, 13)} for rank in (0, 1)}
+TERM = Blow(signal.SIGTERM, (0,), word="step")
+
+
+def life(*, steps=(3, 3), statuses=(STOPPED, STOPPED), losses=LOSSES):
+    """Two ranks that did these steps and ended with these statuses."""
+    reports = []
+    for rank, last in enumerate(steps):
+        words = [("opening", None), ("handling", None)]
+        for step in range(1, last + 1):
+            words += [("step", step - 1), ("loss", [step, losses[rank][step]])]
+        reports += [RankReport(10.0, rank, word, what) for word, what in words]
+    return Life(reports, dict(enumerate(statuses)))
+
+
+@pytest.fixture
+def judged(tmp_path):
+    with Store(tmp_path) as store:
+        store.save("rollback", 3, new_state())
+
+    def judged(life, *, struck_at=50.0):
+        return judge(History(tmp_path, Setup(2), LOSSES), life, TERM, None, struck_at)
+
+    return judged
+
+
+def test_ranks_that_stop_after_the_same_saved_step_are_right(judged):
+    assert judged(life()) == []
+
+
+OTHER = {**LOSSES, 1: {**LOSSES[1], 2: "x"}}
+WRONG = {
+    "the ranks were at steps [3, 4]": life(steps=(3, 4)),
+    "3 is the newest committed": life(steps=(4, 4)),
+    "the ranks ended with {0: 143, 1: 134}": life(statuses=(STOPPED, 134)),
+    "the ranks ended with {0: 143, 1: 0}": life(statuses=(STOPPED, 0)),
+    "the ranks ended with {0: 143, 1: -9}": life(statuses=(STOPPED, -signal.SIGKILL)),
+    "rank 1 was not as the straight run at step 2": life(losses=OTHER),
+    "a rank hung": Life(hung=True),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_end_is_found(judged, words):
+    assert any(words in one for one in judged(WRONG[words])), judged(WRONG[words])
+
+
+def test_a_lost_commit_is_found(tmp_path):
+    with Store(tmp_path) as store:
+        store.save("rollback", 3, new_state())
+    history = History(tmp_path, Setup(), newest=5)
+    assert judge(history, Life(), Blow(signal.SIGKILL, (0,)), None, None) == [
+        "step 5 was committed, and 3 is the newest"
+    ]
+
+
+def test_before_the_signal_is_handled_it_may_end_a_rank(judged):
+    assert judged(life(steps=(0, 0), statuses=(-signal.SIGTERM, 1)), struck_at=5.0) == []
