@@ -13,6 +13,7 @@ from locate_faults import KINDS, Planter, record
 from locate_models import MODELS, quietly
 
 
+@pytest.mark.long
 def test_faults_and_equal_pairs_are_scored(tmp_path):
     path = tmp_path / "locate.json"
     words = ["--part", "faults", "--part", "equal", "--count", "2", "--only", "sampled"]

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from preflight import main
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_faulty_and_healthy_loops_are_scored(tmp_path):
     record = tmp_path / "preflight.json"

@@ -41,12 +41,12 @@ def run(*words):
 
 
 def test_kills_and_signals_to_one_and_to_two_ranks():
-    counts = ("--kills", "8", "--signals", "8", "--every", "23")
+    counts = ("--kills", "4", "--signals", "8", "--every", "39")
     only = ("kills.one_rank", "kills.at_each_change", "signals.two_ranks")
     status, found = run(*counts, "--only", *only)
     assert (wrongs(found), status) == ([], 0)
-    assert found["kills"]["one_rank"]["blows"] >= 5
-    assert found["kills"]["at_each_change"]["blows"] >= 2
+    assert found["kills"]["one_rank"]["blows"] >= 2
+    assert found["kills"]["at_each_change"]["blows"] >= 1
     assert found["signals"]["total"] >= 2
 
 
