@@ -40,14 +40,23 @@ def run(*words):
     return done.returncode, json.loads(done.stdout)
 
 
-def test_kills_and_signals_to_one_and_to_two_ranks():
-    counts = ("--kills", "4", "--signals", "8", "--every", "39")
-    only = ("kills.one_rank", "kills.at_each_change", "signals.two_ranks")
+def test_kills_and_signals_lose_nothing():
+    counts = ("--kills", "4", "--signals", "4", "--every", "39")
+    only = ("kills.one_rank", "kills.at_each_change", "signals.one_rank")
     status, found = run(*counts, "--only", *only)
     assert (wrongs(found), status) == ([], 0)
     assert found["kills"]["one_rank"]["blows"] >= 2
     assert found["kills"]["at_each_change"]["blows"] >= 1
     assert found["signals"]["total"] >= 2
+
+
+@pytest.mark.long
+def test_kills_and_signals_to_several_ranks_lose_nothing():
+    only = ("kills.two_ranks", "kills.three_ranks", "signals.two_ranks", "signals.three_ranks")
+    status, found = run("--kills", "12", "--signals", "12", "--only", *only)
+    assert (wrongs(found), status) == ([], 0)
+    assert found["kills"]["total"] >= 4
+    assert found["signals"]["total"] >= 4
 
 
 @pytest.mark.long
