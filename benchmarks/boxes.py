@@ -22,7 +22,7 @@ import click
 import torch
 
 import boxes_program
-from boxes_program import CHANGING, FAULTS, MODELS, build
+from boxes_program import CHANGING, FAULTS, PLACES, build
 from curry_train.cli import runs_replay
 from curry_train.cli.options import json_option
 from curry_train.core.wording import provenance, write_json
@@ -35,7 +35,7 @@ Case = tuple[str, str, int]
 
 def cases(num_each: int) -> Iterator[Case]:
     """Yield faults in turns over the models, as many that repeat as that do not."""
-    models = list(MODELS)
+    models = list(PLACES)
     for faults in (list(FAULTS), list(CHANGING)):
         for number in range(num_each):
             fault = faults[number % len(faults)]
@@ -108,7 +108,7 @@ def replayed(case: Case, folder: Path, *, times: int) -> dict[str, Any]:
 def _is_named(case: Case, found: dict[str, Any]) -> bool:
     """Return whether the planted operation is named, or of a spike the planted module."""
     name, fault, seed = case
-    _, _, path = build(name, fault, seed)
+    *_, path = build(name, fault, seed)
     _, phase, operation = FAULTS[fault]
     origin = found["origin"]
     if phase == "spike":

@@ -18,122 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
+import locate_models
 from curry_train.runs import saving
+from locate_models import BATCH_SIZE, MODELS
 
-WIDTH = 16
-CLASSES = 7
-LENGTH = 8
 FIRST_BAD_STEP = 22
 CALLS = itertools.count(1)
-
-
-class Mixed(nn.Module):
-    """A convolutional net with batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x.transpose(1, 2)).mean(2))
-
-
-class Recurrent(nn.Module):
-    """A GRU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH)
-        self.core = nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.core(self.embed(x))[0][:, -1]))
-
-
-class Attention(nn.Module):
-    """Causal attention whose mask has infinities in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf, dtype=x.dtype).triu(1)
-        weights = (q @ k.transpose(1, 2) / WIDTH**0.5 + mask).softmax(-1)
-        return self.out(self.drop(weights @ v))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(WIDTH)
-        self.attn = Attention()
-        self.ln_2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class Reader(nn.Module):
-    """A transformer of two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Block(), Block())
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x).mean(1))
-
-
-class Experts(nn.Module):
-    """A layer whose samples go to one of three experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.act = nn.SiLU()
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.mean(1)
-        weights = self.gate(x).softmax(-1)
-        mixed = [weights[:, i : i + 1] * one(x) for i, one in enumerate(self.experts)]
-        return self.head(self.act(sum(mixed)))
-
-
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(WIDTH * LENGTH, 32), nn.SiLU(), nn.Linear(32, WIDTH), nn.ReLU()
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x))
-
+locate_models.NUM_SAMPLES = 120
 
 # The modules behind which a fault may be planted; the fault is a module of its own there.
-MODELS: dict[str, tuple[Callable[[], nn.Module], Sequence[str]]] = {
-    "mixed": (Mixed, ("features.0", "features.1", "features.2")),
-    "recurrent": (Recurrent, ("embed", "norm")),
-    "reader": (Reader, ("blocks.0.attn.qkv", "blocks.0.ln_2", "blocks.1.mlp.1", "blocks.1.attn")),
-    "experts": (Experts, ("experts.0", "experts.2", "act")),
-    "perceptron": (Perceptron, ("layers.1", "layers.2", "layers.3")),
+PLACES: dict[str, Sequence[str]] = {
+    "convolutions": ("0.0", "0.1", "1.2"),
+    "residual": ("0", "1.convolution", "2"),
+    "U-Net": ("begin", "norm", "up"),
+    "encoder": ("embed", "body.layers.0.linear1", "body.layers.1.norm2"),
+    "experts": ("body.0.norm", "body.1.norm", "body.1.drop"),
 }
 
 
@@ -247,29 +148,27 @@ def plant(model: nn.Module, place: str, fault: Fault) -> str:
     return f"{place}.1"
 
 
-def build(name: str, fault: str, seed: int) -> tuple[nn.Module, Fault, str]:
-    """Build a model with a fault at the place that the seed chooses."""
-    make, places = MODELS[name]
+def build(name: str, fault: str, seed: int) -> tuple[nn.Module, list[Any], Fault, str]:
+    """Build a model with a fault at the place that the seed chooses, and its samples."""
+    places = PLACES[name]
     change = CHANGING.get(fault) or FAULTS[fault][0]
     planted = Fault(change, always=fault in CHANGING)
     torch.manual_seed(seed)
-    model = make()
+    model, samples = MODELS[name]()
     # Behind the last place no norm takes the size away, so that the loss is a spike.
     is_spike = FAULTS.get(fault, (None, ""))[1] == "spike"
     place = places[-1] if is_spike else places[seed % len(places)]
-    return model, planted, plant(model, place, planted)
+    return model, samples, planted, plant(model, place, planted)
 
 
 def main(name: str, fault: str, seed: str) -> None:
-    model, planted, _ = build(name, fault, int(seed))
+    model, samples, planted, _ = build(name, fault, int(seed))
     # Of each kind half of the models compute in another type.
     precision = {0: torch.float32, 1: torch.bfloat16}[int(seed) // 5 % 2]
     model.to(precision)
-    inputs = torch.randn(120, LENGTH, WIDTH)
-    marks = torch.zeros(120, dtype=torch.bool)
-    first = 4 * (FIRST_BAD_STEP - 1)
-    marks[first : first + 12] = True
-    targets = torch.randint(CLASSES, (120,))
+    first = BATCH_SIZE * (FIRST_BAD_STEP - 1)
+    marked = range(first, first + 3 * BATCH_SIZE)
+    batches = DataLoader([(*it, i in marked) for i, it in enumerate(samples)], BATCH_SIZE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run = saving(
         *(model, optimizer),
@@ -279,13 +178,13 @@ def main(name: str, fault: str, seed: str) -> None:
         box={"keep": 1},
     )
     with contextlib.closing(run):
-        for x, y, marked in run.batches(DataLoader(TensorDataset(inputs, targets, marks), 4)):
+        for x, labels, is_marked in run.batches(batches):
             # Make the loss of marked samples infinite, so that their step is kept in a box.
-            planted.is_marked = bool(marked.any())
-            output = model(x.to(precision)).float()
+            planted.is_marked = bool(is_marked.any())
+            output = model(x.to(precision) if x.is_floating_point() else x).float()
             if fault in CHANGING and fault != "once" and planted.is_marked:
                 output = output / 0
-            loss = F.cross_entropy(output, y)
+            loss = F.cross_entropy(output.flatten(0, -2), labels.flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -12,14 +12,14 @@ import pytest
 from tree import ROOT
 
 from boxes import cases
-from boxes_program import CHANGING, FAULTS, MODELS
+from boxes_program import CHANGING, FAULTS, PLACES
 
 
 def test_the_cases_have_each_fault_and_each_model():
     found = list(cases(40))
     assert len(found) == 80
     assert {fault for _, fault, _ in found} == {*FAULTS, *CHANGING}
-    assert {name for name, _, _ in found} == {*MODELS}
+    assert {name for name, _, _ in found} == {*PLACES}
 
 
 @pytest.mark.long
@@ -40,7 +40,7 @@ def test_a_planted_operation_is_named_and_a_clock_does_not_repeat(tmp_path):
     assert found["changing"]["said_so"] == 1
     repeated, changing = found["cases"]
     assert repeated["said"][1].startswith(
-        "step 22, forward: aten.sqrt.default in features.0.1, boxes_program.py:"
+        "step 22, forward: aten.sqrt.default in 0.0.1, boxes_program.py:"
     )
     assert "hardware, a race" in changing["said"][0]
-    assert "aten.mul.Tensor in features.0.1" in changing["said"][0]
+    assert "aten.mul.Tensor in 0.0.1" in changing["said"][0]
