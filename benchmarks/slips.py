@@ -1,0 +1,81 @@
+"""Apply the realistic slips of a list one by one, and see which test notices each.
+
+    python benchmarks/slips.py tests/slips/first.yaml            # `make slips`
+    python benchmarks/slips.py tests/slips/first.yaml --only 3 17
+
+A slip is what somebody may do in a change: an option that is no longer passed on, `any` for `all`,
+state that is kept over a second call. A row has the file, the `old` and the `new` text, and the
+tests near it, which run in a copy of the tree until one fails. The list is written anew with what
+caught each; `nothing` stands where all of them passed.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy what git tracks, as it is in the working tree."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def what_catches(slip: dict[str, Any], folder: Path) -> str:
+    """Return the test that fails with a slip in the copy, or `nothing`."""
+    path = folder / slip["file"]
+    right = path.read_text(encoding="utf-8")
+    if right.count(slip["old"]) != 1:
+        return f"not applied: the old text stands {right.count(slip['old'])} times in the file"
+    path.write_text(right.replace(slip["old"], slip["new"]), encoding="utf-8")
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n2", "-p", "no:cacheprovider"]
+    ended = subprocess.run(
+        [*words, *slip["tests"]],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    path.write_text(right, encoding="utf-8")
+    if ended.returncode == 0:
+        return "nothing"
+    found = FAILED.search(ended.stdout)
+    return found[1] if found else f"status {ended.returncode}: {ended.stdout[-300:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("list", type=Path)
+    parser.add_argument("--only", type=int, nargs="*", help="rows by their number, from 1 on")
+    options = parser.parse_args()
+    slips = yaml.safe_load(options.list.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory(prefix="slips-") as name:
+        copy_tree(Path(name))
+        for number, slip in enumerate(slips, start=1):
+            if options.only and number not in options.only:
+                continue
+            slip["caught"] = what_catches(slip, Path(name))
+            print(f"{number}: {slip['kind']}, {slip['file']}: {slip['caught']}", flush=True)
+            text = yaml.safe_dump(slips, sort_keys=False, width=100, allow_unicode=True)
+            options.list.write_text(text, encoding="utf-8")
+    caught = sum("::" in slip.get("caught", "") for slip in slips)
+    print(f"{caught} of {len(slips)} caught")
+
+
+if __name__ == "__main__":
+    main()
