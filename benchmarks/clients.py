@@ -2,7 +2,8 @@
 
     python benchmarks/clients.py --record evidence/clients.json
 
-The output and status of an installer prove nothing: installers end with 0 while they drop skills.
+Most clients clone a repository, which is that of a copy of the working tree here. The output and
+status of an installer prove nothing: installers end with 0 while they drop skills.
 No client is logged in. Proof: `python -m pytest tests/skills/test_clients.py`.
 """
 
@@ -26,6 +27,9 @@ from tree import files
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = "curry-train@curry-train"
+REPOSITORY = "curry-train/curry-train"
+# The folders besides the manifests that a client needs; the others stay in the repository.
+NEEDED = ("skills", "template", "scripts")
 LONGEST_RUN = 60  # seconds for one command of a client; the slowest takes 4 of them alone on a core
 
 
@@ -106,15 +110,16 @@ class Client:
 
     package: str
     executable: str
-    install: Callable[[Place, Path], str]
+    install: Callable[[Place, str], str]
     loaded: Callable[[Place], set[str]]
+    # Whether it clones with the settings of the user's git; Gemini CLI is given the folder.
+    clones: bool = True
 
 
-def _through_marketplace(verb: str) -> Callable[[Place, Path], str]:
-    def install(place: Place, bundle: Path) -> str:
-        return place.say("plugin", "marketplace", "add", str(bundle)) + place.say(
-            "plugin", verb, PLUGIN
-        )
+def _through_marketplace(verb: str, *options: str) -> Callable[[Place, str], str]:
+    def install(place: Place, source: str) -> str:
+        added = place.say("plugin", "marketplace", "add", source, *options)
+        return added + place.say("plugin", verb, PLUGIN)
 
     return install
 
@@ -186,25 +191,34 @@ def _skills(place: Place) -> set[str]:
 
 CLIENTS = {
     "Claude Code": Client(
-        "@anthropic-ai/claude-code@2.1.330", "claude", _through_marketplace("install"), _claude
+        "@anthropic-ai/claude-code@2.1.330",
+        "claude",
+        _through_marketplace("install", "--sparse", ".claude-plugin", *NEEDED),
+        _claude,
     ),
-    "Codex": Client("@openai/codex@0.169.0", "codex", _through_marketplace("add"), _codex),
+    "Codex": Client(
+        "@openai/codex@0.169.0",
+        "codex",
+        _through_marketplace(
+            "add", *(word for name in (".agents", *NEEDED) for word in ("--sparse", name))
+        ),
+        _codex,
+    ),
     "Copilot CLI": Client(
         "@github/copilot@1.0.102", "copilot", _through_marketplace("install"), _copilot
     ),
     "Gemini CLI": Client(
         "@google/gemini-cli@0.61.0",
         "gemini",
-        lambda place, bundle: place.say(
-            "extensions", "install", str(bundle), "--consent", answer="y\n"
-        ),
+        lambda place, source: place.say("extensions", "install", source, "--consent", answer="y\n"),
         _gemini,
+        clones=False,
     ),
     "npx skills": Client(
         "skills@1.7.4",
         "skills",
-        lambda place, bundle: place.say(
-            "add", str(bundle), "--yes", "--skill", "*", "--agent", "claude-code", "codex"
+        lambda place, source: place.say(
+            "add", source, "--yes", "--skill", "*", "--agent", "claude-code", "codex"
         ),
         _skills,
     ),
@@ -212,16 +226,26 @@ CLIENTS = {
 
 
 def copy_bundle(root: Path) -> Path:
-    """Copy the files of the bundle that a clone has."""
+    """Make a repository with the files of the bundle that a clone has."""
     for path in files(ROOT):
         target = root / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
+    commit(root)
     return root
 
 
-def loaded_skills(name: str, bundle: Path, *, seconds: float | None = None) -> tuple[set[str], str]:
-    """Return the names of the skills that a client loaded, and its output."""
+def commit(bundle: Path) -> None:
+    """Commit all changes of a bundle, so that a clone has them."""
+    who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+    for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message=all"]):
+        subprocess.run(["git", *who, *words], cwd=bundle, check=True, capture_output=True)
+
+
+def loaded_skills(
+    name: str, bundle: Path, *, seconds: float | None = None
+) -> tuple[set[str], str, int]:
+    """Return the names of the skills that a client loaded, its output, and what it installed."""
     client = CLIENTS[name]
     package(NODE, seconds=seconds)
     executable = package(client.package, seconds=seconds) / "node_modules/.bin" / client.executable
@@ -229,8 +253,23 @@ def loaded_skills(name: str, bundle: Path, *, seconds: float | None = None) -> t
         place = Place(executable, Path(folder) / "home", Path(folder) / "project")
         place.home.mkdir()
         place.project.mkdir()
-        output = client.install(place, bundle)
-        return client.loaded(place), output
+        (place.home / ".gitconfig").write_text(
+            f'[url "file://{bundle}"]\n\tinsteadOf = https://github.com/{REPOSITORY}.git\n'
+            f"[safe]\n\tdirectory = *\n"
+        )
+        output = client.install(place, REPOSITORY if client.clones else str(bundle))
+        return client.loaded(place), output, installed_bytes(Path(folder))
+
+
+def installed_bytes(folder: Path) -> int:
+    """Return the bytes of the largest installed copy, without the repository of its clone."""
+    sizes = [0]
+    for page in folder.rglob("skills/recompute/SKILL.md"):
+        copy = page.parents[2]
+        paths = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
+        own = [path for path in paths if ".git" not in path.relative_to(copy).parts]
+        sizes.append(sum(path.stat().st_size for path in own))
+    return max(sizes)
 
 
 def problems(loaded: set[str], bundle: Path) -> list[str]:
@@ -254,7 +293,7 @@ def main() -> int:
         bundle = copy_bundle(Path(folder) / "bundle")
         for name, client in CLIENTS.items():
             try:
-                loaded, output = loaded_skills(name, bundle, seconds=600)
+                loaded, output, num_bytes = loaded_skills(name, bundle, seconds=600)
             except Unavailable as error:
                 sys.stderr.write(f"{name}: {error}\n")
                 return 2
@@ -264,11 +303,12 @@ def main() -> int:
                 {
                     "client": name,
                     "package": client.package,
+                    "megabytes": round(num_bytes / 1e6, 2),
                     "loaded": sorted(loaded),
                     "problems": wrong,
                 }
             )
-            result = "; ".join(wrong) or f"{len(loaded)} skills loaded"
+            result = "; ".join(wrong) or f"{len(loaded)} skills, {num_bytes / 1e6:.1f} MB"
             print(f"{name:12} {client.package:34} {result}", flush=True)
             if wrong:
                 sys.stderr.write(output)

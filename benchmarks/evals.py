@@ -4,9 +4,9 @@
     make evals ARGS='--agent "claude -p {prompt} --plugin-dir {plugin}" --arm none --arm whole'
     make evals ARGS='--grade grad-accum-uneven-lengths --folder DIR'
 
-A case is a folder `skills/<technique>/evals/<case>/`: `case.yaml` in the format of `claude plugin
-eval`, the `fixture/` that the agent works on, and `graders/grade.py`. That command takes the cases
-too (`claude plugin eval skills/<technique> --scaffold`), but its own graders run no programs.
+A case is a folder `evals/<technique>/<case>/`: `case.yaml` in the format of `claude plugin eval`,
+the `fixture/` that the agent works on, and `graders/grade.py`. That command reads the cases too, of
+a plugin that has them in its folder `evals/`, but its own graders run no programs.
 
 Tags: a case is `hard`, if an agent needs figures that only a tool computes (its solutions note the
 commands that give them, and how an attempt without them ended), or `smoke`, if a capable agent
@@ -42,7 +42,7 @@ from typing import Any
 
 import yaml
 
-from evals_grading import Grade, as_rows, checks, grade, score
+from evals_grading import Grade, as_rows, grade, score
 from evals_scripted import IDLE, solutions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ class Case:
 
     @property
     def skill(self) -> str:
-        return self.folder.parents[1].name
+        return self.folder.parent.name
 
     @property
     def prompt(self) -> str:
@@ -98,7 +98,7 @@ class Row:
 
 def cases(root: Path = ROOT) -> list[Case]:
     """List the cases of all skills by name."""
-    found = sorted(root.glob("skills/*/evals/*/case.yaml"))
+    found = sorted(root.glob("evals/*/*/case.yaml"))
     read = [Case(path.parent, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in found]
     return sorted(read, key=lambda case: case.name)
 
@@ -139,7 +139,7 @@ def _files(root: Path) -> list[Path]:
 
 def _hidden(path: Path) -> bool:
     """Return whether a file shows the cases, their graders or their solutions."""
-    return path.parts[0] in HIDDEN or "evals" in path.parts
+    return path.parts[0] in HIDDEN
 
 
 def _frontmatter(page: str) -> str:
@@ -318,33 +318,6 @@ def record(rows: Sequence[Row], words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def skill_creator_file(skill: str, found: Sequence[Case]) -> dict[str, Any]:
-    """Return the cases of a skill in the format of skill-creator's `evals.json`."""
-    rows = []
-    for number, case in enumerate(found, start=1):
-        files = sorted(path for path in (case.folder / "fixture").rglob("*") if path.is_file())
-        says = [(one.__doc__ or "").strip().splitlines()[0] for one in checks(case.folder).values()]
-        rows.append(
-            {
-                "id": number,
-                "prompt": case.prompt,
-                "expected_output": case.settings["expected_outcome"],
-                "files": [path.relative_to(case.folder.parents[1]).as_posix() for path in files],
-                "expectations": says,
-                "assertions": says,
-            }
-        )
-    return {"skill_name": skill, "evals": rows}
-
-
-def write_lists() -> None:
-    """Write `evals.json` of each skill from its cases."""
-    for folder in sorted(ROOT.glob("skills/*/evals")):
-        found = [case for case in cases() if case.folder.parent == folder]
-        text = json.dumps(skill_creator_file(folder.parent.name, found), indent=2)
-        (folder / "evals.json").write_text(text + "\n", encoding="utf-8")
-
-
 # Command
 
 
@@ -368,7 +341,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="run the scripted agents")
     parser.add_argument("--grade", metavar="CASE", help="grade --folder instead of running agents")
     parser.add_argument("--folder", type=Path, help="what an agent left, for --grade")
-    parser.add_argument("--write-lists", action="store_true", help="write each evals.json again")
     parser.add_argument("--json", metavar="FILE", help="write the record")
     return parser.parse_args(words)
 
@@ -376,9 +348,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
     """Status: 0 done and, in a dry run, as expected; 1 a point was missed; 2 wrong usage."""
     options = parse(words)
-    if options.write_lists:
-        write_lists()
-        return 0
     found = chosen(options.grade or options.case, short=options.short)
     if not found or (options.grade and not options.folder):
         print("no case has that name; --grade also needs --folder", file=sys.stderr)

@@ -45,8 +45,11 @@ def run(executable, folder, *words):
     return ended.stdout + ended.stderr, json.loads((folder / "a.json").read_text())
 
 
-def test_the_cases_of_a_skill_are_found_where_they_stand(executable, tmp_path):
-    output, record = run(executable, tmp_path, ROOT / "skills/grad-accum", "--case", "*uneven*")
+def test_the_cases_of_a_skill_are_found_in_a_plugin(executable, tmp_path):
+    plugin = tmp_path / "plugin"
+    shutil.copytree(ROOT / "skills/grad-accum", plugin)
+    shutil.copytree(ROOT / "evals/grad-accum", plugin / "evals")
+    output, record = run(executable, tmp_path, plugin, "--case", "*uneven*")
     (case,) = record["cases"]
     assert case["name"] == "grad-accum-uneven-lengths", output
     (one,) = case["arms"]["with"]

@@ -13,8 +13,7 @@ import snapshot_files
 from snapshot_files import MIB, Recorder, Training, python
 
 FILE = (
-    Path(__file__).resolve().parents[2]
-    / "skills/memory-plan/evals/which-change-fits/fixture/oom.pickle"
+    Path(__file__).resolve().parents[2] / "evals/memory-plan/which-change-fits/fixture/oom.pickle"
 )
 LENGTHS = (1130, 905, 1420, 1015, 1610, 1290, 1777)
 NUM_BLOCKS = 10

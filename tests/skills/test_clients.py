@@ -12,7 +12,7 @@ from client_packages import Unavailable
 from pages import RECORD_KEYS
 from tree import ROOT
 
-from clients import CLIENTS, copy_bundle, loaded_skills, problems
+from clients import CLIENTS, commit, copy_bundle, loaded_skills, problems
 
 NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,10 +50,12 @@ def bundle(tmp_path):
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_every_skill_is_loaded(name, bundle):
-    loaded, output = loaded_by(name, bundle)
+    loaded, output, _ = loaded_by(name, bundle)
     assert problems(loaded, bundle) == [], output
 
 
+# These have no option to leave folders of a repository out.
+WHOLE_REPOSITORY = ("Gemini CLI", "Copilot CLI")
 # Starting these clients takes longest, and others show the same.
 SLOW_CLIENTS = ("Gemini CLI", "Copilot CLI")
 
@@ -73,7 +75,8 @@ def test_a_skill_that_a_client_drops_is_noticed(name, bundle):
         assert old in text
         page.write_text(text.replace(old, new, 1))
     (bundle / "skills/grad-accum/SKILL.md").rename(bundle / "skills/grad-accum/skill.txt")
-    loaded, output = loaded_by(name, bundle)
+    commit(bundle)
+    loaded, output, _ = loaded_by(name, bundle)
     expected = {f"did not load {skill}" for skill in DROPPED[name]}
     if "bench" in DROPPED[name]:
         expected |= {"loaded other, which is no folder"}
@@ -93,7 +96,9 @@ def test_the_readme_has_the_install_commands_that_were_run(name):
     typed, source = Typed(), re.compile(r"(?:https://github\.com/)?curry-train/curry-train")
     CLIENTS[name].install(typed, "SOURCE")
     row = re.search(
-        rf"^\| {'others' if name == 'npx skills' else name} \|(.*)\|$", README, re.MULTILINE
+        rf"^\| {'others' if name == 'npx skills' else name} \|(.*\|\n(?:\| \|.*\|\n)*)",
+        README,
+        re.MULTILINE,
     )[1]
     prefix = "npx skills " if name == "npx skills" else f"{CLIENTS[name].executable} "
     shown = [source.sub("SOURCE", line) for line in re.findall(r"`([^`]+ [^`]+)`", row)]
@@ -110,3 +115,10 @@ def test_the_record_has_the_current_clients_and_skills():
         (name, client.package) for name, client in CLIENTS.items()
     ], "run `make clients` again"
     assert all(set(row["loaded"]) == NAMES for row in record["rows"]), "run `make clients` again"
+
+
+def test_clients_that_take_parts_of_a_repository_get_neither_tests_nor_answers():
+    rows = json.loads((ROOT / "evidence/clients.json").read_text())["rows"]
+    parts = [row for row in rows if row["client"] not in WHOLE_REPOSITORY]
+    assert len(parts) == 3
+    assert all(0 < row["megabytes"] <= 3.2 for row in parts), parts
