@@ -239,14 +239,6 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
 # The same training, in every kind of step.
 
 
-def test_gradients_are_those_of_the_plain_model_step_after_step(batch):
-    plain, model = twins(gelu_block)
-    for data in (batch, batch[:48], torch.cat([batch, batch]), batch):
-        assert compare(
-            record_step(plain, data, square_sum), record_step(model, data, square_sum)
-        ).bit_equal
-
-
 class Cell(nn.Module):
     def __init__(self):
         super().__init__()
@@ -291,16 +283,3 @@ def test_offload_works_with_recompute_of_other_and_of_inner_blocks(batch, inside
     assert offload_report(model).num_moved == (
         4 if inside else 8
     )  # the inputs of the recomputed blocks
-
-
-def test_nothing_moves_in_eval_mode_without_grad_mode_or_in_compiled_code(batch):
-    plain, model = twins(gelu_block)
-    square_sum(model.eval(), batch).backward()
-    with torch.no_grad():
-        model.train()(batch)
-    assert offload_report(model).num_moved == 0
-    compiled = torch.compile(model, backend="aot_eager")
-    value = square_sum(compiled, batch)
-    value.backward()
-    assert offload_report(model).num_moved == 0
-    assert torch.equal(value, square_sum(plain, batch))
