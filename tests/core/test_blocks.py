@@ -77,7 +77,7 @@ def test_blocks_are_the_outermost_modules_that_repeat(build, blocks):
 def test_a_model_without_repeats_raises_an_error_that_lists_modules_to_name(model):
     with pytest.raises(
         ValueError,
-        match=r"repeats no block in a ModuleList or Sequential; name the blocks.*--blocks",
+        match=r"repeats no block in a ModuleList or Sequential that .* name the blocks.*--blocks",
     ):
         find_blocks(model)
 
@@ -92,10 +92,7 @@ def test_recurrent_layers_are_blocks_since_they_keep_every_step(layer):
 def test_single_layers_are_not_blocks_and_the_message_gives_the_reason():
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    with pytest.raises(
-        NoBlocks,
-        match=r"Module repeats lone layers \(Linear; layers.0 to layers.2\): .* nothing to gain",
-    ):
+    with pytest.raises(NoBlocks, match=r"would save more than its input"):
         find_blocks(model)
     assert list(find_blocks(model, "layers.*")) == [
         "layers.0",

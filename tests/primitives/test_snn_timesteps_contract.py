@@ -17,7 +17,7 @@ from snn_models import WIDTH, Net, build, currents
 from torch import nn
 
 from curry_train.core.generators import seeded
-from curry_train.core.measure import LiveStorages, measure_memory
+from curry_train.core.measure import LiveStorages
 from curry_train.core.parity import compare, record
 from curry_train.gates.same_training import sample_of
 from curry_train.gates.snn_timesteps import chunks_peak_bytes
@@ -26,7 +26,6 @@ from curry_train.primitives.snn_timesteps import (
     OUTPUT_MODES,
     Costs,
     best_chunks,
-    check_step,
     checkpoint_timesteps,
     even_chunks,
     recompute_timesteps,
@@ -132,21 +131,18 @@ def test_backward_may_come_twice_and_be_differentiated():
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # a warning of the compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("what", ["step", "whole"])
-def test_compiled_chunks_equal_the_plain_loop_up_to_rounding(what):
+def test_a_compiled_loop_equals_the_plain_one_up_to_rounding():
     module, x = build(), currents()
 
     def run(x):
-        step = torch.compile(module.step, backend="aot_eager") if what == "step" else module.step
-        return checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4, outputs="sum")[
-            0
-        ]
+        state = module.initial_state(x)
+        return checkpoint_timesteps(module.step, x, state, chunk_size=4, outputs="sum")[0]
 
     plain = run_timesteps(module.step, x, module.initial_state(x), outputs="sum")[0]
     plain.sum().backward()
     wanted = module.first.weight.grad.clone()
     module.zero_grad()
-    found = (torch.compile(run, backend="aot_eager") if what == "whole" else run)(x)
+    found = torch.compile(run, backend="aot_eager")(x)
     found.sum().backward()
     assert torch.allclose(plain, found)
     assert torch.allclose(wanted, module.first.weight.grad, rtol=1e-5)
@@ -155,41 +151,7 @@ def test_compiled_chunks_equal_the_plain_loop_up_to_rounding(what):
 # Memory and cost.
 
 
-def run(module, x, loop, **kept):
-    return loop(module.step, x, module.initial_state(x), outputs="sum", **kept)[0].sum()
-
-
 STEPS = 40
-COSTS = Costs(
-    2 * 64 * WIDTH * 4, 3 * 64 * WIDTH * 4
-)  # two potentials; an input, and two for the spikes
-
-
-def peak_of(**kept):
-    module, x = build(), currents(STEPS, 64)
-    run(module, x[:2], checkpoint_timesteps)  # the first call looks for hidden state and measures
-    return measure_memory(
-        module, x, lambda *args: run(*args, checkpoint_timesteps, **kept)
-    ).peak_bytes
-
-
-def test_measured_chunks_have_a_lower_peak_than_chunks_of_any_one_size():
-    lowest = min(peak_of(chunk_size=size) for size in (1, 3, 8, 16, STEPS))
-    assert peak_of() < 0.92 * lowest
-
-
-def test_the_formula_predicts_the_peak_up_to_the_step_being_computed():
-    module, x = build(), currents(STEPS, 64)
-    costs = check_step(module.step, x, module.initial_state(x))
-    assert costs == COSTS
-    plain = measure_memory(module, x, lambda module, x: run(module, x, run_timesteps)).peak_bytes
-    more = plain - STEPS * costs.step_bytes
-    for size in (4, None, 20):
-        sizes = even_chunks(STEPS, size) if size else best_chunks(STEPS, costs)
-        found = peak_of(chunk_size=size) - chunks_peak_bytes(sizes, costs)
-        assert (
-            more - costs.boundary_bytes <= found <= more + costs.step_bytes
-        )  # one step is being computed
 
 
 @settings(max_examples=60, deadline=None)
