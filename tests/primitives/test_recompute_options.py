@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.measure import measure_memory
 from curry_train.primitives import (
     Recompute,
     apply_regions,
@@ -60,12 +59,6 @@ def gradients(model, run=None):
 
 def equal(one, other):
     return all(map(torch.equal, one, other))
-
-
-def held(model, run=None):
-    return measure_memory(
-        model, X, lambda module, batch: (run or module)(batch).square().sum()
-    ).held_bytes
 
 
 # Options of `torch.utils.checkpoint.checkpoint`.
