@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curry_train.core import memory_recorder
 from curry_train.loop import equip
 from curry_train.primitives import recompute_blocks
-from curry_train.runs import RunError, SpikeConfig, newest_whole
+from curry_train.runs import SpikeConfig, newest_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = 8
@@ -284,13 +284,6 @@ def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tm
     opened = [(one["kind"], one["step"]) for one in found if one["kind"] in ("start", "resume")]
     assert opened == [("start", 0), ("resume", 0), ("resume", 4)]
     assert [one["step"] for one in found if one["kind"] == "step"][-4:] == [5, 6, 7, 8]
-
-
-def test_a_spike_ends_a_loop_of_accelerate_where_it_would_be_rolled_back(tmp_path):
-    watch = SpikeConfig(action="rollback")
-    with pytest.raises(RunError, match=r"not finite: start again from an older checkpoint"):
-        Trained(tmp_path, journal=tmp_path / "run", watch=watch).accelerate(rate=float("inf"))
-    assert [one["kind"] for one in events(tmp_path / "run")][-2:] == ["spike", "stop"]
 
 
 @pytest.mark.parametrize("library", ["hugging_face", "lightning"])
