@@ -31,7 +31,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.generators import Generators, generators_kept, same_state
+from ..core.generators import (
+    generator_states,
+    generators_kept,
+    same_state,
+    set_generator_states,
+)
 from .rerun import BlockState, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
@@ -263,7 +268,7 @@ def _checked_run(
     # address comes again.
     storages = _storages([tensors, inputs])
     held = []
-    generators = Generators(tree_leaves(state))
+    generators = generator_states()
 
     def note(tensor: Tensor) -> Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
@@ -294,8 +299,10 @@ def _checked_run(
             results += tree_leaves(_copies((output, state)))
             held.append(_bytes_of(storages))
         # A chunk that draws random numbers saves the generator's state too.
-        drawn_bytes = torch.get_rng_state().nbytes if generators.moved() else 0
-        results += Generators(tree_leaves((timesteps[0], state))).leaves()
+        drawn_to = generator_states()
+        draws = not same_state(generators, drawn_to)
+        drawn_bytes = torch.get_rng_state().nbytes if draws else 0
+        results += tree_leaves(drawn_to)
     # The first timestep may hold other bytes, because it starts from the initial state.
     return results, Costs(_bytes_of(_storages(state)) + drawn_bytes, held[2] - held[1])
 
@@ -498,21 +505,23 @@ class _Chunk:
     shape: TreeSpec
     before: BlockState
     ran: bool = False
-    drawn_from: Generators | None = None
+    drawn_from: dict[str, Any] | None = None
 
     def __call__(self, *leaves: Any) -> Any:
         state, *timesteps = tree_unflatten(list(leaves), self.shape)
         if not self.ran:
             self.ran = True
             self.before.begin(leaves)
-            generators = Generators(leaves)
+            generators = generator_states()
             state = _take_steps(self.step, timesteps, state, self.collected)
             self.before.end()
             # Most steps draw no random numbers, and a generator state takes 5 KB.
-            self.drawn_from = generators if generators.moved() else None
+            self.drawn_from = None
+            if not same_state(generators, generator_states()):
+                self.drawn_from = generators
             return state
 
         with self.before, generators_kept():
             if self.drawn_from is not None:
-                self.drawn_from.restore()
+                set_generator_states(self.drawn_from)
             return _take_steps(self.step, timesteps, state, None)
