@@ -137,7 +137,7 @@ def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch)
     assert rows[-1].modules == ["0", "1"]
     refused = {row.strategy for row in rows if row.outcome != MEASURED_OUTCOME}
     # No loop over time, and no attention.
-    assert refused == {"timesteps", "timesteps_nested", "sac_attention"}
+    assert refused == {"timesteps", "sac_attention"}
     assert all(
         row.held_bytes <= rows[0].held_bytes for row in rows if row.outcome == MEASURED_OUTCOME
     )

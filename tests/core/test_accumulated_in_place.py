@@ -31,11 +31,6 @@ def square_by_product(layers, x):
     return torch.tanh(y * y)
 
 
-def three_products(layers, x):
-    y = torch.tanh(layers[0](x))
-    return torch.tanh(layers[1](y)) * torch.tanh(layers[2](y)) * torch.sigmoid(layers[1](y))
-
-
 def four_sums(layers, x):
     y = layers[0](x)
     return torch.relu(layers[1](y) + layers[2](y) + layers[1](y) + layers[2](y))
@@ -44,10 +39,6 @@ def four_sums(layers, x):
 def gathered(layers, x):
     columns = torch.zeros(ROWS, 8, dtype=torch.long)
     return torch.tanh(torch.gather(torch.tanh(layers[0](x)), 1, columns))
-
-
-def maximum(layers, x):
-    return torch.tanh(torch.tanh(layers[0](x)).max(1)[0])
 
 
 def indexed(layers, x):
@@ -96,10 +87,8 @@ MODELS = (
     residual,
     three_uses,
     square_by_product,
-    three_products,
     four_sums,
     gathered,
-    maximum,
     indexed,
     masked,
     variance_and_mean,

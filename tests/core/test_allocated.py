@@ -110,11 +110,6 @@ def compiled_whole(model):
     return torch.compile(model, backend="eager")
 
 
-def compiled_inside(model):
-    model[0].compile(backend="eager")
-    return model
-
-
 def compiled_forward(model):
     model[0].forward = torch.compile(model[0].forward, backend="eager")
     return model
@@ -124,11 +119,9 @@ def compiled_forward(model):
     "make",
     [
         compiled_whole,
-        compiled_inside,
         compiled_forward,
         lambda model: nn.Sequential(Decorated()),
         lambda model: bounded(block_class(), 0.5),
-        lambda model: nn.Sequential(compiled_whole(model)),
     ],
 )
 def test_a_module_with_compiled_code_inside_is_recognised(make):

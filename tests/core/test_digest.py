@@ -69,23 +69,10 @@ def test_swaps_between_the_pieces_of_a_large_tensor_are_seen(monkeypatch):
     assert digest(torch.cat([shards[1], shards[0], *shards[2:]])) != digest(tensor)
 
 
-def test_nan_zero_and_empty_tensors_have_digests():
-    nan = torch.tensor([float("nan"), 1.0])
-    assert digest(nan) == digest(nan.clone()) != digest(torch.tensor([1.0, float("nan")]))
-    assert digest(torch.tensor(0.0)) != digest(torch.tensor(-0.0))
-    assert digest(torch.empty(0)) == digest(torch.empty(0)) != digest(torch.empty(0, 1))
-
-
 def test_a_slice_that_begins_within_a_word_equals_its_copy():
     tensor = some(torch.float32, 11)
     assert digest(tensor[1:]) == digest(tensor[1:].clone())
     assert digest(tensor[1:8]) == digest(tensor[1:8].clone())
-
-
-def test_strides_do_not_matter():
-    tensor = some(torch.float32, 8)
-    for view in (tensor[::2], tensor[:1].expand(6), tensor[:1].expand(2)[:1], tensor[5]):
-        assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
 
 
 def test_a_digest_is_the_same_on_every_machine():

@@ -138,12 +138,6 @@ def test_without_a_gpu_nothing_is_recorded_and_the_option_is_refused(tmp_path, c
         recorded(config, torch.device("cpu"), True)
 
 
-def test_a_training_records_beside_its_runs(recorder, tmp_path, config):
-    with pytest.raises(torch.OutOfMemoryError), recorded(config, torch.device("cuda"), True):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert (tmp_path / "runs/mine-oom.pickle").is_file()
-
-
 @pytest.fixture
 def config(tmp_path):
     return load_config(None, ["name=mine", f"runs={tmp_path / 'runs'}", "steps=1"])

@@ -116,12 +116,6 @@ def test_rounding_of_a_gradient_that_is_zero_is_not_a_difference(step):
     assert not compare(step, replace(step, gradients=wrong), tolerance=1e-4).holds
 
 
-def test_a_frozen_parameter_without_a_gradient_is_not_a_difference():
-    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
-    step = record_step(model, torch.ones(1, 2), lambda model, batch: model(batch).sum())
-    assert compare(step, step).without_gradient == ()
-
-
 def test_imaginary_parts_count_within_a_tolerance():
     def step_with(factor):
         model = nn.Module()

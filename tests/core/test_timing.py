@@ -5,7 +5,6 @@ python -m pytest tests/core/test_timing.py
 
 import collections
 import itertools
-import random
 
 import pytest
 import torch
@@ -87,12 +86,6 @@ def test_the_clock_waits_for_the_device_and_excludes_work_queued_before():
     assert unwaited == [[0.0, 0.0], [0.0, 0.0]]  # the result of a benchmark that does not wait
 
 
-@pytest.mark.parametrize(("rounds", "warmup"), [(0, 0), (1, -1)])
-def test_no_rounds_are_an_error(rounds, warmup):
-    with pytest.raises(ValueError, match="rounds must be at least 1"):
-        time_in_turns([lambda: None], rounds=rounds, warmup=warmup)
-
-
 # Medians, ratios, intervals.
 
 
@@ -128,20 +121,6 @@ def test_five_rounds_are_too_few_for_an_interval():
 )
 def test_a_difference_is_seen_when_the_interval_excludes_one(bounds, verdict):
     assert Ratio(1.0, *bounds, 0.95).verdict == verdict
-
-
-@pytest.mark.parametrize("true_ratio", [1.0, 1.3])
-def test_the_interval_holds_the_true_ratio_in_95_of_100_runs_whatever_the_noise(true_ratio):
-    draw, held = random.Random(0), 0
-    for _ in range(1000):
-        plain, ours = (
-            [draw.lognormvariate(0, 0.2) * drift for drift in range(1, 21)] for _ in range(2)
-        )
-        stalled = [seconds * (8 if draw.random() < 0.1 else 1) for seconds in ours]
-        both = [seconds * (8 if draw.random() < 0.1 else 1) for seconds in plain]
-        found = paired_ratio([true_ratio * seconds for seconds in stalled], both)
-        held += found.lower <= true_ratio <= found.upper
-    assert 930 <= held <= 985  # 95.9% by rank; the bound allows three standard errors and ties
 
 
 @pytest.mark.parametrize(

@@ -104,48 +104,26 @@ def test_a_reference_to_outside_is_recorded():
         read(stream.getvalue())
 
 
-def test_pickles_that_follow_each_other_are_read_in_order():
-    data = pickle.dumps([1]) + pickle.dumps({"b": 2}) + b"rest"
-    reader = PickleReader(data)
-    assert reader.all(2) == [[1], {"b": 2}]
-    assert reader.stream.read() == b"rest"
-
-
 DEEP_KEY = b"}" + b")" + b"\x85" * 100_000 + b"K\x01s."
 WIDE_KEY = b"})" + b"2\x86" * 60 + b"K\x01s."
 HOSTILE = {
     "nothing": b"",
     "cut off": pickle.dumps({"a": [1, 2, 3]})[:-3],
-    "cut off in a line": b"I12",
-    "no end": b"]",
     "unknown opcode": b"\xff.",
-    "protocol of the future": b"\x80\x63N.",
-    "text of 4 GiB": b"X\xff\xff\xff\xff.",
     "text of 2**64 bytes": b"\x8d" + b"\xff" * 8 + b".",
-    "bytes of 2**63 bytes": b"\x8e" + struct.pack("<Q", 2**63) + b".",
     "frame of 2**60 bytes": b"\x95" + struct.pack("<Q", 2**60) + b"N.",
-    "negative length of text": b"T" + struct.pack("<i", -1) + b".",
     "integer of 2 GiB": b"\x8b" + struct.pack("<I", 2**31 - 1) + b"\x01.",
-    "integer of 100,000 digits": b"I" + b"9" * 100_000 + b"\n.",
-    "integer that is none": b"Iabc\n.",
     "text that is no UTF-8": b"\x8c\x01\xff.",
     "value that was not stored": b"j\xff\xff\xff\xff.",
-    "value taken from nothing": b"a.",
     "pop of nothing": b"0.",
-    "mark of nothing": b"e.",
-    "element of an integer": b"K\x01K\x01a.",
     "entry of a list": b"]K\x01K\x02s.",
-    "key without a value": b"}(K\x01u.",
     "key that is a list": b"}]K\x01s.",
     "key nested a hundred thousand deep": DEEP_KEY,
     "key of 2**60 elements": WIDE_KEY,
-    "element of a set nested deep": b"\x8f(" + b")" + b"\x85" * 100_000 + b"\x90.",
     "state of a list": b"]}b.",
-    "extension": b"\x82\x01.",
     "buffer outside": b"\x97.",
     "name without text": b"K\x01K\x02\x93.",
     "millions of lists": b"(" + b"]" * 8_000_000 + b"l.",
-    "millions of marks": b"(" * 8_000_000 + b".",
     "values without a mark": b"\x8c\x01a" + b"2\x94" * 1_000_000 + b"l.",
 }
 

@@ -34,22 +34,18 @@ def in_chunks(step, inputs, state, **options):
     return unrolled(step, inputs, state, sizes=[4], **options)
 
 
-def in_nested_chunks(step, inputs, state, *, levels=1, **options):
-    return unrolled(step, inputs, state, sizes=[4] if levels == 1 else [8, 2], **options)
-
-
 # Wrong twins.
 
 
-def in_one_go(step, inputs, state, *, levels=1, **options):
+def in_one_go(step, inputs, state, **options):
     return unrolled(step, inputs, state, sizes=[], **options)
 
 
-def detaches_the_state(step, inputs, state, *, levels=1, **options):
+def detaches_the_state(step, inputs, state, **options):
     def around(run, sizes, total, chunk, *state):
         return rerun(run, sizes, total, chunk, *(one.detach() for one in state))
 
-    return unrolled(step, inputs, state, sizes=[8, 2][-levels:], around=around, **options)
+    return unrolled(step, inputs, state, sizes=[2], around=around, **options)
 
 
 def drops_the_rest(step, inputs, state, *, time_dim=0, **options):
@@ -83,6 +79,6 @@ def stacks_first(step, inputs, state, *, time_dim=0, **options):
     return torch.stack(outputs).mean(0), state
 
 
-def in_single_steps(step, inputs, state, *, levels=1, **options):
-    """Recompute each step twice, whatever the levels."""
-    return unrolled(step, inputs, state, sizes=[1, 1, 1][: levels + 1], **options)
+def in_single_steps(step, inputs, state, **options):
+    """Recompute each step twice."""
+    return unrolled(step, inputs, state, sizes=[1, 1], **options)

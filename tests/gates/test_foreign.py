@@ -21,7 +21,6 @@ GPT2 = f"{HERE}/foreign_recompute.py:gpt2"
 WITHOUT_KEYWORDS = ["grad-accum/once", "grad-accum/scaled"]
 LOSSES = "apply_chunked_loss=foreign_memory_plan:"
 LOOPS = "checkpoint_timesteps=foreign_snn_timesteps:"
-NESTED = ["snn-timesteps/parity-nested", "snn-timesteps/flops-nested"]
 WATCHED = ["loss-spike/recovered", "loss-spike/resumed"]
 
 # An implementation, a model, and the gates that take it and need not apply.
@@ -43,9 +42,9 @@ RIGHT = [
     ("train_window=foreign_grad_accum:by_hand", "transformer", WITHOUT_KEYWORDS),
     ("train_window=foreign_grad_accum:with_clipping", "transformer", []),
     ("train_window=foreign_grad_accum:by_accelerate", "transformer", WITHOUT_KEYWORDS[1:]),
-    (f"{LOOPS}in_chunks", "snn", NESTED),
-    (f"{LOOPS}in_chunks", LONG_SNN, NESTED),
-    (f"{LOOPS}in_nested_chunks", NOISY, []),
+    (f"{LOOPS}in_chunks", "snn", []),
+    (f"{LOOPS}in_chunks", LONG_SNN, []),
+    (f"{LOOPS}in_chunks", NOISY, []),
     (f"{LOSSES}by_torch", LANGUAGE_MODEL, []),
     (f"{LOSSES}by_checkpoint", LANGUAGE_MODEL, []),
     ("plan=foreign_memory_plan:plan_every_block", LANGUAGE_MODEL, []),

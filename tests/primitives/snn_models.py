@@ -55,24 +55,6 @@ class Net(nn.Module):
         return spikes + 0.1 * last, (first, last)
 
 
-class KeeperNet(nn.Module):
-    """A network that is stepped without a state, because its neurons store it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, WIDTH), Keeper(), nn.Linear(WIDTH, WIDTH), Keeper()
-        )
-
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        return self.layers(x), state
-
-    def reset(self) -> None:
-        for layer in self.layers:
-            if isinstance(layer, Keeper):
-                layer.v = 0.0
-
-
 def build(make: Callable[[], Any] = Net) -> Any:
     """Build with the same weights each time, large enough for spikes."""
     torch.manual_seed(0)

@@ -63,11 +63,18 @@ def make(seed, *, tokens, width, classes, ignored, biased, dtype=torch.float64):
 
 
 def outcome(loss, tensors, incoming):
-    """The loss and the gradients of an uneven combination of its elements."""
+    """The loss and the gradients of an uneven combination of its elements, of a graph kept once."""
     value = loss()
     leaves = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    assert value.requires_grad is bool(leaves)
+    if not leaves:
+        return [value]
     weights = incoming if value.dim() else torch.tensor(0.7)
-    return [value.detach(), *torch.autograd.grad((value * weights.to(value)).sum(), leaves)]
+    total = (value * weights.to(value)).sum()
+    first = torch.autograd.grad(total, leaves, retain_graph=True)
+    gradients = torch.autograd.grad(total, leaves)
+    torch.testing.assert_close(first, gradients, rtol=0, atol=0, equal_nan=True)
+    return [value.detach(), *gradients]
 
 
 def worst(found, expected):
@@ -88,7 +95,7 @@ def compared(tensors, options, *, chunk_tokens=5):
     generator = torch.Generator().manual_seed(1)
     incoming = torch.randn(targets.shape, dtype=torch.float64, generator=generator)
     exact = [
-        None if tensor is None else tensor.detach().double().requires_grad_()
+        None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
         for tensor in (hidden, weight, bias)
     ]
     found = outcome(
@@ -131,6 +138,7 @@ SINGLE_CLASS = dict(
     biased=False,
     chunk_tokens=1,
     seed=0,
+    needs=(True, True, True),
 )
 
 
@@ -146,13 +154,17 @@ SINGLE_CLASS = dict(
     biased=st.booleans(),
     chunk_tokens=st.sampled_from([1, 4, 100, None]),
     seed=st.integers(0, 5),
+    needs=st.tuples(*[st.booleans()] * 3),
 )
 def test_every_combination_of_options_is_the_reference(
-    options, weighted, tokens, width, classes, ignored, biased, chunk_tokens, seed
+    options, weighted, tokens, width, classes, ignored, biased, chunk_tokens, seed, needs
 ):
     tensors = make(
         seed, tokens=tokens, width=width, classes=classes, ignored=ignored, biased=biased
     )
+    for tensor, need in zip(tensors[:3], needs, strict=True):
+        if tensor is not None:
+            tensor.requires_grad_(need)
     add_weights(options, weighted, tensors)
     assert compared(tensors, options, chunk_tokens=chunk_tokens) < TOLERANCE[torch.float64]
 
@@ -192,26 +204,18 @@ def test_options_hold_in_low_precision_and_under_autocast(options, autocast, dty
     assert error < TOLERANCE[torch.bfloat16 if autocast else dtype]
 
 
-def test_losses_per_token_can_be_differentiated_again_and_in_parts():
-    hidden, weight, _, targets = make(2, tokens=9, width=5, classes=11, ignored=0.0, biased=False)
-    losses = chunked_cross_entropy(hidden, weight, targets, reduction="none", chunk_tokens=4)
-    first = torch.autograd.grad(losses[0].sum(), weight, retain_graph=True)[0]
-    second = torch.autograd.grad(losses[1].sum(), weight, retain_graph=True)[0]
-    both = torch.autograd.grad(losses.sum(), weight)[0]
-    torch.testing.assert_close(first + second, both, rtol=1e-12, atol=1e-13)
-
-
-def test_float16_losses_per_token_do_not_overflow_with_a_loss_scale():
-    tensors = make(4, tokens=9, width=5, classes=11, ignored=0.0, biased=False)
-    hidden, weight = (tensor.detach().half().requires_grad_() for tensor in tensors[:2])
-    losses = chunked_cross_entropy(hidden, weight, tensors[3], reduction="none", chunk_tokens=4)
-    (scaled,) = torch.autograd.grad(losses.mean() * 65536.0, hidden)
-    exact = tensors[0].detach().half().double().requires_grad_()
-    loss = F.cross_entropy(
-        F.linear(exact, weight.detach().double()).transpose(1, 2), tensors[3], reduction="mean"
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_float16_gradients_do_not_overflow_with_a_loss_scale(reduction):
+    hidden, weight, _, targets = make(
+        4, tokens=9, width=5, classes=11, ignored=0.0, biased=False, dtype=torch.float16
     )
-    (expected,) = torch.autograd.grad(loss * 65536.0, exact)
-    assert ((scaled.double() - expected).norm() / expected.norm()).item() < 2e-3
+    options = {"reduction": reduction, "chunk_tokens": 4}
+    loss = chunked_cross_entropy(hidden, weight, targets, **options).mean() * 65536.0
+    exact = hidden.detach().double().requires_grad_()
+    expected = reference(exact, weight.detach().double(), targets, bias=None, options=options)
+    found = [torch.autograd.grad(loss, hidden)[0].double()]
+    found.append(torch.autograd.grad(expected.mean() * 65536.0, exact)[0])
+    assert ((found[0] - found[1]).norm() / found[1].norm()).item() < 2e-3
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

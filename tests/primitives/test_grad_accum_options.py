@@ -131,15 +131,6 @@ def test_options_that_have_no_effect_are_refused():
 # Settings and numbers of windows.
 
 
-def test_windows_are_numbered_as_their_errors_say():
-    microbatches = make_microbatches(0)
-    windows = list(GradientAccumulation(1).windows(microbatches, count=lambda batch: len(batch[0])))
-    assert [window.index for window in windows] == [0, 1, 2]
-    microbatches[2][0].fill_(float("nan"))
-    with pytest.raises(NonFiniteWindow, match=r"^window 2: .*microbatch 0 of 1"):
-        train(make_model(), windows[2], joint=False)
-
-
 def test_a_parameter_outside_of_the_loss_does_not_decay():
     model = make_model()
     model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))

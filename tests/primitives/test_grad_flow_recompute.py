@@ -3,12 +3,10 @@
 python -m pytest tests/primitives/test_grad_flow_recompute.py
 """
 
-import contextlib
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -23,7 +21,7 @@ from curry_train.primitives import (
     recompute_timesteps,
 )
 from curry_train.workloads.models import resnet, snn, transformer
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Case
 
 DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
 
@@ -126,44 +124,6 @@ def test_figures_under_recompute_are_the_bare_models(form, bare):
     assert torch.equal(left[2], bare[1][2])
 
 
-class Dot(nn.Module):
-    """A block with an operation that the probe uses too."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y * torch.tanh(torch.dot(y.flatten().double(), y.flatten().double())).float()
-
-
-def weights_of_dots(change):
-    def build():
-        return nn.ModuleDict({"layers": nn.ModuleList(Dot() for _ in range(2))})
-
-    def loss(model, batch):
-        return model.layers[1](model.layers[0](batch)).square().sum()
-
-    workload = Workload("dots", build, lambda size: torch.randn(size, 8), loss)
-    return run(workload, change, steps=1)[1][1]
-
-
-def test_a_selective_checkpoint_does_not_take_the_probes_operations_for_the_blocks(monkeypatch):
-    """Show why the probe runs without dispatch modes; if that part fails, they can stay."""
-    bare = weights_of_dots(lambda model: None)
-    assert all(map(torch.equal, bare, weights_of_dots(FORMS["torch selective"])))
-    monkeypatch.setattr(
-        "curry_train.primitives.grad_flow_probe._disable_current_modes",
-        contextlib.nullcontext,
-    )
-    try:
-        weights = weights_of_dots(FORMS["torch selective"])
-    except RuntimeError:
-        return
-    assert not all(map(torch.equal, bare, weights))
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_batch_norm_is_updated_once_with_and_without_a_probe(reentrant):
     workload = resnet(depth=2, width=16, size=8)
@@ -185,31 +145,3 @@ def test_a_loop_over_time_in_chunks_is_counted_by_timestep():
     flow, _ = run(workload, change)
     assert figures(flow) == figures(plain)
     assert flow.records[0].layers["layers.0"].calls == 2 * 12
-
-
-def test_hugging_face_recompute_is_counted_once():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16, use_cache=False
-    )
-
-    def trained(recompute):
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(config).train()
-        if recompute is not None:
-            enable = getattr(
-                model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-            )
-            enable({"use_reentrant": recompute})
-            model.enable_input_require_grads()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        tokens = torch.arange(32).view(2, 16) % 32
-        with GradFlow(model, optimizer, every=1) as flow:
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-        return flow
-
-    bare = figures(trained(None))
-    assert figures(trained(False)) == bare
-    assert figures(trained(True)) == bare

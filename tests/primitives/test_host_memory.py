@@ -17,7 +17,7 @@ from curry_train.primitives.offload import (
 
 MEMINFO = "MemTotal: 64 kB\nMemAvailable:   48 kB\n"
 JOB = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user/job\n"}
-SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+SECOND = "sys/fs/cgroup"
 
 
 @pytest.mark.parametrize(
@@ -40,15 +40,6 @@ SECOND, FIRST = "sys/fs/cgroup", "sys/fs/cgroup/memory"
                 f"{SECOND}/user/memory.stat": "anon 4000\ninactive_file 500\n",
             },
             4500,
-        ),
-        (
-            {
-                "proc/self/cgroup": "5:cpu:/\n4:hugetlb,memory:/seen/outside\n0::/\n",
-                f"{FIRST}/memory.limit_in_bytes": "9000\n",
-                f"{FIRST}/memory.usage_in_bytes": "2000\n",
-                f"{FIRST}/memory.stat": "inactive_file 9\ntotal_inactive_file 100\n",
-            },
-            7100,
         ),
     ],
 )

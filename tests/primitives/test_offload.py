@@ -3,7 +3,6 @@
 python -m pytest tests/primitives/test_offload.py
 """
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -11,17 +10,10 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.gates.same_training import sample_of
 from curry_train.primitives.offload import offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.models import load_workload, transformer
-from curry_train.workloads.workload import Case
 
 
 def chain(block, depth=3):
@@ -49,83 +41,6 @@ def twins(block, depth=3, **options):
 
 
 # Tensors that move, and tensors that stay.
-
-
-def saved_in(model, names, run):
-    """Return the tensors that autograd saves in blocks; they stay alive."""
-    found = []
-    with contextlib.ExitStack() as stack:
-        hooks = saved_tensors_hooks(lambda tensor: found.append(tensor), lambda tensor: tensor)
-        for name in names:
-            block = model.get_submodule(name)
-            handles = (
-                block.register_forward_pre_hook(lambda *_: hooks.__enter__()),
-                block.register_forward_hook(lambda *_: hooks.__exit__()),
-            )
-            for handle in handles:
-                stack.enter_context(handle)
-        run(model)
-    return found
-
-
-class CopiedBytes(TorchDispatchMode):
-    """Count the bytes that copies write."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        aten = torch.ops.aten
-        if function.overloadpacket in (aten.copy_, aten._to_copy, aten.clone):
-            self.nbytes += result.nbytes
-        return result
-
-
-@pytest.mark.parametrize("name", ["transformer", "mlp", "resnet"])
-def test_each_storage_moves_once_and_no_parameter_moves(name):
-    case = Case(load_workload(name))
-    plain, model = case.build(), case.build()
-    names = STRATEGIES["offload"].apply(model, sample_of(case))
-    before, after = CopiedBytes(), CopiedBytes()
-    with before:
-        saved = saved_in(plain, names, lambda model: case.workload.mean_loss(model, case.batch()))
-    with after:
-        case.workload.mean_loss(model, case.batch())
-    owned = {one.untyped_storage().data_ptr() for one in (*plain.parameters(), *plain.buffers())}
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in saved}
-    expected = sum(
-        size for address, size in storages.items() if address not in owned and size >= 4096
-    )
-    assert after.nbytes - before.nbytes == expected == offload_report(model).moved_bytes > 0
-
-
-def test_at_most_two_thirds_of_what_torch_moves_and_the_report_says_it():
-    case = Case(transformer())
-    model = case.build()
-    names = STRATEGIES["offload"].apply(model, sample_of(case))
-    assert names == ["layers.0", "layers.1", "layers.2"]
-    case.workload.mean_loss(model, case.batch()).backward()
-    saved = saved_in(case.build(), names, lambda one: case.workload.mean_loss(one, case.batch()))
-    report, all_bytes = offload_report(model), sum(tensor.nbytes for tensor in saved)
-    assert report.moved_bytes == report.brought_back_bytes
-    assert report.moved_bytes <= 0.67 * all_bytes
-    assert report.skipped.keys() == {"parameter or buffer", "duplicate", "too small"}
-    assert report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values()) == all_bytes
-    assert max(map(len, report.table().splitlines())) <= 80
-    assert "7.89 MiB  48 storages" in report.table()
-
-
-def test_the_device_holds_less_and_the_buffers_do_not_count():
-    case = Case(transformer(), batch_size=16)
-    plain, model = case.build(), case.build()
-    offload_blocks(model)
-    before, after = (
-        measure_memory(module, case.batch(), case.workload.mean_loss) for module in (plain, model)
-    )
-    moved = offload_report(model).moved_bytes
-    # The last of the three blocks' outputs is held by the block that is kept.
-    assert before.held_bytes - moved <= after.held_bytes <= before.held_bytes - 0.95 * moved
-    assert after.peak_bytes < 0.4 * before.peak_bytes
 
 
 class Views(torch.autograd.Function):
@@ -234,17 +149,12 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
         "no plain tensor of the device",
     }
     assert offload_report(model).num_moved == 0
+    table = offload_report(model).table().splitlines()
+    assert table[0] == "moved to the host        0.00 MiB  0 storages"
+    assert {line.partition(": ")[2] for line in table[2:]} == set(offload_report(model).skipped)
 
 
 # The same training, in every kind of step.
-
-
-def test_gradients_are_those_of_the_plain_model_step_after_step(batch):
-    plain, model = twins(gelu_block)
-    for data in (batch, batch[:48], torch.cat([batch, batch]), batch):
-        assert compare(
-            record_step(plain, data, square_sum), record_step(model, data, square_sum)
-        ).bit_equal
 
 
 class Cell(nn.Module):
@@ -291,16 +201,3 @@ def test_offload_works_with_recompute_of_other_and_of_inner_blocks(batch, inside
     assert offload_report(model).num_moved == (
         4 if inside else 8
     )  # the inputs of the recomputed blocks
-
-
-def test_nothing_moves_in_eval_mode_without_grad_mode_or_in_compiled_code(batch):
-    plain, model = twins(gelu_block)
-    square_sum(model.eval(), batch).backward()
-    with torch.no_grad():
-        model.train()(batch)
-    assert offload_report(model).num_moved == 0
-    compiled = torch.compile(model, backend="aot_eager")
-    value = square_sum(compiled, batch)
-    value.backward()
-    assert offload_report(model).num_moved == 0
-    assert torch.equal(value, square_sum(plain, batch))

@@ -105,9 +105,7 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
         (keep("tanh", "mm", "rand_like"), {"attention": 1, "tanh": 0}),
         # A third of what is cheap may be kept without a product, and more with one.
         (keep("tanh"), {"product": 3, "attention": 1, "tanh": 0}),
-        (keep("tanh", "sin", "mm"), {"attention": 1, "tanh": 0, "sine": 0}),
         (calls(("matmul", 1), ("attention", 0)), {"product": 2}),
-        (calls(("matmul", 2)), {"product": 2, "attention": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
@@ -216,6 +214,3 @@ def test_a_named_module_may_return_its_values_in_any_form(output):
     apply_regions(changed, also=["*.act"])
     steps = [record_step(model, BATCH, total) for model in (plain, changed)]
     assert compare(*steps).bit_equal
-
-
-# Both can be undone.

@@ -6,16 +6,13 @@ python -m pytest tests/primitives/test_recompute_options.py
 import contextlib
 import copy
 import functools
-import logging
 import pickle
 from types import FunctionType
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from curry_train.core.measure import measure_memory
 from curry_train.primitives import (
     Recompute,
     apply_regions,
@@ -25,8 +22,6 @@ from curry_train.primitives import (
     plain_blocks,
     recompute_blocks,
     recompute_segments,
-    remove_recompute,
-    remove_sac,
 )
 from curry_train.primitives.sac import PolicyError
 
@@ -66,52 +61,7 @@ def equal(one, other):
     return all(map(torch.equal, one, other))
 
 
-def held(model, run=None):
-    return measure_memory(
-        model, X, lambda module, batch: (run or module)(batch).square().sum()
-    ).held_bytes
-
-
 # Options of `torch.utils.checkpoint.checkpoint`.
-
-
-@pytest.fixture
-def records_of_operations(monkeypatch):
-    """Keep torch's records from pytest, which would format them as text.
-
-    Torch switches propagation off for good, and pytest then listens to that logger itself.
-    """
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
-
-
-class Changing(Block):
-    calls = 0
-
-    def forward(self, x):
-        Changing.calls += 1
-        return super().forward(x) if Changing.calls % 2 else super().forward(x[:3])
-
-
-@pytest.mark.usefixtures("records_of_operations")
-def test_debug_lists_the_operations_of_both_runs():
-    model = Recompute(Changing(), debug=True)
-    with pytest.raises(CheckpointError, match=r"(?s)aten\.addmm.*Operations executed during rec"):
-        model(X).sum().backward()
-
-
-def test_context_fn_gives_the_contexts_of_the_two_runs():
-    entered = []
-
-    @contextlib.contextmanager
-    def note(name):
-        entered.append(name)
-        yield
-
-    plain = chain()
-    model = copy.deepcopy(plain)
-    recompute_blocks(model, blocks="0", context_fn=lambda: (note("first"), note("second")))
-    assert equal(gradients(model), gradients(plain))
-    assert entered == ["first", "second"]
 
 
 class Counting(Block):
@@ -135,11 +85,6 @@ def test_early_stop_ends_the_second_run_or_lets_it_finish(lever, early_stop, exp
     assert len(ENDS) == (expected + 1 if lever == "segments" else 2 * expected)
 
 
-def test_segments_refuse_reentrant_checkpointing():
-    with pytest.raises(ValueError, match="leave use_reentrant at False"):
-        recompute_segments(chain(), 2, use_reentrant=True)
-
-
 @pytest.mark.parametrize("option", [{"debug": True}, {"context_fn": contextlib.nullcontext}])
 def test_reentrant_takes_no_contexts_and_policies_take_the_place_of_them(option):
     with pytest.raises(ValueError, match="takes no context_fn and no debug"):
@@ -159,11 +104,7 @@ class Overwriting(nn.Module):
         return self.last(self.first(x).add_(1))
 
 
-def test_a_changed_kept_output_is_an_error_unless_it_is_allowed():
-    refused = chain(Overwriting)
-    apply_sac(refused, "save_matmuls")
-    with pytest.raises(RuntimeError, match="has been mutated"):
-        refused(X).sum().backward()
+def test_a_changed_kept_output_may_be_allowed():
     allowed = chain(Overwriting)
     apply_sac(allowed, "save_matmuls", allow_cache_entry_mutation=True)
     allowed(X).sum().backward()
@@ -200,20 +141,16 @@ def of_globals(x, power):
     [
         lambda model: Recompute(model.compute),
         lambda model: model.decorated,
-        lambda model: functools.partial(model.decorated),
         lambda model: Recompute(functools.partial(model.compute)),
         lambda model: Recompute(functools.partial(Methods.compute, model), use_reentrant=False),
-        lambda model: functools.partial(Recompute(Methods.compute), model),
         lambda model: functools.partial(Recompute(with_module), used=model),
         lambda model: Recompute(FunctionType(of_globals.__code__, {"GLOBAL": model})),
     ],
     ids=[
         "method",
         "decorated",
-        "partial",
         "of a partial",
         "of a function",
-        "argument",
         "argument by name",
         "global name",
     ],
@@ -249,34 +186,6 @@ def test_a_function_without_modules_is_the_same_function_by_name():
 # Without any lever for a while.
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_plain_blocks_runs_the_blocks_as_they_were(lever):
-    plain = chain()
-    model = copy.deepcopy(plain)
-    LEVERS[lever](model)
-
-    def without(x):
-        with plain_blocks():
-            return model(x)
-
-    assert held(model, without) == held(plain)
-    assert held(model) < held(plain)
-
-
-def test_backward_inside_plain_blocks_runs_inner_blocks_as_forward_did():
-    plain = chain(depth=2)
-    model = copy.deepcopy(plain)
-    model = Recompute(nn.Sequential(Recompute(model[0]), Recompute(model[1])))
-    loss = model(X).square().sum()
-    with plain_blocks():
-        loss.backward()
-        assert not model.recomputes
-    assert model.recomputes
-    with plain_blocks():
-        assert not model.recomputes
-    assert equal([parameter.grad for parameter in model.parameters()], gradients(plain))
-
-
 def test_backward_inside_plain_blocks_runs_the_blocks_of_timesteps_as_forward_did():
     def step(x, state):
         x = model(x)
@@ -292,25 +201,6 @@ def test_backward_inside_plain_blocks_runs_the_blocks_of_timesteps_as_forward_di
             outputs.square().sum().backward()
         losses.append([parameter.grad.clone() for parameter in model.parameters()])
     assert equal(*losses)
-
-
-@pytest.mark.parametrize("lever", LEVERS)
-def test_plain_blocks_hold_where_torchs_own_checkpoint_runs_them_again(lever):
-    plain = chain()
-    model = copy.deepcopy(plain)
-    LEVERS[lever](model)
-    with plain_blocks():
-        found = gradients(model, lambda x: checkpoint(model, x, use_reentrant=False))
-    assert equal(found, gradients(plain))
-
-
-def test_each_lever_is_undone_alone():
-    model = chain(depth=2)
-    recompute_blocks(model, blocks="0")
-    apply_sac(model, "save_matmuls", blocks="1")
-    assert remove_recompute(model) == ["0"]
-    assert remove_sac(model) == ["1"]
-    assert {type(block) for block in model} == {Block}
 
 
 # A block and the module that it was made of.
@@ -329,47 +219,10 @@ def test_what_is_set_on_the_module_later_reaches_the_block_and_back():
     block.train()
     assert module.training
     assert not isinstance(module, Recompute)
-    assert "_recompute" not in vars(block)
 
 
-def test_two_blocks_of_one_module_have_their_own_options():
-    module = Block()
-    one = Recompute(module)
-    other = Recompute(module, enabled=False)
-    assert one.recomputes
-    assert not other.recomputes
-    for copied in (copy.deepcopy(other), pickle.loads(pickle.dumps(other))):
+def test_a_copy_of_a_block_has_its_options():
+    block = Recompute(Block(), enabled=False)
+    for copied in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
         assert not copied.recomputes
         assert isinstance(copied, Recompute)
-
-
-# Generators of a block's own.
-
-
-class Noisy(Block):
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x, generator=None):
-        mask = torch.rand(x.shape, generator=generator or self.generator) > 0.5
-        return super().forward(x * mask) * mask
-
-
-@pytest.mark.parametrize("place", ["by keyword", "in a list"])
-def test_a_generator_that_is_given_to_the_block_draws_the_same_again(place):
-    def run(block):
-        generator = torch.Generator().manual_seed(5)
-        block.zero_grad()
-        given = generator if place == "by keyword" else [generator]
-        block(X, generator=given).square().sum().backward()
-        return [*(parameter.grad for parameter in block.parameters()), generator.get_state()]
-
-    class Given(Noisy):
-        def forward(self, x, generator):
-            generator = generator[0] if isinstance(generator, list) else generator
-            return super().forward(x, generator)
-
-    torch.manual_seed(0)
-    plain = Given()
-    assert equal(run(Recompute(copy.deepcopy(plain))), run(plain))

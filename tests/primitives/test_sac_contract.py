@@ -6,7 +6,6 @@ python -m pytest tests/primitives/test_sac_contract.py
 import copy
 import functools
 import pickle
-import re
 from collections import Counter
 
 import pytest
@@ -23,9 +22,8 @@ from torch.utils.checkpoint import (
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import StepRecord, compare, record_step
 from curry_train.gates.sac import torch_sac
-from curry_train.primitives import POLICIES, sac
+from curry_train.primitives import POLICIES
 from curry_train.primitives.sac import (
-    POLICY_COST_FIGURES,
     PolicyError,
     apply_sac,
     make_policy,
@@ -89,26 +87,20 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("policy", ["save_attention", "save_expensive"])
-def test_dropout_inside_and_after_attention_is_drawn_the_same(device, policy):
+def test_dropout_inside_and_after_attention_is_drawn_the_same(device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if device == "cpu" and policy == "save_attention":
-        pytest.skip("on CPU attention with dropout is products and elementwise operations")
     torch.manual_seed(0)
     dtype = (
         torch.bfloat16 if device == "cuda" else torch.float32
     )  # flash attention takes no float32
     model = nn.Sequential(*[Attending() for _ in range(2)]).to(device, dtype)
     x, records = torch.randn(2, 16, 32, device=device, dtype=dtype), []
-    for apply in (nothing, lambda model: apply_sac(model, policy)):
+    for apply in (nothing, lambda model: apply_sac(model)):
         changed = copy.deepcopy(model)
         apply(changed)
         torch.manual_seed(1)
-        try:
-            records.append(record_step(changed, x, lambda model, x: model(x).square().mean()))
-        except PolicyError:
-            pytest.skip("every attention of these blocks draws, so there is none to keep")
+        records.append(record_step(changed, x, lambda model, x: model(x).square().mean()))
     assert compare(*records).bit_equal
 
 
@@ -141,7 +133,6 @@ def step(policy):
         ("keep", "there are save_expensive, save_matmuls"),
         (["aten.mul_"], r"aten.mul_.\w+ writes in place"),
         (["aten.nm"], "no operation 'aten.nm'"),
-        ([], "a policy is a name, a list of operations or a function"),
         (None, "a policy is a name, a list of operations or a function"),
         (
             ["aten.linear"],
@@ -164,32 +155,6 @@ def test_an_error_of_the_user_is_not_hidden_by_ours():
     model.layers[0].feed_forward.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LOSS(model, CASE.batch())
-
-
-def test_the_figures_that_a_refusal_quotes_are_measured():
-    case = Case(transformer(), batch_size=16)
-
-    def backwards(context, operation, *args, **kwargs):
-        expensive = operation in sac.EXPENSIVE_OPERATIONS or sac.writes_in_place(operation)
-        # The norm overwrites the output of a mean, and torch refuses to keep it.
-        recomputed = expensive or operation is aten.mean.dim
-        return CheckpointPolicy.PREFER_RECOMPUTE if recomputed else CheckpointPolicy.MUST_SAVE
-
-    def apply(model):
-        contexts = functools.partial(create_selective_checkpoint_contexts, backwards)
-        for block in model.layers:
-            block.forward = functools.partial(
-                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
-            )
-
-    bare, wrong, right = (figures(change, case) for change in (nothing, apply, apply_sac))
-    held = [round(100 * memory.held_bytes / bare[1].held_bytes) for _, memory, _ in (wrong, right)]
-    again = round(100 * recompute_flops(bare[2], wrong[2]) / bare[2].forward)
-    assert [int(figure) for figure in re.findall(r"(\d+)%", POLICY_COST_FIGURES)] == [
-        held[0],
-        again,
-        held[1],
-    ]
 
 
 def test_an_undetected_overwrite_of_a_kept_output_is_refused():
@@ -269,34 +234,3 @@ def test_compiled_blocks_keep_the_operations_of_the_policy():
     )  # three of the seven products of each block run again
     for record in (kept, every_second):
         assert compare(bare, record, tolerance=1e-5).holds
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_policy_that_keeps_nothing_is_an_error_in_compiled_code_too():
-    with pytest.raises(
-        torch._dynamo.exc.BackendCompilerFailed, match=r"saves no output of layers\.0"
-    ):
-        compiled_step(["aten.linear"])
-    torch._dynamo.reset()
-
-
-class Overwriting(nn.Module):
-    """A product without bias of three dimensions, of which torch makes an unsafe view, and `+=`."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, x):
-        product = self.up(x)
-        product += x
-        return self.down(torch.tanh(product))
-
-
-def test_an_overwritten_unsafe_view_of_a_saved_product_is_detected():
-    torch.manual_seed(0)
-    model = nn.Sequential(Overwriting(), Overwriting())
-    x = torch.randn(2, 3, 8, requires_grad=True)
-    assert apply_sac(model, "save_matmuls", blocks="*") == ["0", "1"]
-    with pytest.raises(RuntimeError, match="has been mutated"):
-        model(x).sum().backward()

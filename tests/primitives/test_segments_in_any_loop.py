@@ -35,16 +35,6 @@ def plain(model, x):
     return x
 
 
-def reads_shapes(model, x):
-    for layer in model.layers:
-        x = layer(x)
-        assert x.shape == (4, 8)
-        assert (x.dim(), x.size(0), x.dtype, x.device.type) == (2, 4, torch.float64, "cpu")
-        assert x.requires_grad
-        assert torch.is_tensor(x)
-    return x
-
-
 def runs_twice(model, x):
     return plain(model, plain(model, x))
 
@@ -75,12 +65,6 @@ def leaves_early(model, x):
     return x.square()
 
 
-def returns_early(model, x):
-    for layer in model.layers[:2]:
-        x = layer(x)
-    return x
-
-
 def calls_a_block_twice(model, x):
     for layer in model.layers:
         x = layer(x)
@@ -89,29 +73,12 @@ def calls_a_block_twice(model, x):
     return x
 
 
-def calls_the_first_block_twice(model, x):
-    return model.layers[0](model.layers[0](x))
-
-
 def collects_hidden_states(model, x):
     hidden = []
     for layer in model.layers:
         x = layer(x)
         hidden.append(x)
     return torch.stack(hidden).mean(0)
-
-
-def prints_a_norm(model, x):
-    for layer in model.layers:
-        x = layer(x)
-        float(x.detach().norm())
-    return x
-
-
-def goes_backwards(model, x):
-    for layer in reversed(model.layers):
-        x = layer(x)
-    return x
 
 
 def gradients(model, x):
@@ -123,11 +90,8 @@ def gradients(model, x):
     return [zero if parameter.grad is None else parameter.grad for parameter, zero in pairs]
 
 
-TRAIN_THE_SAME = [
-    *(plain, reads_shapes, runs_twice, leaves_early, returns_early),
-    *(calls_the_first_block_twice, collects_hidden_states, prints_a_norm),
-]
-BROKEN = [writes_in_place, adds_between, drops_a_block, calls_a_block_twice, goes_backwards]
+TRAIN_THE_SAME = [plain, runs_twice, leaves_early, collects_hidden_states]
+BROKEN = [writes_in_place, adds_between, drops_a_block, calls_a_block_twice]
 
 
 @pytest.mark.parametrize("loop", TRAIN_THE_SAME)
@@ -191,12 +155,6 @@ class Pair(nn.Module):
         return x, x.softmax(-1)
 
 
-def takes_the_first(model, x):
-    for layer in model.layers:
-        x = layer(x)[0]
-    return x
-
-
 def takes_the_weights_too(model, x):
     total = 0
     for layer in model.layers:
@@ -205,22 +163,13 @@ def takes_the_weights_too(model, x):
     return x + total
 
 
-@pytest.mark.parametrize("loop", [takes_the_first, takes_the_weights_too])
-def test_the_first_element_of_a_tuple_goes_on_to_the_next_block(loop):
-    model = Chain(loop)
+def test_the_first_element_of_a_tuple_goes_on_to_the_next_block():
+    model = Chain(takes_the_weights_too)
     model.layers = nn.ModuleList(Pair() for _ in range(4))
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
     assert all(map(torch.equal, gradients(model, x), expected))
-
-
-def test_a_block_that_is_called_by_itself_after_a_forward_breaks_the_chain():
-    model = Chain(plain)
-    recompute_segments(model, 2)
-    x = model(torch.randn(4, 8))
-    with pytest.raises(ChainBroken, match=r"layers\.1 "):
-        model.layers[1](x)
 
 
 MASK = torch.linspace(0.5, 1.5, 8)[:, None]
@@ -248,11 +197,9 @@ class Masked(nn.Module):
         (lambda index: [MASK[:4]], False),
         (lambda index: [], False),
         (lambda index: [MASK[4 * (index % 2) :][:4]], True),
-        (lambda index: [MASK[: 4 - 3 * (index % 2)]], True),
-        (lambda index: [MASK[:4]] * (index % 2), True),
         (lambda index: [1.0 + index], True),
     ],
-    ids=["same slice", "none", "other slice", "other shape", "sometimes", "other number"],
+    ids=["same slice", "none", "other slice", "other number"],
 )
 def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused):
     def loop(model, x):
@@ -314,10 +261,8 @@ def test_blocks_that_return_no_tensor_first_can_not_share_a_segment(output):
 @pytest.mark.parametrize(
     ("error", "call"),
     [
-        (RuntimeError("of the first block"), 1),
         (KeyError("of the second block"), 2),
         (torch.OutOfMemoryError("of the second block"), 2),
-        (RuntimeError("can't allocate memory"), 2),
         (RuntimeError("of the second run"), 5),
     ],
 )

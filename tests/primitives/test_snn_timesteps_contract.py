@@ -17,19 +17,17 @@ from snn_models import WIDTH, Net, build, currents
 from torch import nn
 
 from curry_train.core.generators import seeded
-from curry_train.core.measure import LiveStorages, measure_memory
+from curry_train.core.measure import LiveStorages
 from curry_train.core.parity import compare, record
 from curry_train.gates.same_training import sample_of
-from curry_train.gates.snn_timesteps import schedule_peak_bytes, times_again
+from curry_train.gates.snn_timesteps import chunks_peak_bytes
 from curry_train.primitives import snn_timesteps
 from curry_train.primitives.snn_timesteps import (
     OUTPUT_MODES,
     Costs,
-    HiddenState,
-    best_schedule,
-    check_step,
+    best_chunks,
     checkpoint_timesteps,
-    even_schedule,
+    even_chunks,
     recompute_timesteps,
     remove_timesteps,
     run_timesteps,
@@ -65,11 +63,10 @@ def same(make, x, *, state=None, **kept):
 # Equality with the plain loop.
 
 
-@pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("chunk_size", [1, 3, 99, None])
-@pytest.mark.parametrize("steps", [1, 10, 13])
-def test_gradients_are_equal_for_every_size_and_no_step_is_dropped(levels, chunk_size, steps):
-    assert same(Net, currents(steps), chunk_size=chunk_size, levels=levels)
+@pytest.mark.parametrize("steps", [1, 10])
+def test_gradients_are_equal_for_every_size_and_no_step_is_dropped(chunk_size, steps):
+    assert same(Net, currents(steps), chunk_size=chunk_size)
 
 
 def test_state_and_outputs_may_be_nested():
@@ -83,7 +80,7 @@ def test_state_and_outputs_may_be_nested():
         }
 
     x, found = currents(), []
-    for loop, kept in ((run_timesteps, {}), (checkpoint_timesteps, {"chunk_size": 3, "levels": 2})):
+    for loop, kept in ((run_timesteps, {}), (checkpoint_timesteps, {"chunk_size": 3})):
         for outputs in OUTPUT_MODES:
             zero = x.new_zeros(4, WIDTH)
             made, after = loop(step, x, {"first": zero, "last": [zero, 0]}, outputs=outputs, **kept)
@@ -102,7 +99,6 @@ class Draws(nn.Module):
         return torch.tanh(x * (1 + self.draw()))
 
 
-@pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize(
     "between",
     [
@@ -114,8 +110,8 @@ class Draws(nn.Module):
     ],
     ids=["dropout", "batch_norm", "torch", "python", "numpy"],
 )
-def test_random_numbers_and_statistics_are_those_of_the_plain_loop(between, levels):
-    assert same(lambda: Net(between), currents(), chunk_size=2, levels=levels)
+def test_random_numbers_and_statistics_are_those_of_the_plain_loop(between):
+    assert same(lambda: Net(between), currents(), chunk_size=2)
 
 
 def test_backward_may_come_twice_and_be_differentiated():
@@ -128,80 +124,34 @@ def test_backward_may_come_twice_and_be_differentiated():
         return [first, *torch.autograd.grad(second.square().sum(), [module.first.weight, x])]
 
     plain = gradients(run_timesteps)
-    for levels in (1, 2):
-        assert all(
-            map(torch.equal, plain, gradients(checkpoint_timesteps, chunk_size=3, levels=levels))
-        )
+    assert all(map(torch.equal, plain, gradients(checkpoint_timesteps, chunk_size=3)))
 
 
 @pytest.mark.filterwarnings(
     "ignore:.*should not be instantiated:DeprecationWarning"
 )  # a warning of the compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("what", ["step", "whole"])
-def test_compiled_chunks_equal_the_plain_loop_up_to_rounding(what):
+def test_a_compiled_loop_equals_the_plain_one_up_to_rounding():
     module, x = build(), currents()
 
     def run(x):
-        step = torch.compile(module.step, backend="aot_eager") if what == "step" else module.step
-        return checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=4, outputs="sum")[
-            0
-        ]
+        state = module.initial_state(x)
+        return checkpoint_timesteps(module.step, x, state, chunk_size=4, outputs="sum")[0]
 
     plain = run_timesteps(module.step, x, module.initial_state(x), outputs="sum")[0]
     plain.sum().backward()
     wanted = module.first.weight.grad.clone()
     module.zero_grad()
-    found = (torch.compile(run, backend="aot_eager") if what == "whole" else run)(x)
+    found = torch.compile(run, backend="aot_eager")(x)
     found.sum().backward()
     assert torch.allclose(plain, found)
     assert torch.allclose(wanted, module.first.weight.grad, rtol=1e-5)
 
 
-# It is off when it would free nothing.
-
-
 # Memory and cost.
 
 
-def run(module, x, loop, **kept):
-    return loop(module.step, x, module.initial_state(x), outputs="sum", **kept)[0].sum()
-
-
 STEPS = 40
-COSTS = Costs(
-    2 * 64 * WIDTH * 4, 3 * 64 * WIDTH * 4
-)  # two potentials; an input, and two for the spikes
-
-
-def peak_of(levels, **kept):
-    module, x = build(), currents(STEPS, 64)
-    run(module, x[:2], checkpoint_timesteps)  # the first call looks for hidden state and measures
-    return measure_memory(
-        module, x, lambda *args: run(*args, checkpoint_timesteps, levels=levels, **kept)
-    ).peak_bytes
-
-
-def test_measured_chunks_have_a_lower_peak_than_chunks_of_any_one_size():
-    for levels, sizes in ((1, (1, 3, 8, 16, STEPS)), (2, (1, 8, STEPS))):
-        lowest = min(peak_of(levels, chunk_size=size) for size in sizes)
-        assert peak_of(levels) < 0.92 * lowest
-
-
-def test_the_formula_predicts_the_peak_up_to_the_step_being_computed():
-    module, x = build(), currents(STEPS, 64)
-    costs = check_step(module.step, x, module.initial_state(x))
-    assert costs == COSTS
-    plain = measure_memory(module, x, lambda module, x: run(module, x, run_timesteps)).peak_bytes
-    more = plain - STEPS * costs.step_bytes
-    for levels, size in ((1, 4), (1, None), (1, 20), (2, 3), (2, None), (2, 10)):
-        schedule = (
-            even_schedule(STEPS, size, levels) if size else best_schedule(STEPS, costs, levels)
-        )
-        found = peak_of(levels, chunk_size=size) - schedule_peak_bytes(schedule, costs)
-        assert (
-            more - costs.boundary_bytes <= found <= more + costs.step_bytes
-        )  # one step is being computed
 
 
 @settings(max_examples=60, deadline=None)
@@ -209,20 +159,14 @@ def test_the_formula_predicts_the_peak_up_to_the_step_being_computed():
     steps=integers(1, 60),
     boundary=integers(0, 9),
     step=integers(0, 9),
-    levels=integers(1, 2),
     size=integers(1, 70),
 )
-def test_no_even_chunks_are_better_and_no_step_is_lost(steps, boundary, step, levels, size):
+def test_no_even_chunks_are_better_and_no_step_is_lost(steps, boundary, step, size):
     costs = Costs(boundary, step)
-    best, even = best_schedule(steps, costs, levels), even_schedule(steps, size, levels)
-    assert schedule_peak_bytes(best, costs) <= schedule_peak_bytes(even, costs)
-    for schedule in (best, even):
-        assert len(times_again(schedule)) == total_of(schedule) == steps
-        assert max(times_again(schedule)) <= levels
-
-
-def total_of(schedule):
-    return sum(map(total_of, schedule.chunks)) if schedule.chunks else schedule.num_steps
+    best, even = best_chunks(steps, costs), even_chunks(steps, size)
+    assert chunks_peak_bytes(best, costs) <= chunks_peak_bytes(even, costs)
+    assert sum(best) == sum(even) == steps
+    assert min(*best, *even) > 0
 
 
 def test_only_stacked_outputs_are_held_for_each_timestep():
@@ -236,7 +180,6 @@ def test_only_stacked_outputs_are_held_for_each_timestep():
                     x,
                     module.initial_state(x),
                     chunk_size=10,
-                    levels=1,
                     outputs=outputs,
                 )[0]
                 held[outputs] = storages.bytes_alive
@@ -295,26 +238,14 @@ def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():
     assert model[2].unroll is own
 
 
-@pytest.mark.parametrize("name", ["timesteps", "timesteps_nested"])
-def test_other_models_are_refused_with_the_line_to_write(name):
+def test_other_models_are_refused_with_the_line_to_write():
     case = Case(mlp())
     with pytest.raises(
         ValueError, match=r"checkpoint_timesteps\(self.step, inputs, state, time_dim=0"
     ) as raised:
-        STRATEGIES[name].apply(case.build(), sample_of(case))
+        STRATEGIES["timesteps"].apply(case.build(), sample_of(case))
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="for the whole loop, not for single blocks"):
-        STRATEGIES[name].apply(Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*")))
-
-
-def test_each_step_of_a_module_is_checked():
-    module, x = build(), currents()
-    total = [0.0]
-
-    def adds_up(x, state):
-        total[0] = total[0] + x
-        return module.step(total[0], state)
-
-    checkpoint_timesteps(module.step, x, module.initial_state(x), chunk_size=2)
-    with pytest.raises(HiddenState, match="outside of its modules"):
-        checkpoint_timesteps(adds_up, x, module.initial_state(x), chunk_size=2)
+        STRATEGIES["timesteps"].apply(
+            Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*"))
+        )

@@ -3,8 +3,6 @@
 Run with `python -m pytest tests/trainer/test_config.py`.
 """
 
-import dataclasses
-
 import pytest
 import yaml
 
@@ -51,11 +49,6 @@ def test_every_key_can_be_set_by_a_word():
         )
 
 
-def test_configuration_can_not_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Config().steps = 3
-
-
 def test_naming_a_strategy_turns_recompute_on_unless_enabled_is_false():
     assert not Config().recomputation().enabled
     assert (
@@ -78,33 +71,20 @@ def test_warm_up_defaults_to_a_twentieth_of_the_steps():
     ("word", "message"),
     [
         ("stpes=3", r"stpes is no key; did you mean steps\?"),
-        ("data.lenght=3", r"data\.lenght is no key; did you mean data\.length\?"),
         ("learning_rate=3", r"learning_rate is no key; did you mean optimizer\.learning_rate\?"),
-        ("data.length.x=3", r"data\.length must be a whole number or null; got {'x': 3}"),
         ("steps", "'steps' sets nothing: write key=value"),
         ("steps=many", "steps must be a whole number; got 'many'"),
         ("steps=true", "steps must be a whole number; got True"),
-        ("steps=1.5", r"steps must be a whole number; got 1\.5"),
         ("steps=0", "steps must be 1 or more; got 0"),
         ("steps=[", "steps=.* is not a YAML value"),
         ("precision=fp16", "precision must be float32, bfloat16 or float16; got 'fp16'"),
-        ("precision=bfloat", r"did you mean bfloat16\?"),
-        ("parallel=fsdp", r"parallel must be none, ddp or fsdp2; got 'fsdp'; did you mean fsdp2\?"),
         ("optimizer=3", "optimizer must be a block of keys, got 3"),
-        ("optimizer.learning_rate=fast", r"optimizer\.learning_rate must be a number; got 'fast'"),
         ("optimizer.beta1=1", r"optimizer\.beta1 must be from 0 to below 1; got 1\.0"),
         ("clip_norm=0", "clip_norm must be above 0, or null; got 0"),
         ("name=a/b", "name must be the name of a folder; got 'a/b'"),
         ("batch_size=30", "batch_size must be a multiple of microbatch, 16; got 30"),
-        ("schedule.warmup_steps=400", r"schedule\.warmup_steps must be from 0 to the 300 steps"),
         ("recompute.strategy=sacc", r"recompute: strategy must be one of .* did you mean 'sac'\?"),
-        ("recompute.stratgy=sac", r"recompute: unknown key 'stratgy'; did you mean 'strategy'\?"),
-        (
-            "data.source=toks",
-            r"data\.source must be text, tokens, workload or pkg\.module:factory; got 'toks'",
-        ),
         ("data.source=tokens", r"data\.path must be a glob where source is tokens; got None"),
-        ("data.mask=true", r"data\.mask must be false unless source is tokens"),
         (
             "checkpoint.retention.recovery_keep=0",
             r"checkpoint\.retention\.recovery_keep must be 1 or more",
@@ -136,10 +116,6 @@ def test_a_misspelled_key_is_named_with_the_right_one(word, message):
             ["ranks=4", "parallel=ddp"],
             "batch_size must be a multiple of microbatch x ranks, 64; got 32",
         ),
-        (
-            ["recompute={strategy: sequential, use_reentrant: true}"],
-            "recompute: use_reentrant=True has no effect with sequential",
-        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(words, message):
@@ -153,7 +129,6 @@ def test_settings_that_contradict_each_other_are_refused(words, message):
         ("a: [", r"c\.yaml is not valid YAML"),
         ("- a", r"c\.yaml must hold keys and values, such as 'steps: 300'; got list"),
         ("data: {path: [1]}", r"data\.path must be text or null; got \[1\]"),
-        ("setps: 3", r"did you mean steps\?"),
     ],
 )
 def test_an_invalid_file_is_refused(tmp_path, text, message):
@@ -166,10 +141,6 @@ def test_a_missing_file_is_refused(tmp_path):
         ValueError, match=r"can't read the configuration .*none\.yaml: No such file"
     ):
         load_config(tmp_path / "none.yaml")
-
-
-def test_an_empty_file_is_all_defaults(tmp_path):
-    assert load_config(write(tmp_path / "c.yaml", "")) == Config()
 
 
 @pytest.mark.parametrize(

@@ -32,15 +32,6 @@ def test_order_of_a_seed_never_changes():
     assert Order(100, seed=0)(range(100, 110)).tolist() == [21, 16, 5, 74, 39, 27, 95, 70, 67, 59]
 
 
-def test_epochs_and_seeds_differ():
-    orders = {
-        tuple(Order(50, seed=seed)(range(epoch * 50, epoch * 50 + 50)))
-        for seed in range(5)
-        for epoch in range(5)
-    }
-    assert len(orders) == 25
-
-
 def test_unshuffled_data_keeps_its_order():
     assert Order(3, shuffle=False)(range(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
 

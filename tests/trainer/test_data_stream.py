@@ -50,13 +50,6 @@ def test_any_number_of_ranks_trains_on_the_same_samples_in_each_window(ranks):
         assert sorted(window) == sorted(chained(mine[number] for mine in shared))
 
 
-def test_microbatches_are_the_same_ones_on_any_number_of_ranks():
-    """Give two ranks the same microbatches as one, so that they add up the same sums."""
-    alone = list(itertools.islice(stream(), 4))
-    first, second = (list(itertools.islice(stream(ranks=2, rank=rank), 2)) for rank in range(2))
-    assert alone == [first[0], second[0], first[1], second[1]]
-
-
 def test_a_stream_goes_on_from_a_position_with_another_number_of_ranks():
     whole = windows(stream(), 12)
     begun = stream()

@@ -6,10 +6,8 @@ Run with `python -m pytest tests/trainer/test_data_tokens.py`.
 import numpy
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
 from curry_train.data import (
-    Samples,
     Tokens,
     layout_of,
     open_tokens,
@@ -56,11 +54,6 @@ def test_documents_are_padded_and_no_target_is_from_the_next_one():
     )  # the documents of 3 and 8 tokens, the latter in two samples; a single token has no target
     assert batch["tokens"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7], [8, 9, 10, 0]]
     assert batch["targets"].tolist() == [[1, 2, -100, -100], [5, 6, 7, 8], [9, 10, 11, -100]]
-
-
-def test_a_batch_is_as_long_as_its_longest_document():
-    data = tokens(range(12), documents=[[0, 3, 4]])
-    assert data.batch([0])["tokens"].shape == (1, 2)
 
 
 def test_targets_outside_of_the_mask_are_not_learned():
@@ -129,7 +122,6 @@ def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
             {},
             r"0\.npy holds float64 of shape \(9,\): tokens must be a one-dimensional array",
         ),
-        (numpy.ones((3, 3), dtype=int), {}, r"shape \(3, 3\)"),
         (numpy.arange(9), {"mask": True}, r"0\.mask\.npy does not exist"),
         (numpy.array([{}]), {}, "holds no array that can be mapped"),
     ],
@@ -162,9 +154,3 @@ def test_a_python_without_sources_gets_a_message_with_the_fix(tmp_path):
         RuntimeError, match=r"holds no Python sources to train on .* data\.source=tokens"
     ):
         read_library_text(tmp_path)
-
-
-def test_a_dataset_of_torch_is_stacked():
-    data = Samples(TensorDataset(torch.arange(6).reshape(3, 2), torch.tensor([7, 8, 9])))
-    inputs, targets = data.batch(numpy.array([2, 0]))
-    assert (len(data), inputs.tolist(), targets.tolist()) == (3, [[4, 5], [0, 1]], [9, 7])

@@ -50,11 +50,3 @@ def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
     assert 0 < last["epoch"] < 1
     assert last["peak_bytes"] > 2**20
     assert [line["value"] for line in lines if line["kind"] == "eval"][-1] == report.dev_loss
-
-
-def test_a_step_that_the_scaler_skipped_is_in_the_journal(tmp_path):
-    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
-        figures = {"grad_norm": float("inf"), "terms": 8}
-        run.attached.step(loss=4.0, stepped=False, figures=figures)
-    step, skip = lines_of(run.folder)[1:3]
-    assert (step["grad_norm"], skip["kind"], skip["step"]) == ("inf", "skip", 1)

@@ -5,8 +5,6 @@ Run with `python -m pytest tests/trainer/test_loop.py`.
 
 import copy
 import itertools
-import os
-import signal
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
-from curry_train.runs.attach import STOP_SIGNALS, Stop
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case
 
@@ -97,14 +94,6 @@ def test_dev_loss_and_hooks_run_when_they_are_due():
 def test_the_end_of_the_data_ends_the_run():
     report = run(*parts(), batches(5), steps=9, accumulation=GradientAccumulation(2))
     assert (report.step, report.ended_by, report.finished) == (3, "data", False)
-
-
-def test_a_second_interrupt_ends_the_run_at_once():
-    with Stop(STOP_SIGNALS) as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.number == signal.SIGINT
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():

@@ -51,12 +51,6 @@ def test_the_first_lines_say_what_is_trained_and_how(tmp_path):
     assert ", from step 1" in shown(tmp_path, "steps=2", resume="latest").splitlines()[0]
 
 
-def test_data_other_than_text_is_counted_in_terms(tmp_path):
-    assert "terms/s" in shown(
-        tmp_path, "model=mlp", "data.source=workload", "steps=1", "batch_size=4"
-    )
-
-
 def test_tensorboard_gets_the_figures(tmp_path):
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="not installed"

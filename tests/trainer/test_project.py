@@ -6,7 +6,6 @@ Run with `python -m pytest tests/trainer/test_project.py`.
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 from journals import lines_of
@@ -101,16 +100,6 @@ def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
     assert own == figures(tmp_path / "trainer")
 
 
-@pytest.mark.long  # ranks of the trainer are tested in test_training, and torchrun with `train`
-def test_two_ranks_train_with_fsdp2(project, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    words = ["train.py", "parallel=fsdp2", *WORDS, f"runs={tmp_path}"]
-    run(project, *torchrun, *words, python=sys.executable)  # torchrun starts its ranks with -u
-    losses, dev = figures(tmp_path)
-    assert [step for step, *_ in losses] == [1, 2, 3, 4]
-    assert len(dev) == 2
-
-
 def test_a_plan_file_of_the_command_is_applied(project, tmp_path):
     plan = tmp_path / "plan.json"
     words = ["--budget", "60MiB", "--global-batch", "8", "--microbatch", "2", "--out", plan]
@@ -126,8 +115,3 @@ def test_commands_use_the_configuration_of_the_project(project, tmp_path):
     words = [*WORDS, "steps=2", f"runs={tmp_path}"]
     out = run(project, "-m", "curry_train", "train", "--config", "config.yaml", *words)
     assert "2 steps done" in out
-
-
-@pytest.mark.long  # a project that was installed from a wheel runs them in tests/cli
-def test_its_own_tests_pass(project):
-    run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")

@@ -71,12 +71,6 @@ def test_a_missing_run_or_step_is_answered_with_the_existing_ones(tmp_path):
         ValueError, match=r"for 'nigth-001@5': did you mean night-001\? .*runs also has run-001"
     ):
         run_to_resume(config(tmp_path), "nigth-001@5")
-    with pytest.raises(ValueError, match=r"did you mean night-001\? .*runs also has run-001"):
-        run_to_resume(load_config(None, ["runs=elsewhere"]), str(tmp_path / "runs/night-01"))
-    with pytest.raises(
-        ValueError, match=r"for 'latest': .*runs has (night|run)-001, (night|run)-001"
-    ):
-        run_to_resume(config(tmp_path, "name=zzz"), "latest")
 
 
 def test_a_changed_configuration_is_saved_beside_the_first(tmp_path):

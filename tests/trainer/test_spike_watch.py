@@ -12,7 +12,6 @@ from journals import lines_of
 
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.trainer import train_run
 
 WORDS = (
@@ -73,36 +72,6 @@ def test_the_learning_rate_is_lower_for_a_while_and_the_message_names_it(tmp_pat
     ) in caplog.text
     rates = {line["step"]: line["learning_rate"] for line in events_of(folder, "step")}
     assert [rates[step] for step in (30, 31, 42, 43)] == pytest.approx([1e-3, 5e-4, 5e-4, 1e-3])
-
-
-def on_ranks(runs, parallel):
-    """Train on one rank, and return its last step, its rollbacks and its skipped ranges."""
-    words = [f"parallel={parallel}", f"runs={runs}", "microbatch=1"]
-    with open_named_run(load_config(None, [*WORDS, *words])) as run:
-        plant(run)
-        losses = []
-
-        @contextlib.contextmanager
-        def watch(run):
-            yield lambda report: losses.append(report.loss)
-
-        trained = train_run(run, watch=[watch])
-        recoveries = [
-            [one.spike, one.back_to, one.start, one.stop] for one in run.attached.recoveries.done
-        ]
-        return {
-            "step": trained.report.step,
-            "recoveries": recoveries,
-            "skipped": list(run.stream.skipped),
-        }
-
-
-def test_two_ranks_recover_alike(tmp_path):
-    first, second = run_on_ranks("test_spike_watch:on_ranks", runs=str(tmp_path), parallel="fsdp2")
-    assert first == second
-    assert first == {"step": 48, "recoveries": [[36, 30, 124, 152]], "skipped": [[124, 152]]}
-    steps = [line["step"] for line in events_of(tmp_path / "run-001", "step")]
-    assert steps == [*range(1, 37), *range(31, 49)]
 
 
 @pytest.mark.parametrize(

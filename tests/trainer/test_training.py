@@ -208,14 +208,6 @@ def test_a_stopped_run_resumes_bit_equal(tmp_path):
     assert resumed.folder == ended.folder
 
 
-def test_a_hugging_face_model_trains_in_the_same_loop(tmp_path):
-    found, trained = losses(
-        tmp_path, "model=training_models:hugging_face", "steps=30", "optimizer.learning_rate=0.01"
-    )
-    assert found[-1] < found[0] - 1
-    assert trained.report.last.dev_loss < found[0] - 1
-
-
 def test_a_users_own_data_and_model_train(tmp_path):
     words = (
         "model=training_models:line",

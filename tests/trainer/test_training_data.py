@@ -5,7 +5,6 @@ Run with `python -m pytest tests/trainer/test_training_data.py`.
 
 import numpy
 import pytest
-import torch
 
 from curry_train.cli.train import open_named_data
 from curry_train.config import load_config
@@ -25,10 +24,6 @@ def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
     assert len(dev) == round((len(train) + len(dev)) / 4)
     assert (train.start, train.stop, dev.stop) == (0, dev.start, len(train) + len(dev))
     assert train.batch([0])["tokens"].shape == (1, 16)
-
-
-def test_a_dev_fraction_of_zero_holds_nothing_back():
-    assert opened("training_models:tiny", "data.dev_fraction=0")[1] is None
 
 
 def test_the_length_defaults_to_the_models_own():
@@ -51,14 +46,6 @@ def test_a_users_own_dataset_is_found_by_its_name():
     points, halves = train.batch([0, 199 - 20])
     assert points.shape == (2, 2)
     assert halves.tolist() == [0, 1]
-
-
-def test_batches_of_the_workload_itself_are_the_same_each_time():
-    train, _ = opened("mlp", "data.source=workload")
-    assert all(
-        torch.equal(a, b) for a, b in zip(train.batch([5, 2]), train.batch([5, 9]), strict=True)
-    )
-    assert not torch.equal(train.batch([5])[0], train.batch([6])[0])
 
 
 def test_text_with_more_tokens_than_the_vocabulary_is_refused():

@@ -15,16 +15,6 @@ def with_dropout():
     return transformer(depth=2, dim=32, heads=2, kv_heads=2, vocabulary=256, length=16, dropout=0.1)
 
 
-def hugging_face():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def few_tokens():
     """Knows less than a byte."""
     return transformer(depth=1, dim=32, heads=2, kv_heads=2, vocabulary=100, length=16)

@@ -23,17 +23,18 @@ class Derived(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The derived class can't be imported by name, so pickle rebuilds it from its two bases.
-        return _rebuild, _parts(type(self)), self.__getstate__()
+        return _rebuild, _bases(type(self)), self.__getstate__()
 
 
 def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
     """Return a module of a class led by `mixin` that shares all its state with `module`.
 
-    What is set on one later, also by `eval()`, is set on both. `attributes` go to the new class.
+    What is set on one later, also by `eval()`, is set on both.
     """
     refuse(module)
-    new: Any = object.__new__(_derived_class(mixin, type(module), tuple(attributes.items())))
+    new: Any = object.__new__(_derived_class(mixin, type(module)))
     object.__setattr__(new, "__dict__", module.__dict__)
+    new.__dict__.update(attributes)
     return new
 
 
@@ -48,12 +49,12 @@ def restore(model: nn.Module, mixin: type[Derived], *attributes: str) -> list[st
     """Undo `become` in a model, and return the names of the modules that were changed."""
     changed = {name: module for name, module in model.named_modules() if isinstance(module, mixin)}
     for module in changed.values():
-        if "_parts" not in vars(type(module)):
+        if "_bases" not in vars(type(module)):
             raise ValueError(
                 f"{type(module).__name__} was wrapped again afterwards (by fully_shard?), "
                 "so its class can't be restored"
             )
-        module.__class__ = _parts(type(module))[1]
+        module.__class__ = _bases(type(module))[1]
         for name in attributes:
             module.__dict__.pop(name, None)
     return list(changed)
@@ -96,35 +97,35 @@ def is_changed(module: nn.Module) -> bool:
 # Set on modules whose loop over time is recomputed.
 TIMESTEPS_ATTRIBUTE = "_timesteps"
 
-Parts = tuple[type, type, tuple[tuple[str, Any], ...]]
-_classes: dict[Parts, Any] = {}
+_classes: dict[tuple[type, type], Any] = {}
 
 
 def class_as_written(module: nn.Module) -> type:
     """Return the module's class as the model defines it, before any `derive` or `become`."""
     kind = type(module)
     while issubclass(kind, Derived):
-        kind = _parts(kind)[1]
+        kind = _bases(kind)[1]
     return kind
 
 
-def _derived_class(mixin: type, original: type, given: tuple[tuple[str, Any], ...] = ()) -> Any:
-    key = mixin, original, given
+def _derived_class(mixin: type, original: type) -> Any:
+    key = mixin, original
     if key not in _classes:
-        space = {"__module__": original.__module__, "__doc__": original.__doc__, "_parts": key}
-        name = f"{mixin.__name__}{original.__name__}"
-        _classes[key] = type(name, (mixin, original), space | dict(given))
+        space = {"__module__": original.__module__, "__doc__": original.__doc__, "_bases": key}
+        _classes[key] = type(f"{mixin.__name__}{original.__name__}", key, space)
     return _classes[key]
 
 
-def _parts(derived: Any) -> Parts:
-    """Return mixin, original class and attributes, also if `fully_shard` subclassed the result."""
-    parts: Parts = next(vars(kind)["_parts"] for kind in derived.__mro__ if "_parts" in vars(kind))
-    return parts
+def _bases(derived: Any) -> tuple[type, type]:
+    """Return mixin and original class, also if `fully_shard` subclassed the result."""
+    bases: tuple[type, type] = next(
+        vars(kind)["_bases"] for kind in derived.__mro__ if "_bases" in vars(kind)
+    )
+    return bases
 
 
-def _rebuild(*parts: Any) -> Any:
-    return object.__new__(_derived_class(*parts))
+def _rebuild(mixin: type, original: type) -> Any:
+    return object.__new__(_derived_class(mixin, original))
 
 
 # Whether a changed block works now.
@@ -163,15 +164,10 @@ def is_active(module: nn.Module | None = None) -> bool:
 # Repeated blocks of a model, found in its containers or selected by name patterns.
 
 
-NO_BLOCK = "the model repeats no block: name some with --blocks"
-
-
 class NoBlocks(ValueError):
-    """The model repeats no block, and none was named; `in_short` has the reason."""
+    """The model repeats no block, and none was named."""
 
-    def __init__(self, reason: str, in_short: str = NO_BLOCK) -> None:
-        super().__init__(reason)
-        self.in_short = in_short
+    in_short = "the model repeats no block: name some with --blocks"
 
 
 CONTAINER_TYPES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -220,46 +216,28 @@ def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 def _repeated(module: nn.Module) -> list[str]:
     found: list[str] = []
-    lone: list[str] = []
     for prefix, container in module.named_modules():
         if not isinstance(container, CONTAINER_TYPES):
             continue
-        children = dict(container.named_children())
-        trained = {name: child for name, child in children.items() if _has_parameters_inside(child)}
-        kinds = Counter(map(kind_of, trained.values()))
-        names = [name for name, child in trained.items() if kinds[kind_of(child)] > 1]
-        blocks = [name for name in names if not _is_own_layer(children[name])]
-        found += [f"{prefix}.{name}".lstrip(".") for name in blocks]
-        # A child without parameters between them, such as an activation, makes them more than
-        # single layers.
-        if not blocks and len(names) == len(children):
-            lone += [f"{prefix}.{name}".lstrip(".") for name in names]
+        children = {
+            name: child
+            for name, child in container.named_children()
+            if next(child.parameters(), None) is not None
+        }
+        kinds = Counter(map(kind_of, children.values()))
+        found += [
+            f"{prefix}.{name}".lstrip(".")
+            for name, child in children.items()
+            if kinds[kind_of(child)] > 1 and not _is_own_layer(child)
+        ]
     if not found:
-        raise _no_blocks(module, lone)
-    return found
-
-
-def _has_parameters_inside(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _no_blocks(module: nn.Module, lone: Sequence[str]) -> NoBlocks:
-    model = type(module).__name__
-    if lone:
-        kinds = ", ".join(sorted({type(module.get_submodule(name)).__name__ for name in lone}))
-        return NoBlocks(
-            f"{model} repeats lone layers ({kinds}; {lone[0]} to {lone[-1]}): each saves its "
-            "input, as recompute would, so there is nothing to gain; name larger blocks with a "
-            "pattern (--blocks)",
-            "the model repeats lone layers, which have nothing to recompute: name larger blocks "
-            "with --blocks",
+        tops = ", ".join(f"{name} ({type(one).__name__})" for name, one in module.named_children())
+        raise NoBlocks(
+            f"{type(module).__name__} repeats no block in a ModuleList or Sequential that would "
+            "save more than its input; name the blocks with a pattern (--blocks), which may also "
+            f"name one block that runs several times. Its children are {tops or 'none'}"
         )
-    tops = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
-    return NoBlocks(
-        f"{model} repeats no block in a ModuleList or Sequential; name the blocks with a "
-        "pattern (--blocks), which may also name one block that runs several times. "
-        f"Its children are {tops or 'none'}"
-    )
+    return found
 
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:

@@ -9,13 +9,12 @@ import importlib
 import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 # Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
 unwatched = torch._C.DisableTorchFunction
@@ -23,18 +22,19 @@ unwatched = torch._C.DisableTorchFunction
 # Run a module and restore its buffers, its gradients and every random generator afterwards.
 
 
-def generator_states(devices: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return the states of torch, Python, NumPy if it is loaded, and CUDA, by default all of it."""
-    if devices is None:
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python, NumPy if it is loaded, torch, and CUDA or another device."""
     numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {"python": random.getstate()}
     if numpy is not None:
         states["numpy"] = numpy.random.get_state(legacy=False)
+    other = torch.accelerator.current_accelerator()
     with unwatched():
         states["torch"] = torch.get_rng_state()
-        for device in devices:
+        for device in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
             states[f"cuda-{device}"] = torch.cuda.get_rng_state(device)
+        if other is not None and other.type != "cuda":
+            states[other.type] = torch.get_device_module(other).get_rng_state()
     return states
 
 
@@ -47,8 +47,10 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
         for name, state in states.items():
             if name in setters:
                 setters[name](state)
-            else:
+            elif name.startswith("cuda-"):
                 torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
+            else:
+                torch.get_device_module(name).set_rng_state(state)
 
 
 def same_state(one: Any, other: Any) -> bool:
@@ -61,36 +63,6 @@ def same_state(one: Any, other: Any) -> bool:
 def _same_part(one: Any, other: Any) -> bool:
     equal = one == other
     return bool(equal.all() if hasattr(equal, "all") else equal)
-
-
-class Generators:
-    """A snapshot of the generators; the tensors among `values` give the devices to include."""
-
-    def __init__(self, values: Iterable[Any] = ()) -> None:
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        self._values = {value.device: value for value in tensors if value.device.type != "cpu"}
-        others = [value for device, value in self._values.items() if device.type != "cuda"]
-        self._other_devices, self._other_states = get_device_states(*others)
-        self._states = generator_states(one.index for one in self._values if one.type == "cuda")
-
-    def moved(self) -> bool:
-        """Return whether a generator was used since the snapshot."""
-        return not self.are_as(Generators(self._values.values()))
-
-    def are_as(self, other: "Generators") -> bool:
-        """Return whether two snapshots hold the same states."""
-        return same_state(self.leaves(), other.leaves())
-
-    def leaves(self) -> list[Any]:
-        """Return all tensors, arrays and numbers of the states."""
-        return tree_leaves((self._states, self._other_devices, self._other_states))
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        set_generator_states(self._states)
-        if self._other_devices:
-            (kind,) = {device.type for device in self._values} - {"cpu", "cuda", "meta"}
-            set_device_states(self._other_devices, self._other_states, device_type=kind)
 
 
 def generator_digests() -> dict[str, str]:

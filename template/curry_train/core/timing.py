@@ -152,9 +152,7 @@ def spread_of(seconds: Sequence[float]) -> Spread:
     return Spread(statistics.median(seconds), tenths[0], tenths[-1])
 
 
-def paired_ratio(
-    seconds: Sequence[float], reference: Sequence[float], *, coverage: float = INTERVAL_COVERAGE
-) -> Ratio:
+def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> Ratio:
     """Return the ratio to the reference, from timings of the same rounds in the same order."""
     if len(seconds) != len(reference) or not seconds:
         raise ValueError(
@@ -166,13 +164,13 @@ def paired_ratio(
             f"the reference took {min(reference)} seconds in one round: give it more to do"
         )
     ratios = sorted(ours / theirs for ours, theirs in zip(seconds, reference, strict=True))
-    rank, reached = _rank(len(ratios), coverage)
+    rank, reached = _rank(len(ratios))
     if rank is None:
         return Ratio(statistics.median(ratios), None, None, None)
     return Ratio(statistics.median(ratios), ratios[rank], ratios[-1 - rank], reached)
 
 
-def _rank(num: int, coverage: float) -> tuple[int | None, float | None]:
+def _rank(num: int) -> tuple[int | None, float | None]:
     """Return the innermost rank, from both ends, that reaches the coverage, and its coverage.
 
     Each of `num` values is above the true median with probability 1/2, so the number of values
@@ -183,7 +181,7 @@ def _rank(num: int, coverage: float) -> tuple[int | None, float | None]:
     for rank in range((num + 1) // 2):
         outside += math.comb(num, rank)
         reached = 1 - 2 * outside / 2**num
-        if reached < coverage:
+        if reached < INTERVAL_COVERAGE:
             break
         innermost = rank, reached
     return innermost

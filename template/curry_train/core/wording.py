@@ -128,13 +128,10 @@ def format_duration(seconds: float) -> str:
 # Refuse a wrong value, and suggest the closest known name for a misspelled one.
 
 
-def require_whole(name: str, value: Any, *, least: int, hint: str = "") -> None:
+def require_whole(name: str, value: Any, *, least: int) -> None:
     """Raise ValueError unless a value is an integer from `least` on; True and False are none."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        advice = f": {hint}" if hint else ""
-        raise ValueError(
-            f"{name} must be a whole number of at least {least}, got {value!r}{advice}"
-        )
+        raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_iter
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import Generators, buffers_kept, seeded
+from ..core.generators import buffers_kept, generator_states, same_state, seeded
 from ..core.measure_compiled import holds_compiled_code
 from ..primitives.grad_flow_probe import in_backward
 from ..primitives.rerun import TORCH_ATTRIBUTES
@@ -277,9 +277,9 @@ def _on_eval_mode(case: Case, module: nn.Module, batch: Any) -> Iterator[Failure
     module.eval()
     try:
         with seeded(case.seed), buffers_kept(module):
-            generators = Generators(tree_iter(batch))
+            generators = generator_states()
             case.workload.mean_loss(module, batch)
-            draws = generators.moved()
+            draws = not same_state(generators, generator_states())
     except Exception as error:  # noqa: BLE001 the user's model may raise anything
         yield FailureCause(
             f"the model raises {type(error).__name__} in eval mode: {error}; gates that compare "

@@ -70,8 +70,7 @@ CONTRACTS: Mapping[str, Contract] = {
             "snn-timesteps",
             lambda step, inputs, state: None,
             "Run output, state = step(input, state) over time, and return the outputs and the last "
-            "state. Gets the keywords that the model passes to its unroll; with a keyword levels, "
-            "nested chunks are checked too.",
+            "state. Gets the keywords that the model passes to its unroll.",
         ),
         Contract(
             "apply_chunked_loss",

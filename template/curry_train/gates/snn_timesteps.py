@@ -6,10 +6,8 @@ returns the outputs and the last state.
 Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_snn_timesteps.py`.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +20,10 @@ from ..core.measure import FlopCount, Memory, count_flops, measure_memory, recom
 from ..primitives import snn_timesteps
 from ..primitives.rerun import modules_of
 from ..primitives.snn_timesteps import (
-    ChunkSchedule,
     Costs,
     HiddenState,
     TimestepFunction,
-    best_schedule,
+    best_chunks,
     check_step,
     slice_time,
     steppers,
@@ -113,18 +110,8 @@ def _detached(values: Any, *, train: bool = False) -> Any:
     return tree_map(copy, values)
 
 
-def has_levels(loop: Loop) -> bool:
-    """Return whether a loop names a keyword `levels`: one that takes any may pass them all on."""
-    return "levels" in inspect.signature(loop).parameters
-
-
-def _through(loop: Loop, levels: int) -> Apply:
+def _through(loop: Loop) -> Apply:
     """Return a strategy that runs the model's loops over time through another loop."""
-    if has_levels(loop):
-        loop = partial(loop, levels=levels)
-    elif levels > 1:
-        why = "the implementation takes no keyword levels"
-        raise NotApplicable(why, required="chunks inside larger chunks")
 
     def apply(model: nn.Module, sample: Sample) -> list[str]:
         found = steppers(model)
@@ -135,21 +122,13 @@ def _through(loop: Loop, levels: int) -> Apply:
     return apply
 
 
-def schedule_peak_bytes(schedule: ChunkSchedule, costs: Costs) -> int:
-    """Return the peak held bytes: the boundaries up to a chunk, and that chunk's own peak."""
-    if not schedule.chunks:
-        return schedule.num_steps * costs.step_bytes
-    *earlier_peaks, last_peak = (schedule_peak_bytes(chunk, costs) for chunk in schedule.chunks)
-    held = [(index + 1) * costs.boundary_bytes + peak for index, peak in enumerate(earlier_peaks)]
-    return max([*held, len(earlier_peaks) * costs.boundary_bytes + last_peak])
-
-
-def times_again(schedule: ChunkSchedule) -> list[int]:
-    """Return how often each timestep is recomputed in backward."""
-    if not schedule.chunks:
-        return [0] * schedule.num_steps
-    *earlier, last = (times_again(chunk) for chunk in schedule.chunks)
-    return [1 + times for chunk in earlier for times in chunk] + last
+def chunks_peak_bytes(sizes: Sequence[int], costs: Costs) -> int:
+    """Return the peak held bytes: the boundaries up to a chunk, and that chunk's timesteps."""
+    last = len(sizes) - 1
+    return max(
+        min(index + 1, last) * costs.boundary_bytes + size * costs.step_bytes
+        for index, size in enumerate(sizes)
+    )
 
 
 def measure_peak(
@@ -170,7 +149,7 @@ def measure_peak(
         costs = loop.costs()
         num_steps = len(loop.timesteps)
         allowed -= num_steps * costs.step_bytes
-        allowed += schedule_peak_bytes(best_schedule(num_steps, costs, 1), costs)
+        allowed += chunks_peak_bytes(best_chunks(num_steps, costs), costs)
         # A step that is being computed, and the gradient of the state.
         allowed += costs.step_bytes + costs.boundary_bytes
     allowed += sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
@@ -186,7 +165,7 @@ def measure_peak(
     if checkpoint_timesteps is not snn_timesteps.checkpoint_timesteps:
         allowed = plain.peak_bytes - round(LEAST_SAVING_SHARE * (plain.peak_bytes - allowed))
 
-    _through(checkpoint_timesteps, 1)(module, sample_of(case))
+    _through(checkpoint_timesteps)(module, sample_of(case))
     loss = case.workload.mean_loss
     batch = case.batch()
     with untouched(module):
@@ -217,38 +196,32 @@ def _large_enough(case: Case) -> tuple[Case, Memory]:
 
 
 def compare_unrolled(
-    case: Case,
-    *,
-    levels: int,
-    checkpoint_timesteps: Loop = snn_timesteps.checkpoint_timesteps,
+    case: Case, *, checkpoint_timesteps: Loop = snn_timesteps.checkpoint_timesteps
 ) -> Verdict:
     """Compare losses, gradients, buffers and generators of a training with those of the plain."""
     case = replace(case, blocks=None)
     _loops(case)
-    apply = _through(checkpoint_timesteps, levels)
-    gate = f"snn-timesteps/parity{SUFFIXES[levels]}"
+    apply = _through(checkpoint_timesteps)
+    gate = "snn-timesteps/parity"
     return same_training(gate, case, apply, alone=lambda model, sample: [])
 
 
 def count_timesteps(
-    case: Case,
-    *,
-    levels: int,
-    checkpoint_timesteps: Loop = snn_timesteps.checkpoint_timesteps,
+    case: Case, *, checkpoint_timesteps: Loop = snn_timesteps.checkpoint_timesteps
 ) -> Verdict:
     """Compare the recomputed FLOPs with the schedule.
 
-    Every timestep but those of the last chunks is recomputed once per level. With early stop the
-    FLOPs may be fewer. Another implementation recomputes at most each timestep once per level.
+    Every timestep but those of the last chunk is recomputed once. With early stop the FLOPs may be
+    fewer. Another implementation recomputes at most each timestep once.
     """
-    gate = f"snn-timesteps/flops{SUFFIXES[levels]}"
+    gate = "snn-timesteps/flops"
     case = replace(case, blocks=None)
     expected = most = 0
     for loop in _loops(case):
         flops = loop.step_flops()
-        again = times_again(best_schedule(len(flops), loop.costs(), levels))
-        expected += sum(times * cost for times, cost in zip(again, flops, strict=True))
-        most += levels * sum(flops)
+        *recomputed, _ = best_chunks(len(flops), loop.costs())
+        expected += sum(flops[: sum(recomputed)])
+        most += sum(flops)
     is_ours = checkpoint_timesteps is snn_timesteps.checkpoint_timesteps
     required = f"{expected:,}" if is_ours else f"more than 0, at most {most:,}"
     if not expected:
@@ -262,7 +235,7 @@ def count_timesteps(
     batch = case.batch()
     module = case.build()
     plain = count_flops(case.build(), batch, loss)
-    _through(checkpoint_timesteps, levels)(module, sample_of(case))
+    _through(checkpoint_timesteps)(module, sample_of(case))
     with untouched(module):
         loss(module, batch)  # the first call also runs some steps to detect hidden state
     with set_checkpoint_early_stop(False):
@@ -271,7 +244,7 @@ def count_timesteps(
     is_right = whole == expected if is_ours else 0 < whole <= most
     hint = ""
     if not (is_right and 0 <= stopped <= whole):
-        hint = "timesteps are not recomputed exactly once per level: check the chunk size"
+        hint = "timesteps are not recomputed exactly once: check the chunk size"
     measured = f"{whole:,} FLOPs again, {stopped:,} with early stop"
     return Verdict(gate, not hint, measured, required, hint)
 
@@ -289,12 +262,9 @@ def compare_outputs(
         if bit_difference(_results(loop, loop.unroll, case.seed), plain):
             why = "the model's own loop does not repeat itself bit for bit"
             return not_applicable(gate, required=required, why=why)
-        nested = [{"levels": 2}] if has_levels(checkpoint_timesteps) else []
-        for options in ({}, *nested):
-            found = _results(loop, partial(checkpoint_timesteps, **options), case.seed)
-            num_loops += 1
-            if differs := bit_difference(found, plain):
-                wrong.append(f"{options or 'one level'}: {differs}")
+        num_loops += 1
+        if differs := bit_difference(_results(loop, checkpoint_timesteps, case.seed), plain):
+            wrong.append(differs)
     measured = f"{num_loops - len(wrong)} of {num_loops} loops bit-equal"
     hint = ""
     if wrong:
@@ -336,19 +306,10 @@ def check_hidden_state(case: Case) -> Verdict:
     return Verdict(gate, not found, measured, "0", "; ".join(dict.fromkeys(found)))
 
 
-# Of a gate's name, by the levels of chunks.
-SUFFIXES = {1: "", 2: "-nested"}
-
 GATES = (
     Gate("snn-timesteps/memory", measure_peak),
-    *(
-        Gate(f"snn-timesteps/parity{suffix}", partial(compare_unrolled, levels=levels))
-        for levels, suffix in SUFFIXES.items()
-    ),
-    *(
-        Gate(f"snn-timesteps/flops{suffix}", partial(count_timesteps, levels=levels))
-        for levels, suffix in SUFFIXES.items()
-    ),
+    Gate("snn-timesteps/parity", compare_unrolled),
+    Gate("snn-timesteps/flops", count_timesteps),
     Gate("snn-timesteps/outputs", compare_outputs),
     Gate("snn-timesteps/hidden-state", check_hidden_state),
 )

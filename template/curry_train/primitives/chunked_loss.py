@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.blocks import Derived, become, match_names, restore
 from .cross_entropy import (
@@ -112,12 +112,12 @@ class Logits:
 
     product: Product
 
-    # The rows of the head's input that these logits are computed from.
+    # The head's input, arranged as these logits are.
     rows: Tensor
     dtype: torch.dtype
 
-    # Classes are the last dimension, or else dimension 1 of 3.
-    classes_last: bool = True
+    # The dimension of classes, which is that of features in `rows`.
+    dim: int
 
     # The product is multiplied by `scale`; with a cap, `cap * tanh` of that follows.
     scale: float = 1.0
@@ -135,8 +135,8 @@ class Logits:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        leading, classes = self.rows.shape[:-1], self.product.weight.shape[0]
-        return (*leading, classes) if self.classes_last else (leading[0], classes, leading[1])
+        shape = self.rows.shape
+        return (*shape[: self.dim], self.product.weight.shape[0], *shape[self.dim + 1 :])
 
     @property
     def factor(self) -> float:
@@ -177,7 +177,8 @@ class Logits:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
         product = self.product
         product.check()
-        rows = self.rows if self.factor == 1 else self.rows * self.factor
+        rows = self.rows.movedim(self.dim, -1)
+        rows = rows if self.factor == 1 else rows * self.factor
         with autocast_to(product.hidden.device.type, product.autocast):
             loss = chunked_cross_entropy(
                 rows,
@@ -213,12 +214,12 @@ def loss_options(
         f"reduction={reduction!r}": reduction not in REDUCTIONS,
         "targets that are no indices": not isinstance(target, Tensor)
         or target.dtype not in TARGET_DTYPES,
-        "classes that are not in dimension 1": logits.classes_last and len(logits.shape) != 2,
+        "classes that are not in dimension 1": logits.dim != 1,
         "scaled logits of a head with a bias": logits.factor != 1
         and logits.product.bias is not None,
     }
     if not any(reasons.values()):
-        reasons["targets of another shape"] = target.shape != logits.rows.shape[:-1]
+        reasons["targets of another shape"] = target.shape != logits.rows[:, 0].shape
     options = {
         "ignore_index": ignore_index,
         "reduction": reduction,
@@ -232,48 +233,57 @@ def loss_options(
 # None if it does not support them.
 
 
-def regroup(function: Any, logits: Logits, *sizes: Any, **named: Any) -> Logits | None:
-    """Apply view, reshape or flatten to the leading dimensions."""
-    views_dtype = any(isinstance(size, torch.dtype) for size in (*sizes, *named.values()))
-    if views_dtype or not logits.classes_last:
-        return None
-    shape = function(torch.empty((), device="meta").expand(logits.shape), *sizes, **named).shape
-    if shape[-1:] != logits.shape[-1:]:
-        return None
-    rows = logits.rows.reshape(*shape[:-1], logits.rows.shape[-1])
-    return logits.derive(rows=rows)
+RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
+MOVES = (
+    *(Tensor.transpose, torch.transpose, Tensor.permute, torch.permute),
+    Tensor.__getitem__,
+)
 
 
-def index(function: Any, logits: Logits, where: Any) -> Logits | None:
-    """Index the leading dimensions by slices and numbers, by one tensor of indices, or a mask."""
-    if not logits.classes_last:
+def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
+    """Apply a function that chooses or arranges tokens to the rows, and leaves classes alone."""
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, named))):
+        return _index_by_tensor(logits, *args)
+    classes, width = logits.product.weight.shape
+    whole = torch.empty((), device="meta").expand(logits.shape)
+    rows = logits.rows
+    sizes = args
+    if function in RESHAPES:
+        rows = rows.contiguous()
+        sizes = _resized(args, classes, width)
+    try:
+        shape = function(whole, *args, **named).shape
+        rows = function(rows, *sizes, **named)
+    except (IndexError, RuntimeError, TypeError):
+        return None  # the whole logits raise the same error
+    differing = [dim for dim, size in enumerate(rows.shape) if shape[dim : dim + 1] != (size,)]
+    if [(shape[dim], rows.shape[dim]) for dim in differing] != [(classes, width)]:
         return None
-    rank = len(logits.shape)
-    entries = where if isinstance(where, tuple) else (where,)
-    if len(entries) == 1 and isinstance(entries[0], Tensor):
-        return _index_by_tensor(logits, entries[0])
+    # Sizes tell nothing of tokens and classes that a view has mixed.
+    was_last = logits.dim == whole.dim() - 1
+    if function in RESHAPES and not (was_last and differing == [len(shape) - 1]):
+        return None
+    return logits.derive(rows=rows, dim=differing[0]) if rows.dtype is logits.rows.dtype else None
 
-    supported = all(
-        isinstance(entry, slice | int | type(...)) and not isinstance(entry, bool)
-        for entry in entries
-    )
-    if not supported or entries.count(...) > 1 or len(entries) - entries.count(...) > rank:
-        return None
-    if ... in entries:
-        position = entries.index(...)
-        num_missing = rank - len(entries) + 1
-        entries = (*entries[:position], *[slice(None)] * num_missing, *entries[position + 1 :])
-    if len(entries) == rank and entries[-1] != slice(None):
-        return None
-    return logits.derive(rows=logits.rows[entries])
+
+def _resized(sizes: Any, classes: int, width: int) -> Any:
+    """Return sizes with the number of features in place of that of classes."""
+    if isinstance(sizes, tuple | list):
+        return [_resized(size, classes, width) for size in sizes]
+    return width if sizes == classes else sizes
 
 
-def _index_by_tensor(logits: Logits, indices: Tensor) -> Logits | None:
-    is_mask = indices.dtype is torch.bool
-    if not is_mask and indices.dtype is not torch.int64:
+def _index_by_tensor(logits: Logits, *args: Any) -> Logits | None:
+    """Index tokens by one tensor: others might choose classes."""
+    index = args[0]
+    if len(args) > 1 or not isinstance(index, Tensor):
         return None
-    indexes_classes = (indices.dim() if is_mask else 1) >= len(logits.shape)
-    return None if indexes_classes else logits.derive(rows=logits.rows[indices])
+    is_mask = index.dtype is torch.bool
+    num_indexed = index.dim() if is_mask else 1
+    if num_indexed > logits.dim or not (is_mask or index.dtype is torch.int64):
+        return None
+    rows = logits.rows[index]
+    return logits.derive(rows=rows, dim=logits.dim + rows.dim() - logits.rows.dim())
 
 
 def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:
@@ -288,19 +298,6 @@ def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None
     if wanted is not torch.float32 or logits.dtype not in HALF_PRECISION_DTYPES:
         return None
     return logits.derive(dtype=torch.float32)
-
-
-def move_classes(function: Any, logits: Logits, *dims: Any) -> Logits | None:
-    """Apply transpose or permute: move classes from the last of 3 dimensions to dim 1, or back."""
-    if len(logits.shape) != 3:
-        return None
-    given = dims[0] if len(dims) == 1 else dims
-    if len(given) not in (2, 3) or not all(isinstance(dim, int) and -3 <= dim < 3 for dim in given):
-        return None
-
-    axes = [dim % 3 for dim in given]
-    swaps = sorted(axes) == [1, 2] if len(axes) == 2 else axes == [0, 2, 1]
-    return logits.derive(classes_last=not logits.classes_last) if swaps else None
 
 
 def multiply(function: Any, logits: Logits, factor: Any) -> Logits | None:
@@ -322,17 +319,11 @@ def limit(function: Any, logits: Logits) -> Logits | None:
 
 MULTIPLICATIONS = (Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__)
 LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
-    **dict.fromkeys(
-        (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten), regroup
-    ),
-    **dict.fromkeys(
-        (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute), move_classes
-    ),
+    **dict.fromkeys((*RESHAPES, *MOVES), rearrange),
     **dict.fromkeys((Tensor.float, Tensor.to), cast),
     **dict.fromkeys((*MULTIPLICATIONS, Tensor.div, torch.div, Tensor.__truediv__), multiply),
     **dict.fromkeys((Tensor.tanh, torch.tanh), limit),
     Tensor.contiguous: lambda _, logits: logits.derive(),
-    Tensor.__getitem__: index,
 }
 # What may be read of logits without computing them.
 _METADATA_GETTERS = (
@@ -417,7 +408,8 @@ class LazyLogits(Tensor):
 
 def stand_in(product: Product) -> Tensor:
     """Return a tensor that stands in for the logits of a product."""
-    logits = Logits(product, product.hidden, product_dtype(product.hidden))
+    hidden = product.hidden
+    logits = Logits(product, hidden, product_dtype(hidden), hidden.dim() - 1)
     tensor: Tensor = _Stand.apply(logits, None, *product.inputs)
     return tensor
 

@@ -43,8 +43,8 @@ Factor = float | Tensor
 class ChunkOptions:
     """Resolved settings of one call of `chunked_cross_entropy`."""
 
-    # Tokens per chunk; None until they are chosen.
-    chunk_tokens: int | None
+    # Tokens per chunk.
+    chunk_tokens: int
     # Target that is left out of the loss.
     ignore_index: int
     # "mean", "sum" or "none".
@@ -60,13 +60,7 @@ class ChunkOptions:
     # Dtype of the matrix products.
     dtype: torch.dtype
     # Which of inputs, weight and bias need a gradient.
-    wanted: tuple[bool, bool, bool] = (False, False, False)
-
-    @property
-    def size(self) -> int:
-        """Tokens per chunk, once they are chosen."""
-        assert self.chunk_tokens is not None
-        return self.chunk_tokens
+    wanted: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -128,6 +122,13 @@ def chunked_cross_entropy(
         class_weights,
         flat_weights,
     )
+    wanted = tuple(
+        torch.is_grad_enabled() and source is not None and source.requires_grad
+        for source in given.sources
+    )
+    dtype = product_dtype(hidden)
+    if chunk_tokens is None:
+        chunk_tokens = _fitting_rows(given, wanted, dtype, is_capped=softcap is not None)
     options = ChunkOptions(
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
@@ -136,24 +137,14 @@ def chunked_cross_entropy(
         z_loss=z_loss,
         softcap=softcap,
         weighted_by_probability=isinstance(token_weights, str),
-        dtype=product_dtype(hidden),
+        dtype=dtype,
+        wanted=wanted,
     )
-    loss = _loss_of(given, options)
+    if any(wanted):
+        loss: Tensor = _Chunked.apply(*vars(given).values(), options)
+    else:
+        loss, *_ = _run(given, options)
     return loss.reshape(targets.shape) if reduction == "none" else loss
-
-
-def _loss_of(given: Given, options: ChunkOptions) -> Tensor:
-    needs = [
-        torch.is_grad_enabled() and source is not None and source.requires_grad
-        for source in given.sources
-    ]
-    options = replace(options, wanted=(needs[0], needs[1], needs[2]))
-    if options.chunk_tokens is None:
-        options = replace(options, chunk_tokens=_fitting_rows(given, options))
-    if not any(needs):
-        return _run(given, options)[0]
-    loss: Tensor = _Chunked.apply(*vars(given).values(), options)
-    return loss
 
 
 def chunked_log_probabilities(
@@ -260,18 +251,20 @@ def _check_weights(name: str, weights: Any, shape: torch.Size) -> None:
         )
 
 
-def _fitting_rows(given: Given, options: ChunkOptions) -> int:
+def _fitting_rows(
+    given: Given, wanted: tuple[bool, ...], dtype: torch.dtype, *, is_capped: bool
+) -> int:
     """Return the number of tokens whose inputs, logits and copies fit into a chunk's bytes."""
     itemsize = exact_dtype(given.inputs).itemsize
-    copies = itemsize * (1 + (options.softcap is not None))
-    if options.dtype.itemsize < itemsize:
-        copies += options.dtype.itemsize
+    copies = itemsize * (1 + is_capped)
+    if dtype.itemsize < itemsize:
+        copies += dtype.itemsize
     classes, width = given.weight.shape
-    of_row = classes * copies + width * options.dtype.itemsize
+    of_row = classes * copies + width * dtype.itemsize
     gradients = [
         source.numel() * source.element_size()
-        for source, wanted in zip(given.sources, options.wanted, strict=True)
-        if source is not None and (wanted or not any(options.wanted))
+        for source, needed in zip(given.sources, wanted, strict=True)
+        if source is not None and (needed or not any(wanted))
     ]
     fewest = min(FEWEST_CHUNK_TOKENS, max(1, CHUNK_BYTES // of_row))
     return max(fewest, min(CHUNK_BYTES, sum(gradients) // 2) // of_row)
@@ -309,7 +302,7 @@ class _Pass:
                 self.gradients.append(source.new_zeros(source.shape, dtype=dtype))
             else:
                 self.gradients.append(None)
-        shape = (min(options.size, self.num_rows), self.weight.shape[0])
+        shape = (min(options.chunk_tokens, self.num_rows), self.weight.shape[0])
         self.buffer = inputs.new_empty(shape, dtype=exact)
         self.rounded = None
         if options.dtype is not exact:
@@ -442,8 +435,8 @@ def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, Tensor, list[Tens
     """Return the loss, the divisor of the gradients, and the gradients of the summed loss."""
     with torch.no_grad(), autocast_to(given.inputs.device.type, None):
         chunks = _Pass(given, options)
-        for start in range(0, chunks.num_rows, options.size):
-            stop = min(start + options.size, chunks.num_rows)
+        for start in range(0, chunks.num_rows, options.chunk_tokens):
+            stop = min(start + options.chunk_tokens, chunks.num_rows)
             chunks.chunk(chunks.order[start:stop])
         chunks.losses.masked_fill_(chunks.ignored, 0)
         if options.reduction == "none":
@@ -462,7 +455,7 @@ class _Chunked(torch.autograd.Function):
         given = Given(*tensors)
         ctx.dtypes = [None if source is None else source.dtype for source in given.sources]
         # As many elements as a chunk's logits have.
-        ctx.block = options.size * given.weight.shape[0]
+        ctx.block = options.chunk_tokens * given.weight.shape[0]
         ctx.options = options
         if options.reduction == "none":
             ctx.save_for_backward(*tensors)

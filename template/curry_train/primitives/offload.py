@@ -12,7 +12,6 @@ Proof: `python -m pytest tests/primitives/test_offload_contract.py`.
 
 import functools
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,19 +43,6 @@ HOST_MEMORY_ADVICE = (
 )
 
 
-# By the name of the controller in `/proc/self/cgroup`, which is empty in the second version: the
-# folder of all groups, the files of the limit and of the use, and a line of `memory.stat`.
-GROUP_FILES = {
-    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    "memory": (
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-}
-
-
 class HostMemoryShort(RuntimeError):
     """The host has less memory available than an offload needs."""
 
@@ -67,8 +53,8 @@ def available_host_bytes(system: Path = Path("/")) -> int | None:
     This is the kernel's `MemAvailable`, or what a control group leaves if that is less. None if
     the system reports neither, as on macOS.
     """
-    found = [*_kernel_bytes(system / "proc/meminfo"), *_group_bytes(system)]
-    return min(found, default=None)
+    kernel = [1024 * size for size in _statistic(system / "proc/meminfo", "MemAvailable")]
+    return min([*kernel, *_group_bytes(system)], default=None)
 
 
 def require_host_memory(needed: int) -> None:
@@ -81,45 +67,30 @@ def require_host_memory(needed: int) -> None:
         )
 
 
-def _kernel_bytes(meminfo: Path) -> Iterator[int]:
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                yield int(value.split()[0]) * 1024
-
-
 def _group_bytes(system: Path) -> Iterator[int]:
     """Yield the bytes left under the limit of each control group above this process.
 
     File pages that the kernel can drop do not count as used.
     """
-    membership = system / "proc/self/cgroup"
-    if not membership.is_file():
-        return
-    for line in membership.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        version = "memory" if "memory" in controllers.split(",") else controllers
-        if version not in GROUP_FILES:
-            continue
-        root, limit, used, droppable = GROUP_FILES[version]
-
-        # In a container only the root group may be visible.
-        folder = Path(path.strip("/"))
-        for group in dict.fromkeys([folder, *folder.parents, Path()]):
-            group_path = system / root / group
-            if not (group_path / limit).is_file() or not (group_path / used).is_file():
-                continue
-            limit_text = (group_path / limit).read_text().strip()
-            if limit_text != "max":
-                used_bytes = int((group_path / used).read_text())
-                droppable_bytes = _statistic(group_path / "memory.stat", droppable)
-                yield int(limit_text) - used_bytes + droppable_bytes
+    root = system / "sys/fs/cgroup"
+    for line in _lines(system / "proc/self/cgroup"):
+        # The second version of control groups; in a container only the root group may be visible.
+        folder = Path(line.removeprefix("0::").strip("/"))
+        for group in (root / folder, *(root / parent for parent in folder.parents)):
+            limit = _lines(group / "memory.max")
+            used = _lines(group / "memory.current")
+            if line.startswith("0::") and used and limit and limit[0] != "max":
+                droppable = _statistic(group / "memory.stat", "inactive_file")
+                yield int(limit[0]) - int(used[0]) + sum(droppable)
 
 
-def _statistic(path: Path, name: str) -> int:
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _statistic(path: Path, name: str) -> list[int]:
+    """Return the number after a name in a file of the kernel, if it is there."""
+    return [int(line.split()[1]) for line in _lines(path) if line.split()[0].strip(":") == name]
 
 
 def host_buffer(nbytes: int, *, pinned: bool) -> Tensor:
@@ -493,7 +464,6 @@ class Offloader:
         self.most_moved_bytes = 0
         self.step: Callable[[], OffloadedForward | None] = lambda: None
         self.report = OffloadReport()
-        self.lock = threading.RLock()
 
     def __getstate__(self) -> Any:
         return self.model(), self.min_bytes
@@ -506,17 +476,16 @@ class Offloader:
         return Offloader(memo.get(id(self.model())), self.min_bytes)
 
     def hooks(self, block: nn.Module, inputs: Any) -> saved_tensors_hooks:
-        with self.lock:
-            step = self.step()
-            if step is None or step.unpacked:
-                model = self.model()
-                # Leave out the block's own tensors: FSDP2 frees them after the block's forward, and
-                # their addresses are reused.
-                step = OffloadedForward(
-                    frozenset() if model is None else _addresses(model) - _addresses(block)
-                )
-                self.step = weakref.ref(step)
-                self.report = step.report
+        step = self.step()
+        if step is None or step.unpacked:
+            model = self.model()
+            # Leave out the block's own tensors: FSDP2 frees them after the block's forward, and
+            # their addresses are reused.
+            step = OffloadedForward(
+                frozenset() if model is None else _addresses(model) - _addresses(block)
+            )
+            self.step = weakref.ref(step)
+            self.report = step.report
         pack = functools.partial(self.pack, step, Surroundings(step, block, inputs))
         return saved_tensors_hooks(pack, step.unpack)
 
@@ -526,17 +495,16 @@ class Offloader:
         """Return the object that autograd holds in place of a tensor."""
         base = tensor if tensor._base is None else tensor._base
         reason = around.why_it_stays(tensor, base, self.min_bytes)
-        with self.lock:
-            moved = None
-            if reason in (None, SLICE_REASON):
-                moved = step.moved.get(_address(tensor))
-            if moved is not None and moved.source() is not None:
-                reason = DUPLICATE_REASON if moved.is_same(tensor, base) else ALIAS_REASON
-            if reason is None:
-                return self._move(step, tensor, base)
-            step.report.skip(tensor, reason)
-            if moved is not None and reason == DUPLICATE_REASON:
-                return step.save(moved, tensor)
+        moved = None
+        if reason in (None, SLICE_REASON):
+            moved = step.moved.get(_address(tensor))
+        if moved is not None and moved.source() is not None:
+            reason = DUPLICATE_REASON if moved.is_same(tensor, base) else ALIAS_REASON
+        if reason is None:
+            return self._move(step, tensor, base)
+        step.report.skip(tensor, reason)
+        if moved is not None and reason == DUPLICATE_REASON:
+            return step.save(moved, tensor)
 
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
         return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)

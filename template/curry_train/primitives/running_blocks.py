@@ -13,7 +13,7 @@ import contextlib
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +40,6 @@ MOST_PEAK_SHARE = 0.9
 LEAST_GAIN_SHARE = 0.01
 # Kinds of modules that change neither the peak nor the coverage by this share are left out.
 SMALL_SHARE = 0.05
-# Below this share of the saved bytes, the modules that hold the rest are listed.
-ENOUGH_COVERAGE = 0.7
 
 
 @dataclass(eq=False)
@@ -234,19 +232,11 @@ def _given_tensors(given: Any, depth: int = 2) -> Iterator[Tensor]:
 # Choose the cut through the calls with the fewest blocks whose peak is near the lowest one.
 
 
-@dataclass(frozen=True)
-class PeakEstimate:
-    """Bytes of a step, if each of some blocks is recomputed from its inputs."""
+def estimate_peak(record: ForwardRecord, names: Iterable[str]) -> tuple[int, int]:
+    """Estimate the most saved bytes alive if blocks recompute, and the bytes saved inside of them.
 
-    peak_bytes: int
-    covered_bytes: int  # saved inside the blocks
-
-    # Bytes that stay saved outside of the blocks, by the module that saves them.
-    outside: Mapping[str, int]
-
-
-def estimate_peak(record: ForwardRecord, names: Iterable[str]) -> PeakEstimate:
-    """Estimate the most saved bytes alive: blocks' inputs, what is outside, and one block."""
+    Alive are the blocks' inputs, what is saved outside, and one block.
+    """
     chosen = set(names)
     calls = [
         call
@@ -266,27 +256,7 @@ def estimate_peak(record: ForwardRecord, names: Iterable[str]) -> PeakEstimate:
         peak = max(peak, held + record.bytes_of(inside - kept))
         position = max(position, call.end)
     held += record.bytes_of(set(record.log[position:]) - kept)
-    outside = _saved_outside(record, chosen, covered)
-    return PeakEstimate(max(peak, held), record.bytes_of(covered), outside)
-
-
-def _saved_outside(
-    record: ForwardRecord, chosen: Collection[str], covered: Collection[int]
-) -> dict[str, int]:
-    found = Counter[str]()
-    seen = set(covered)
-    waiting = [record.root]
-    while waiting:
-        call = waiting.pop()
-        if call.name in chosen and call.trains:
-            continue
-        waiting += call.called
-        inner = [number for other in call.called for number in record.log[other.start : other.end]]
-        # What the modules that it calls save is theirs.
-        own = set(record.log[call.start : call.end]) - set(inner) - seen
-        seen |= own
-        found[call.name] += record.bytes_of(own)
-    return {name: num_bytes for name, num_bytes in found.most_common() if num_bytes}
+    return max(peak, held), record.bytes_of(covered)
 
 
 class _Cuts:
@@ -323,7 +293,7 @@ class _Cuts:
         split = set[Any]()
         cuts: list[tuple[int, list[str]]] = []
         while names := self._worthwhile(self._outermost(split)):
-            cuts.append((estimate_peak(self.record, names).peak_bytes, names))
+            cuts.append((estimate_peak(self.record, names)[0], names))
             largest = max(names, key=lambda name: self._inside[name])
             split.add(self.record.kinds[largest])
         lowest = min((peak for peak, _ in cuts), default=self.total)
@@ -361,13 +331,13 @@ class _Cuts:
 
     def _needed(self, names: list[str]) -> list[str]:
         """Leave out kinds that cover little and do not lower the peak, such as norms."""
-        with_all = estimate_peak(self.record, names)
-        most_peak = with_all.peak_bytes * (1 + SMALL_SHARE)
-        least_covered = with_all.covered_bytes - SMALL_SHARE * self.total
+        peak, covered = estimate_peak(self.record, names)
+        most_peak = peak * (1 + SMALL_SHARE)
+        least_covered = covered - SMALL_SHARE * self.total
         for kind in dict.fromkeys(map(self.record.kinds.__getitem__, names)):
             fewer = [name for name in names if self.record.kinds[name] != kind]
-            without = estimate_peak(self.record, fewer)
-            if without.peak_bytes <= most_peak and without.covered_bytes >= least_covered:
+            peak, covered = estimate_peak(self.record, fewer)
+            if peak <= most_peak and covered >= least_covered:
                 names = fewer
         return names
 
@@ -491,7 +461,7 @@ def _given(blocks: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
-    return estimate_peak(record, names).covered_bytes / max(1, record.total_bytes())
+    return estimate_peak(record, names)[1] / max(1, record.total_bytes())
 
 
 def _why_not(
@@ -508,11 +478,11 @@ def _why_not(
         if is_compiled and _coverage(record, best) < _coverage(record, static):
             return ()
         return (f"the containers give {listed(broken)}, which can't be recomputed",)
-    peak = estimate_peak(record, static).peak_bytes
+    peak, _ = estimate_peak(record, static)
     if peak <= limit:
         return ()
     total = record.total_bytes()
-    better = estimate_peak(record, best).peak_bytes
+    better, _ = estimate_peak(record, best)
     return (
         f"chosen by bytes: the {len(static)} blocks that the containers give leave "
         f"{peak / total:.0%} of the saved bytes at the peak, these {better / total:.0%}",
@@ -568,19 +538,7 @@ def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tup
 
 def _notes_on(record: ForwardRecord, names: Sequence[str]) -> tuple[str, ...]:
     """Return what a user would not expect of these blocks."""
-    sentences = [sentence for sentence, _ in unusual_blocks(record, names).values()]
-    return (*sentences, *_on_the_rest(record, names))
-
-
-def _on_the_rest(record: ForwardRecord, names: Sequence[str]) -> list[str]:
-    """List the modules that hold most bytes outside of the blocks, where these cover little."""
-    estimate = estimate_peak(record, names)
-    total = max(1, record.total_bytes())
-    if estimate.covered_bytes >= ENOUGH_COVERAGE * total:
-        return []
-    most = list(estimate.outside.items())[:3]
-    rest = ", ".join(f"{name or 'the model itself'} {size / total:.0%}" for name, size in most)
-    return [f"outside of the blocks: {rest}"] if rest else []
+    return tuple(sentence for sentence, _ in unusual_blocks(record, names).values())
 
 
 def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.generators import Generators, generators_kept, same_state
+from ..core.generators import (
+    generator_states,
+    generators_kept,
+    same_state,
+    set_generator_states,
+)
 from .rerun import BlockState, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
@@ -52,12 +57,20 @@ def run_timesteps(
     `outputs` selects what is collected: "stack" for all outputs, stacked along `time_dim`; "sum" or
     "mean" over time; or only the "last".
     """
-    timesteps = slice_time(inputs, time_dim)
     collected = Collected(outputs, time_dim)
+    state = _take_steps(step, slice_time(inputs, time_dim), state, collected)
+    return collected.finish(), state
+
+
+def _take_steps(
+    step: TimestepFunction, timesteps: Sequence[Any], state: Any, collected: "Collected | None"
+) -> Any:
+    """Run a step on each timestep, collect the outputs if wanted, and return the last state."""
     for x in timesteps:
         output, state = take_step(step, x, state)
-        collected.add(output)
-    return collected.finish(), state
+        if collected is not None:
+            collected.add(output)
+    return state
 
 
 def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
@@ -160,7 +173,8 @@ def _is_bool(leaf: Any) -> bool:
     return isinstance(leaf, bool) or (isinstance(leaf, Tensor) and leaf.dtype == torch.bool)
 
 
-# Choose chunks of timesteps, possibly nested, to recompute together.
+# Choose chunks of consecutive timesteps. Every chunk but the last is recomputed in backward, which
+# starts with the last one.
 
 
 @dataclass(frozen=True)
@@ -171,80 +185,36 @@ class Costs:
     step_bytes: int  # that each timestep holds for backward
 
 
-@dataclass(frozen=True)
-class ChunkSchedule:
-    """Consecutive timesteps, divided into chunks, or undivided if `chunks` is empty.
-
-    Every chunk but the last is recomputed in backward, which starts with the last one.
-    """
-
-    num_steps: int
-    chunks: tuple["ChunkSchedule", ...] = ()
-
-
-def even_schedule(num_steps: int, chunk_size: int, levels: int) -> ChunkSchedule:
-    """Divide timesteps into chunks of one size.
-
-    With two levels, outer chunks of C timesteps consist of whole inner chunks of c timesteps. The
-    T/C + C/c boundaries are fewest at C = sqrt(T*c).
-    """
-
-    def num_boundaries(inner_per_outer: int) -> int:
-        return -(-num_steps // (inner_per_outer * chunk_size)) + inner_per_outer
-
-    size = chunk_size
-    if levels == 2:
-        near = max(1, int((num_steps / chunk_size) ** 0.5))
-        size *= min((near, near + 1), key=num_boundaries)
-
-    sizes = [min(size, num_steps - start) for start in range(0, num_steps, size)]
-    if levels == 2:
-        return ChunkSchedule(num_steps, tuple(even_schedule(size, chunk_size, 1) for size in sizes))
-    return ChunkSchedule(num_steps, tuple(ChunkSchedule(size) for size in sizes))
+def even_chunks(num_steps: int, chunk_size: int) -> list[int]:
+    """Return the sizes of chunks that are equal but for the last."""
+    return [min(chunk_size, num_steps - start) for start in range(0, num_steps, chunk_size)]
 
 
 @lru_cache(maxsize=256)
-def best_schedule(num_steps: int, costs: Costs, levels: int) -> ChunkSchedule:
-    """Return the chunks with the lowest peak.
+def best_chunks(num_steps: int, costs: Costs) -> list[int]:
+    """Return the sizes of the chunks with the lowest peak.
 
     Each chunk is as long as fits under that peak beside the boundaries that are held with it.
     """
-    if not levels:
-        return ChunkSchedule(num_steps)
-    most = num_steps * (costs.step_bytes + costs.boundary_bytes) + 1
-    peak = bisect_left(
-        range(most), num_steps, key=lambda peak: _fitting(peak, num_steps, costs, levels)
-    )
+    most = num_steps * costs.step_bytes + 1
+    peak = bisect_left(range(most), True, key=lambda peak: bool(_fitting(peak, num_steps, costs)))
+    return _fitting(peak, num_steps, costs)
+
+
+def _fitting(peak: int, num_steps: int, costs: Costs) -> list[int]:
+    """Return the sizes of the longest chunks under a peak, or none if there are no such chunks."""
     sizes: list[int] = []
     left = num_steps
     available = peak
-    while left > _fitting(available, left, costs, levels - 1):
+    while left * costs.step_bytes > available:
         # This chunk is not the last, so its own boundary is held beside it.
         available -= costs.boundary_bytes
-        sizes.append(_fitting(available, left, costs, levels - 1))
-        left -= sizes[-1]
-    sizes.append(left)
-    return ChunkSchedule(num_steps, tuple(best_schedule(size, costs, levels - 1) for size in sizes))
-
-
-def _fitting(peak: int, enough: int, costs: Costs, levels: int) -> int:
-    """Return how many timesteps fit under a peak, at most `enough`."""
-    if peak < costs.step_bytes:
-        return 0
-    if not levels:
-        return min(enough, peak // costs.step_bytes) if costs.step_bytes else enough
-    fitting = 0
-    most = 0
-    left = peak
-    while fitting < enough:
-        # Ending here may fit more than another chunk and its boundary.
-        most = max(most, fitting + _fitting(left, enough - fitting, costs, levels - 1))
-        left -= costs.boundary_bytes
-        chunk = _fitting(left, enough - fitting, costs, levels - 1)
-        if most >= enough or not chunk:
-            return min(enough, most)
-        fitting += chunk
-    return enough
+        size = available // costs.step_bytes
+        if size < 1:
+            return []
+        sizes.append(size)
+        left -= size
+    return [*sizes, left]
 
 
 # Find state that a step keeps outside of its modules, which no recomputation could restore.
@@ -298,7 +268,7 @@ def _checked_run(
     # address comes again.
     storages = _storages([tensors, inputs])
     held = []
-    generators = Generators(tree_leaves(state))
+    generators = generator_states()
 
     def note(tensor: Tensor) -> Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
@@ -329,8 +299,10 @@ def _checked_run(
             results += tree_leaves(_copies((output, state)))
             held.append(_bytes_of(storages))
         # A chunk that draws random numbers saves the generator's state too.
-        drawn_bytes = torch.get_rng_state().nbytes if generators.moved() else 0
-        results += Generators(tree_leaves((timesteps[0], state))).leaves()
+        drawn_to = generator_states()
+        draws = not same_state(generators, drawn_to)
+        drawn_bytes = torch.get_rng_state().nbytes if draws else 0
+        results += tree_leaves(drawn_to)
     # The first timestep may hold other bytes, because it starts from the initial state.
     return results, Costs(_bytes_of(_storages(state)) + drawn_bytes, held[2] - held[1])
 
@@ -386,7 +358,6 @@ def checkpoint_timesteps(
     state: Any,
     *,
     chunk_size: int | None = None,
-    levels: int = 1,
     time_dim: int = 0,
     outputs: str = "stack",
 ) -> tuple[Any, Any]:
@@ -394,14 +365,13 @@ def checkpoint_timesteps(
 
     The states between chunks are held as well. `inputs` is a tensor with time in `time_dim`, or a
     sequence of timesteps. `outputs` is "stack", "sum", "mean" or "last"; only "stack" holds an
-    output for each timestep. `levels=1` recomputes each timestep at most once; `levels=2` nests
-    chunks in larger chunks and recomputes each timestep at most twice.
+    output for each timestep. Each timestep is recomputed at most once.
 
     Without `chunk_size` chunks get shorter towards the end; with it all have the same size. The
     first call runs a few steps to measure their bytes and to detect hidden state.
     In eval mode, without grad mode, and with one chunk for all timesteps, this is the plain loop.
     """
-    check_chunks(chunk_size, levels)
+    _check_size(chunk_size)
     timesteps = slice_time(inputs, time_dim)
     modules = modules_of(step, depth=DEEPEST_SEARCH)
     is_eval = modules and not any(module.training for module in modules)
@@ -411,24 +381,32 @@ def checkpoint_timesteps(
     collected = Collected(outputs, time_dim)
     costs = _costs(step, modules, timesteps, state)
     if chunk_size is None:
-        schedule = best_schedule(len(timesteps), costs, levels)
+        sizes = best_chunks(len(timesteps), costs)
     else:
-        schedule = even_schedule(len(timesteps), chunk_size, levels)
-
-    state = _Loop(step, modules, collected).run(state, list(timesteps), schedule)
+        sizes = even_chunks(len(timesteps), chunk_size)
+    start = 0
+    for size in sizes[:-1]:
+        leaves, shape = tree_flatten((state, *timesteps[start : start + size]))
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.is_inference():
+                leaves[place] = leaf.clone()  # an inference tensor can't be saved for backward
+        chunk = _Chunk(step, collected, shape, BlockState(modules))
+        # The chunk itself restores generators and all else that its recompute must find.
+        state = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
+        mark_returned_once(state)
+        start += size
+    state = _take_steps(step, timesteps[start:], state, collected)
     return collected.finish(), state
 
 
-def recompute_timesteps(
-    model: nn.Module, *, chunk_size: int | None = None, levels: int = 1
-) -> list[str]:
+def recompute_timesteps(model: nn.Module, *, chunk_size: int | None = None) -> list[str]:
     """Make a model's loops over time recompute, in place, and return the modules' names.
 
     A module has such a loop if it calls
     `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
     `unroll = staticmethod(run_timesteps)` or a similar method.
     """
-    check_chunks(chunk_size, levels)
+    _check_size(chunk_size)
     found = steppers(model)
     if not found:
         raise ValueError(
@@ -443,7 +421,7 @@ def recompute_timesteps(
                 f"{name or type(module).__name__} recomputes its timesteps already: call "
                 "remove_timesteps(model) first"
             )
-    unroll = partial(checkpoint_timesteps, chunk_size=chunk_size, levels=levels)
+    unroll = partial(checkpoint_timesteps, chunk_size=chunk_size)
     for module in found.values():
         module.__dict__[TIMESTEPS_ATTRIBUTE] = module.__dict__.get("unroll")
         module.__dict__["unroll"] = unroll
@@ -479,10 +457,7 @@ def steppers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def check_chunks(chunk_size: int | None, levels: int) -> None:
-    """Raise for an invalid chunk size or number of levels."""
-    if levels not in (1, 2) or isinstance(levels, bool):
-        raise ValueError(f"levels must be 1, or 2 for chunks inside larger chunks; got {levels!r}")
+def _check_size(chunk_size: int | None) -> None:
     if chunk_size is not None and (
         isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
     ):
@@ -522,63 +497,31 @@ def code_of(function: Any) -> Any:
 
 
 @dataclass
-class _Loop:
-    """A step over timesteps in chunks; only the first run collects outputs."""
+class _Chunk:
+    """Timesteps under one checkpoint; only the first run collects outputs."""
 
     step: TimestepFunction
-    modules: Sequence[nn.Module]
     collected: Collected | None
-
-    def run(self, state: Any, timesteps: Sequence[Any], schedule: ChunkSchedule) -> Any:
-        """Run the timesteps of a schedule and return the state after them.
-
-        The last chunk is not recomputed, because backward needs it first.
-        """
-        if not schedule.chunks:
-            for x in timesteps:
-                output, state = take_step(self.step, x, state)
-                if self.collected is not None:
-                    self.collected.add(output)
-            return state
-        start = 0
-        for inside in schedule.chunks[:-1]:
-            end = start + inside.num_steps
-            leaves, shape = tree_flatten((state, *timesteps[start:end]))
-            for place, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.is_inference():
-                    leaves[place] = leaf.clone()  # an inference tensor can't be saved for backward
-            chunk = _Chunk(self, shape, inside, BlockState(self.modules))
-            # The chunk itself restores generators and all else that its recompute must find.
-            state = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
-            mark_returned_once(state)
-            start = end
-        return self.run(state, timesteps[start:], schedule.chunks[-1])
-
-
-@dataclass
-class _Chunk:
-    """Timesteps under one checkpoint."""
-
-    loop: _Loop
     shape: TreeSpec
-    schedule: ChunkSchedule
     before: BlockState
     ran: bool = False
-    drawn_from: Generators | None = None
+    drawn_from: dict[str, Any] | None = None
 
     def __call__(self, *leaves: Any) -> Any:
         state, *timesteps = tree_unflatten(list(leaves), self.shape)
         if not self.ran:
             self.ran = True
             self.before.begin(leaves)
-            generators = Generators(leaves)
-            state = self.loop.run(state, timesteps, self.schedule)
+            generators = generator_states()
+            state = _take_steps(self.step, timesteps, state, self.collected)
             self.before.end()
             # Most steps draw no random numbers, and a generator state takes 5 KB.
-            self.drawn_from = generators if generators.moved() else None
+            self.drawn_from = None
+            if not same_state(generators, generator_states()):
+                self.drawn_from = generators
             return state
 
         with self.before, generators_kept():
             if self.drawn_from is not None:
-                self.drawn_from.restore()
-            return replace(self.loop, collected=None).run(state, timesteps, self.schedule)
+                set_generator_states(self.drawn_from)
+            return _take_steps(self.step, timesteps, state, None)

@@ -270,13 +270,13 @@ def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
         raise ValueError(str(failure)) from failure
 
 
-def _timesteps(model: nn.Module, sample: Sample, *, levels: int = 1) -> list[str]:
+def _timesteps(model: nn.Module, sample: Sample) -> list[str]:
     if sample.blocks is not None and not isinstance(sample.blocks, ChosenBlocks):
         raise ValueError(
             f"timesteps are recomputed for the whole loop, not for single blocks, "
             f"got blocks {sample.blocks!r}: leave out --blocks"
         )
-    return primitives.recompute_timesteps(model, levels=levels)
+    return primitives.recompute_timesteps(model)
 
 
 def _plan(model: nn.Module, sample: Sample) -> list[str]:
@@ -340,12 +340,6 @@ _REGISTERED_STRATEGIES = (
         on_blocks=_regions_on_blocks,
     ),
     Strategy("timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False),
-    Strategy(
-        "timesteps_nested",
-        "the same with chunks inside larger chunks",
-        partial(_timesteps, levels=2),
-        configurable=False,
-    ),
     Strategy("plan", "what a plan from a file says", _plan),
 )
 ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES}
