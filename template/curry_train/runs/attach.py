@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 
 from .background import BackgroundSaver
 from .box import Boxes
-from .files import StrPath, keep_from_children
+from .files import StrPath
 from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import SavedCheckpoint
@@ -238,7 +238,8 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             for number in signals:
                 self._previous[number] = signal.signal(number, self._handle)
-        keep_from_children(self)
+        # So that its parent can terminate a forked child.
+        os.register_at_fork(after_in_child=self.release)
 
     def __enter__(self) -> "Stop":
         return self
@@ -257,10 +258,6 @@ class Stop:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
         self._previous = {}
-
-    def leave_behind(self) -> None:
-        """Give up the signals in a forked child, so that its parent can terminate it."""
-        self.release()
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.number and number == signal.SIGINT:

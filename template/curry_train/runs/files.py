@@ -7,15 +7,13 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import secrets
 import shutil
 import stat
-import weakref
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
@@ -180,65 +178,3 @@ class Files:
         while not path.exists():
             path = path.parent
         return shutil.disk_usage(path).free
-
-
-# Close locks and files of a process in its forked children.
-
-_descriptors: set[int] = set()
-
-
-# By the order in which they were made.
-_holders: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_holder_numbers = itertools.count()
-
-
-def keep_from_children(holder: Any) -> None:
-    """Call `holder.leave_behind()` in every forked child, of the last holder first."""
-    _holders[next(_holder_numbers)] = holder
-
-
-def open_here(path: StrPath, flags: int, mode: int = 0o644) -> int:
-    """Open a descriptor that every forked child closes; close it here with `close_here`."""
-    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
-    _descriptors.add(descriptor)
-    return descriptor
-
-
-def lock_here(descriptor: int, *, alone: bool) -> str:
-    """Lock an open file for this process; return why it can't be locked, or an empty text.
-
-    Raises BlockingIOError if another process holds it, with `alone` in any way.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return "this system has none"
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        # The file system has no locks.
-        return error.strerror or str(error)
-    return ""
-
-
-def close_here(descriptor: int) -> None:
-    _descriptors.discard(descriptor)
-    os.close(descriptor)
-
-
-def _after_fork() -> None:
-    for descriptor in _descriptors:
-        # Some programs have already closed all descriptors that they inherited.
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _descriptors.clear()
-    for holder in reversed([*_holders.values()]):
-        holder.leave_behind()
-    _holders.clear()
-
-
-# Windows has no fork.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
