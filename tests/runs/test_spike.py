@@ -147,7 +147,6 @@ def test_ranks_judge_the_mean_of_their_losses_alike():
         ({"action": "off"}, "spike.action must be none, warn or rollback; got 'off'"),
         ({"window": 4}, "spike.window must be 16 or more; got 4"),
         ({"least_rise": 1.5}, "spike.least_rise must be from 0 to below 1; got 1.5"),
-        ({"lower_rate": 2.0}, "spike.lower_rate must be between 0 and 1, or null; got 2.0"),
         ({"attempts": True}, "spike.attempts must be a whole number; got True"),
         ({"patiense": 3}, "spike.patiense is no key; did you mean spike.patience?"),
     ],

@@ -251,20 +251,15 @@ class SpikeConfig:
     attempts: int = 3
     # Steps before and after the spike that are skipped too; each further attempt doubles them.
     skip_around: int = 8
-    # The factor on the learning rate for `lower_rate_steps` steps after a rollback, such as 0.5.
-    lower_rate: float | None = None
-    lower_rate_steps: int = 100
 
     def __post_init__(self) -> None:
         check_types(self)
         require_least(self, 16, "window")
-        require_least(self, 1, "patience", "attempts", "lower_rate_steps")
+        require_least(self, 1, "patience", "attempts")
         require_least(self, 0, "skip_around")
         fits = 0 < self.threshold < float("inf")
         require(fits, "threshold", self.threshold, "above 0")
         require(0 <= self.least_rise < 1, "least_rise", self.least_rise, "from 0 to below 1")
-        fits = self.lower_rate is None or 0 < self.lower_rate < 1
-        require(fits, "lower_rate", self.lower_rate, "between 0 and 1, or null")
 
     @property
     def judges_after(self) -> int:
