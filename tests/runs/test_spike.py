@@ -49,10 +49,10 @@ def test_sound_loss_curves_raise_no_false_alarm(shape, noise):
         assert alarms(noisy(seed, HEALTHY[shape], noise=noise)) == []
 
 
-@pytest.mark.parametrize("trainings", [30, pytest.param(100, marks=pytest.mark.long)])
-def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_time(trainings):
+@pytest.mark.long
+def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_time():
     """Use trainings that are not too easy: a patience of one raises false alarms."""
-    found = spike_runs.measure(trainings, 12)
+    found = spike_runs.measure(100, 12)
     assert found["sound"]["false_alarms"]["patience_3"] == 0
     assert found["sound"]["false_alarms"]["patience_1"] > 0
     assert sum(fault["spikes"] for fault in found["planted"].values()) >= 24
