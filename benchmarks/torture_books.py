@@ -154,8 +154,8 @@ class Books:
             *([f"at the end {best} of the best are there"] if best != self.config.best_k else []),
             *([f"at the end there still are {left}"] if left else []),
             *(
-                [f"latest points to {run.files.pointed(LATEST_POINTER)}"]
-                if run.files.pointed(LATEST_POINTER) != run.latest().folder
+                [f"latest points to {run.files.path(LATEST_POINTER).readlink()}"]
+                if str(run.files.path(LATEST_POINTER).readlink()) != run.latest().folder
                 else []
             ),
         ]

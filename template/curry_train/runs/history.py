@@ -281,13 +281,9 @@ def peak_bytes(device: "torch.device") -> int:
 
 def package_versions() -> dict[str, str]:
     """Return the version of every installed distribution, by normalised name."""
-    versions: dict[str, str] = {}
-    for package in importlib.metadata.distributions():
-        name = package.metadata["Name"]
-        if name:
-            # Of several distributions with one name, Python imports the first.
-            versions.setdefault(name.lower().replace("_", "-"), package.version)
-    return dict(sorted(versions.items()))
+    # Of several distributions with one name, Python imports the first.
+    found = reversed([*importlib.metadata.distributions()])
+    return {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in found}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
@@ -307,21 +303,13 @@ def git_state(folder: Path) -> dict[str, Any]:
             words = error.stderr or b"nothing was committed yet"
             why = words.decode().splitlines()[0]
         return {"revision": None, "why": why}
-    if not changes and not added:
-        return {"revision": revision, "dirty": False}
-
-    digest = hashlib.sha256(changes)
     for name in added:
-        digest.update(name)
+        changes += name
         # The file may have been removed in the meantime.
         with contextlib.suppress(OSError):
-            digest.update((folder / os.fsdecode(name)).read_bytes())
-    return {
-        "revision": revision,
-        "dirty": True,
-        "changes": digest.hexdigest()[:16],
-        "added_files": len(added),
-    }
+            changes += (folder / os.fsdecode(name)).read_bytes()
+    digest = {"changes": hashlib.sha256(changes).hexdigest()[:16]} if changes else {}
+    return {"revision": revision, "dirty": bool(changes), **digest}
 
 
 def _git(folder: Path, *arguments: str) -> bytes:

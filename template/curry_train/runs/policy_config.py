@@ -79,9 +79,7 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         done, result = _as(choice, value)
         if done:
             return result
-    raise ValueError(
-        f"{path} must be {_accepted_values(kind)}; got {value!r}" + _suggested_value(kind, value)
-    )
+    raise ValueError(f"{path} must be {_accepted_values(kind)}; got {value!r}")
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -121,18 +119,6 @@ def _accepted_values(kind: Any) -> str:
         else:
             words.append(TYPE_DESCRIPTIONS.get(choice, "a block of keys"))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _suggested_value(kind: Any, value: Any) -> str:
-    """Suggest the closest accepted word for a misspelled one."""
-    values = [
-        str(word)
-        for choice in _choices(kind)
-        if get_origin(choice) is Literal
-        for word in get_args(choice)
-    ]
-    meant = nearest(str(value), values)
-    return f"; did you mean {meant}?" if meant else ""
 
 
 def _path(inside: str, key: object) -> str:

@@ -501,10 +501,8 @@ class Store(SavedRun):
     def _discard_first(self, folder: str) -> None:
         self._lock.require_held()
         if self.files.kind(folder) is not None:
-            is_latest = self.files.pointed(LATEST_POINTER) == folder
             self._remove(folder)
-            if is_latest:
-                self._point()
+            self._point()
 
     def _remove(self, folder: str) -> None:
         removed = removed_name(folder)
@@ -544,7 +542,4 @@ class Store(SavedRun):
 
     def _point(self) -> None:
         newest = self.latest()
-        if newest is not None and self.files.pointed(LATEST_POINTER) != newest.folder:
-            self.files.point(LATEST_POINTER, newest.folder)
-        elif newest is None and self.files.pointed(LATEST_POINTER) is not None:
-            self.files.remove_file(LATEST_POINTER)
+        self.files.point(LATEST_POINTER, None if newest is None else newest.folder)
