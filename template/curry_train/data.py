@@ -253,14 +253,6 @@ class Stream:
         """Leave out the positions from `start` up to `stop`, from the next window on."""
         self.skipped = _merged([*self.skipped, (start, stop)])
 
-    def samples_between(self, start: int, stop: int) -> list[int]:
-        """Return the samples at the positions from `start` up to `stop` that are not skipped."""
-        positions = []
-        for position in range(start, stop):
-            if not any(first <= position < end for first, end in self.skipped):
-                positions.append(position)
-        return [int(sample) for sample in self.order(positions)]
-
     def __iter__(self) -> Iterator[Any]:
         """Yield microbatches without end; `position` moves with the last one of a window."""
         while True:

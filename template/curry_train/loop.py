@@ -140,9 +140,6 @@ class _RunAlone:
         self.ended_by = "steps" if self.steps >= until else None
         return self.ended_by is None
 
-    def learning_rate_factor(self) -> float:
-        return 1.0
-
     def not_finite(self, error: NonFiniteWindow) -> None:
         raise error
 
@@ -174,8 +171,7 @@ class _StepLoop:
                 run.ended_by = "data"
                 break
             try:
-                factor = run.learning_rate_factor()
-                report = self._step(window, run.steps, began, factor=factor)
+                report = self._step(window, run.steps, began)
             except NonFiniteWindow as error:
                 run.not_finite(error)
                 continue
@@ -195,10 +191,9 @@ class _StepLoop:
                 hook(report)
         return RunReport(run.steps, run.ended_by or "stopped", report)
 
-    def _step(self, window: Any, done: int, began: float, *, factor: float) -> StepReport:
+    def _step(self, window: Any, done: int, began: float) -> StepReport:
         """Train one window with its learning rate; `done` steps were done before it."""
-        if self.schedule is not None:
-            factor *= self.schedule(done)
+        factor = 1.0 if self.schedule is None else self.schedule(done)
         for group in self.optimizer.param_groups:
             group["lr"] = group["base_lr"] * factor
         try:

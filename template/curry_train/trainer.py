@@ -442,7 +442,6 @@ def saving_options(config: Config, folder: Path) -> dict[str, Any]:
         "runs": folder,
         # The learning rate is that of the configuration, also after a resume.
         "keep_settings": True,
-        "resume_hint": f"--resume {folder.name}@{{}}",
         "in_background": True,
         "journal": True,
         "config": asdict(config),

@@ -114,7 +114,6 @@ def open_run(training: Training, resume: str | None) -> tuple[Path, AttachedRun]
         stream=training.stream,
         resume=state,
         keep_settings=True,  # the learning rate is that of config.yaml, also after a resume
-        resume_hint=f"--resume {folder.name}@{{}}",
         in_background=True,
         journal=True,
         config=asdict(config),
@@ -171,7 +170,7 @@ def train(training: Training, run: AttachedRun, log: Log) -> None:
 
     while run.continues(until=config.steps):
         began = time.perf_counter()
-        factor = schedule(run.steps) * run.learning_rate_factor()
+        factor = schedule(run.steps)
         for group in training.optimizer.param_groups:
             group["lr"] = config.optimizer.learning_rate * factor
 

@@ -123,15 +123,14 @@ def test_a_missing_run_is_answered_with_the_existing_ones(runs, monkeypatch):
     status, output = call("show", "frist-001")
     assert (status, " ".join(output.split())) == (
         2,
-        "Error: frist-001 is no run: did you mean first-001?",
+        "Error: frist-001 is no run: did you mean first-001? runs has first-001",
     )
     for number in range(2, 14):
         (runs / f"other-{number:03d}/rollback").mkdir(parents=True)
     for words in (["show", "first-01"], ["verify", "runs/first-01"]):
         status, output = call(*words)
         assert (status, output.count("other-")) == (2, 9)
-        assert "did you mean first-001? runs also has other-0" in " ".join(output.split())
-        assert output.split()[-3:] == ["and", "3", "more"]
+        assert "did you mean first-001? runs has first-001, other-0" in " ".join(output.split())
     assert "is no run: runs has " in " ".join(call("show", "zzz")[1].split())
 
 

@@ -3,9 +3,10 @@
 Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -100,17 +101,13 @@ class Counted:
         super().__init__(*args, **options)
         self.ask = ask
 
-    def create(self, key: str) -> Any:
+    @contextlib.contextmanager
+    def create(self, key: str) -> Iterator[Any]:
         self.ask("create")
-        return _Stream(super().create(key), self.ask)
-
-    def finish(self, stream: Any) -> None:
-        self.ask("finish")
-        super().finish(stream.stream)
+        with super().create(key) as stream:
+            yield _Stream(stream, self.ask)
+            self.ask("finish")
         self.ask("finished")
-
-    def abandon(self, stream: Any) -> None:
-        super().abandon(stream.stream)
 
 
 def _asking(name: str) -> Any:
@@ -123,7 +120,7 @@ def _asking(name: str) -> Any:
     return call
 
 
-for operation in ("make_folder", "sync_folder", "rename", "remove_folder", "remove_file", "point"):
+for operation in ("make_folder", "sync_folder", "rename", "remove_folder", "point"):
     setattr(Counted, operation, _asking(operation))
 
 

@@ -3,11 +3,8 @@
 python -m pytest tests/runs/test_attach_ranks.py
 """
 
-import gc
-import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -190,36 +187,3 @@ def test_a_signal_at_any_collective_stops_both_ranks_after_the_same_step(tmp_pat
     # A signal while the run is opened counts before the first step, and one at the vote after a
     # step at the next vote.
     assert {steps for *_, steps, _, _ in first} == {0, 1, 2, 3}
-
-
-def tensors_alive():
-    gc.collect()
-    return sum(type(each) is torch.Tensor for each in gc.get_objects())
-
-
-def starve_other_threads():
-    """Let the other threads of this process run only while the main thread sleeps."""
-    for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {min(os.sched_getaffinity(0))})
-        if int(thread.name) != os.getpid():
-            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
-    sys.setswitchinterval(1000)
-
-
-def agree_with_starved_threads():
-    ranks = Ranks()
-    ranks.agree(lambda: None)
-    starve_other_threads()
-    gc.disable()
-    left = []
-    for _ in range(20):
-        before = tensors_alive()
-        ranks.agree(lambda: "an answer")
-        ranks.highest([3])
-        left.append(tensors_alive() - before)
-    return left
-
-
-def test_no_thread_of_the_group_still_holds_a_tensor_when_the_ranks_have_agreed():
-    """It would need the interpreter to release it, and abort a process that is ending."""
-    assert run_on_ranks(f"{__file__}:agree_with_starved_threads", timeout=60) == [[0] * 20] * 2

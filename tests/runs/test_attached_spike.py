@@ -138,11 +138,7 @@ def test_the_journal_records_spike_rollback_and_skip(tmp_path):
         read_history(f"{tmp_path}/run@1").steps.step[-1] == 93
     )  # the step itself is recorded before
     assert (spike["step"], spike["first"]) == (93, 91)
-    assert (rollback["step"], rollback["from_step"], rollback["checkpoint"]) == (
-        80,
-        93,
-        "rollback/step-00000080.dcp",
-    )
+    assert (rollback["step"], rollback["from_step"]) == (80, 93)
     assert (skip["start"], skip["stop"]) == (88, 95)
     assert [event["reason"] for event in recorded if event["kind"] == "stop"] == ["spike", "closed"]
 
@@ -153,9 +149,10 @@ def test_the_message_in_the_terminal_has_the_next_step(tmp_path, caplog):
         r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text
     )
     assert (
-        "Rolled back to rollback/step-00000080.dcp: start again to go on without batches 88 to 94 "
+        "Rolled back to rollback/step-00000080.dcp, without the data at positions 88 to 94 "
         "(attempt 1" in caplog.text
     )
+    assert "start again to go on" in caplog.text
 
 
 def test_a_spike_that_returns_ends_with_an_error_and_advice(tmp_path):
@@ -203,7 +200,6 @@ def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
 @pytest.mark.parametrize(
     ("spike", "words"),
     [
-        ({"action": "rollback", "lower_rate": 0.5}, "does not control the schedule of this loop"),
         ({"action": "back"}, "none, warn or rollback"),
         ({"patients": 3}, "spike.patients is no key"),
     ],

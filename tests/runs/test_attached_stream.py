@@ -4,7 +4,6 @@ python -m pytest tests/runs/test_attached_stream.py
 """
 
 import os
-import re
 import shutil
 import signal
 
@@ -37,9 +36,6 @@ class Rows:
     def skip(self, start, stop):
         self.skipped |= set(range(start, stop))
 
-    def samples_between(self, start, stop):
-        return [place for place in range(start, stop) if place not in self.skipped]
-
     def take(self):
         place = self._here(self.position)
         self.position = place + 1
@@ -52,19 +48,16 @@ class Rows:
         return position
 
 
-def train(folder, *, bad=BAD, steps=STEPS, rate=1e-2, at_step=None, loss_at=None, **options):
+def train(folder, *, bad=BAD, steps=STEPS, at_step=None, loss_at=None, **options):
     """Train a user's loop with dropout; return the run, its weights and its losses."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     stream = Rows(bad)
     options = {"spike": BACK, "rollback_every": 10, "journal": True, **options}
     losses = []
     with saving(model, optimizer, runs=folder, stream=stream, **options) as run:
         while run.continues(until=steps):
-            factor = run.learning_rate_factor()
-            for group in optimizer.param_groups:
-                group["lr"] = rate * factor
             inputs, targets = stream.take()
             loss = (model(inputs) - targets).square().mean()
             if loss_at == run.steps + 1:
@@ -75,8 +68,7 @@ def train(folder, *, bad=BAD, steps=STEPS, rate=1e-2, at_step=None, loss_at=None
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            figures = {"grad_norm": 1.0, "learning_rate": optimizer.param_groups[0]["lr"]}
-            run.step(loss=loss, figures=figures)
+            run.step(loss=loss)
             if at_step is not None:
                 at_step(run)
     return run, {name: value.clone() for name, value in model.state_dict().items()}, losses
@@ -144,24 +136,6 @@ def test_random_numbers_drawn_before_the_first_step_do_not_change_a_resume(tmp_p
 
     monkeypatch.setitem(globals(), "saving", drawing)
     assert same(weights, train(tmp_path / "ended", steps=12, bad=())[1])
-
-
-def test_the_rate_is_lower_after_a_rollback_if_the_loop_applies_the_factor(tmp_path):
-    lower = BACK | {"lower_rate": 0.5, "lower_rate_steps": 5}
-    run, _, _ = train(tmp_path / "run", spike=lower)
-    (recovery,) = run.recoveries.done
-    rates = {line["step"]: line["learning_rate"] for line in events(tmp_path / "run", "step")}
-    assert rates[recovery.slower_until] == pytest.approx(5e-3)
-    assert rates[recovery.slower_until + 1] == pytest.approx(1e-2)
-
-
-def test_a_lower_rate_that_the_loop_would_ignore_is_refused(tmp_path):
-    spike = BACK | {"lower_rate": 0.5}
-    model = nn.Linear(2, 1)
-    run = saving(model, runs=tmp_path / "run", stream=Rows(), spike=spike)
-    assert run.continues(until=3)
-    with pytest.raises(ValueError, match=re.escape("run.learning_rate_factor()")):
-        run.step(loss=1.0)
 
 
 def test_settings_of_this_start_replace_saved_ones_only_on_request(tmp_path):

@@ -3,13 +3,9 @@
 python -m pytest tests/runs/test_journal_kill.py
 """
 
-import os
-import signal
-import time
-
 from journals import clock, facts, lines_of, plant, train
 
-from curry_train.runs.journal import Journal, JournalError, JournalReading
+from curry_train.runs.journal import Journal, read_events
 
 
 def test_a_journal_cut_at_any_byte_of_its_last_lines_is_continued(tmp_path):
@@ -28,9 +24,9 @@ def test_a_journal_cut_at_any_byte_of_its_last_lines_is_continued(tmp_path):
         lines = lines_of(tmp_path / "run")
         num_warnings = sum(line["kind"] == "warning" for line in lines)
         assert len(lines) == kept + 2 + num_warnings, length
-        reading = JournalReading(tmp_path / "run")
-        assert len(list(reading)) == len(lines)
-        assert reading.num_damaged == bool(torn), length
+        damaged = []
+        assert len(list(read_events(path, damaged))) == len(lines)
+        assert len(damaged) == bool(torn), length
         assert (lines[kept]["kind"], lines[kept]["attempt"], lines[-1]["attempt"]) == (
             "resume",
             2,
@@ -66,45 +62,4 @@ def test_damage_at_the_end_does_not_hide_the_attempt(tmp_path):
         journal.resume(20)
         assert journal.attempt == 3
         train(journal, range(21, 23))
-    assert [event.attempt for event in JournalReading(folder)][-1] == 3
-
-
-def test_a_forked_child_that_outlives_the_run_does_not_keep_its_journal(tmp_path):
-    """Let a child outlive its killed parent, as a DataLoader worker does for seconds."""
-    reader, writer = os.pipe()
-    parent = os.fork()
-    if parent == 0:
-        Journal(tmp_path).start()
-        child = os.fork()
-        if child == 0:
-            os.write(writer, b"%d" % os.getpid())
-            time.sleep(30)
-            os._exit(0)
-        time.sleep(30)
-        os._exit(0)
-    child = int(os.read(reader, 20))
-    try:
-        os.kill(parent, signal.SIGKILL)
-        os.waitpid(parent, 0)
-        with Journal(tmp_path) as journal:
-            journal.resume(0)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.close(reader)
-        os.close(writer)
-    assert [line["kind"] for line in lines_of(tmp_path)] == ["start", "resume"]
-
-
-def test_a_forked_child_can_not_write_into_its_parents_journal(tmp_path):
-    with Journal(tmp_path) as journal:
-        journal.start()
-        child = os.fork()
-        if child == 0:
-            try:
-                journal.step(1, loss=1.0, learning_rate=1.0)
-            except JournalError:
-                os._exit(3)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-        journal.step(1, loss=2.0, learning_rate=1.0)
-    assert [line.get("loss") for line in lines_of(tmp_path)] == [None, 2.0]
+    assert [event.attempt for event in read_events(folder / "journal.jsonl", [])][-1] == 3

@@ -7,31 +7,10 @@ import pytest
 from store_models import new_state, train
 
 from curry_train.runs import Files, Recoveries, RunError, SavingPolicy, Store
-from curry_train.runs.policy_config import PolicyConfig, SpikeConfig
+from curry_train.runs.policy_config import PolicyConfig
+from curry_train.runs.random_state import DataPosition
 from curry_train.runs.resume import NothingSaved
-from curry_train.runs.spike import RECOVERIES_FILE_NAME, Recovery, Spike, SpikeNotRecovered, recover
-
-
-def recovery(step, *, attempt=1, **facts):
-    return Recovery(step, back_to=step - 10, start=0, stop=1, attempt=attempt, **facts)
-
-
-def test_lowered_rates_multiply_in_steps_where_they_overlap(tmp_path):
-    recoveries = Recoveries(Files(tmp_path))
-    recoveries.done = [
-        recovery(100, learning_rate=0.5, slower_until=200),  # from step 90 on
-        recovery(120, learning_rate=0.5, slower_until=150),  # from step 110 on
-        recovery(400),
-    ]
-    assert [recoveries.factor(done) for done in (89, 90, 110, 149, 150, 200, 395)] == [
-        1,
-        0.5,
-        0.25,
-        0.25,
-        0.5,
-        1,
-        1,
-    ]
+from curry_train.runs.spike import RECOVERIES_FILE_NAME, AttachedWatch, Spike, SpikeNotRecovered
 
 
 @pytest.mark.parametrize(
@@ -47,15 +26,10 @@ def test_a_missing_state_to_go_back_to_is_an_error_with_advice(tmp_path):
     def load(what):
         raise NothingSaved(f"no state {what}")
 
+    watch = AttachedWatch({"action": "rollback"}, DataPosition())
+    watch.begin(new_state(), Files(tmp_path))
     with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
-        recover(
-            Spike(162, 160, 9.0, 2.0, 3.0),
-            SpikeConfig(action="rollback"),
-            state=None,
-            load=load,
-            after=lambda position, windows: position,
-            recoveries=Recoveries(Files(tmp_path)),
-        )
+        watch.go_back(Spike(162, 160, 9.0, 2.0, 3.0), new_state(), load)
     assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
 
 

@@ -10,42 +10,46 @@ import foreign_loss_spike as foreign
 from saboteurs import planted
 
 from curry_train.runs import spike
-from curry_train.runs.spike import Recoveries, SpikeWatchdog, recover
+from curry_train.runs.spike import AttachedWatch, SpikeWatchdog
+
+go_back = AttachedWatch.go_back
 
 
 def changed(**moved):
     """Plant a rollback after which other positions are skipped."""
 
-    def recover_and_change(*args, recoveries, **facts):
-        done = recover(*args, recoveries=recoveries, **facts)
-        recovery = done.recovery
+    def go_back_and_change(self, *args):
+        skip = self._data.skip
+        self._data.skip = lambda start, stop: None
+        recovery = go_back(self, *args)
         places = {name: getattr(recovery, name) + by for name, by in moved.items()}
-        recoveries.done[-1] = replace(recovery, **places)
-        return replace(done, recovery=recoveries.done[-1])
+        self.recoveries.done[-1] = replace(recovery, **places)
+        self._data.skip = skip
+        skip(self.recoveries.done[-1].start, self.recoveries.done[-1].stop)
+        return self.recoveries.done[-1]
 
-    return [(spike, "recover", recover_and_change)]
+    return [(AttachedWatch, "go_back", go_back_and_change)]
 
 
 def kept(read, write):
     """Plant a rollback that keeps something of the spoiled state."""
 
-    def recover_and_keep(*args, state, **facts):
+    def go_back_and_keep(self, spike, state, load):
         spoiled = copy.deepcopy(read(state))
-        done = recover(*args, state=state, **facts)
+        recovery = go_back(self, spike, state, load)
         write(state, spoiled)
-        return done
+        return recovery
 
-    return [(spike, "recover", recover_and_keep)]
+    return [(AttachedWatch, "go_back", go_back_and_keep)]
 
 
-def to_the_newest(*args, load, **facts):
+def to_the_newest(self, spike, state, load):
     """Load the newest state, which is from after the first bad step."""
-    return recover(*args, load=lambda what: load("latest"), **facts)
+    return go_back(self, spike, state, lambda what: load("latest"))
 
 
 state_dict = SpikeWatchdog.state_dict
 read = spike._read
-add = Recoveries.add
 
 FAULTS = [
     planted("loss-spike.in-time", "silent", SpikeWatchdog=foreign.Silent),
@@ -73,7 +77,7 @@ FAULTS = [
     planted(
         "loss-spike.never-saw",
         "newest",
-        patches=[(spike, "recover", to_the_newest)],
+        patches=[(AttachedWatch, "go_back", to_the_newest)],
         hint="skip once|differs",
     ),
     planted("loss-spike.skipped", "200-too-many", patches=changed(stop=200), hint="skip once"),

@@ -68,7 +68,8 @@ def test_a_missing_run_or_step_is_answered_with_the_existing_ones(tmp_path):
         run_to_resume(config(tmp_path), "run-7")
     saved(new_run(config(tmp_path, "name=night")), 1)
     with pytest.raises(
-        ValueError, match=r"for 'nigth-001@5': did you mean night-001\? .*runs also has run-001"
+        ValueError,
+        match=r"for 'nigth-001@5': did you mean night-001\? .*runs has night-001, run-001",
     ):
         run_to_resume(config(tmp_path), "nigth-001@5")
 

@@ -4,7 +4,6 @@ Run with `python -m pytest tests/trainer/test_spike_watch.py`.
 """
 
 import contextlib
-import logging
 
 import pytest
 import torch
@@ -62,16 +61,6 @@ def events_of(folder, *kinds):
     return [line for line in lines_of(folder) if line["kind"] in kinds]
 
 
-def test_the_learning_rate_is_lower_for_a_while_and_the_message_names_it(tmp_path, caplog):
-    slower = ("spike.lower_rate=0.5", "spike.lower_rate_steps=6")
-    with caplog.at_level(logging.WARNING):
-        folder = trained(tmp_path, *slower, "schedule.shape=constant").folder
-    assert (
-        "Rolled back to rollback/step-00000030.dcp: training goes on without the 28 samples at "
-        "positions 124 to 151, at 0.5 of the learning rate until step 42 (attempt 1 of 3)"
-    ) in caplog.text
-    rates = {line["step"]: line["learning_rate"] for line in events_of(folder, "step")}
-    assert [rates[step] for step in (30, 31, 42, 43)] == pytest.approx([1e-3, 5e-4, 5e-4, 1e-3])
 
 
 @pytest.mark.parametrize(

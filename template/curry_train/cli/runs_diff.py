@@ -18,7 +18,7 @@ import numpy
 
 from ..core.wording import format_bytes, format_seconds, write_json
 from ..runs.history import Attempt, History, Steps, read_history
-from ..runs.journal import find_journal, finite, printable
+from ..runs.journal import finite, printable
 from .options import json_option
 from .screen import ScreenCommand, fill_screen, table
 
@@ -247,9 +247,7 @@ def runs_diff_command(a: str, b: str, json_path: str | None) -> None:
     A run is a name in runs/, a folder or a journal; NAME@2 is the run as its second attempt left
     it. Exit status: 0 compared, 2 a run can't be read.
     """
-    found = difference(
-        *(read_history(find_journal(name, root="runs"), name=name) for name in (a, b))
-    )
+    found = difference(*(read_history(name, root="runs") for name in (a, b)))
     click.echo(found.text())
     if json_path:
         write_json(json_path, finite({"a": a, "b": b} | asdict(found)))

@@ -9,7 +9,7 @@ import click
 
 from ..core.wording import write_json
 from ..runs.history import read_history
-from ..runs.journal import find_journal, finite
+from ..runs.journal import finite
 from .figures import plot_runs
 from .options import json_option, output_option
 from .runs_diff import summary
@@ -38,9 +38,7 @@ def runs_plot_command(
 
     A run is a name in runs/, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
     """
-    histories = [
-        read_history(find_journal(name, root="runs"), name=name) for name in dict.fromkeys(names)
-    ]
+    histories = [read_history(name, root="runs") for name in dict.fromkeys(names)]
     named = plot_runs(histories, out, smooth=smooth)
     if json_path:
         rows = [summary(one) | {"named": one.name in named} for one in histories]

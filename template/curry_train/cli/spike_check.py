@@ -179,11 +179,8 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
         raise ValueError(
             f"bad windows {at} to {last} are not all among the {steps} steps: lower --at"
         )
-    if spike.lower_rate is not None or not spike.rolls_back:
-        raise ValueError(
-            "the check needs spike.action=rollback without spike.lower_rate, which changes the "
-            "training after the spike"
-        )
+    if not spike.rolls_back:
+        raise ValueError("the check needs spike.action=rollback")
     if at <= (judged := spike.judges_after):
         raise ValueError(
             f"the bad samples begin in step {at}, and the watchdog judges from step {judged + 1} "

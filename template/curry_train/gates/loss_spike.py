@@ -141,9 +141,6 @@ class Positions:
     def skip(self, start: int, stop: int) -> None:
         self.skipped |= set(range(start, stop))
 
-    def samples_between(self, start: int, stop: int) -> list[int]:
-        return list(range(start, stop))
-
 
 Bad = Callable[[int, int], bool]
 

@@ -20,7 +20,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "journal": (
             "Journal",
             "JournalError",
-            "JournalReading",
         ),
         "layout": ("SavedCheckpoint",),
         "policy": ("SavingPolicy",),
@@ -47,7 +46,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Spike",
             "SpikeNotRecovered",
             "SpikeWatchdog",
-            "recover",
         ),
         "state": ("TrainingState",),
         "store": (

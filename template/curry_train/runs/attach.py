@@ -44,7 +44,7 @@ from torch.optim import Optimizer
 
 from .background import BackgroundSaver
 from .box import Boxes
-from .files import StrPath, keep_from_children
+from .files import StrPath
 from .history import peak_bytes, run_facts
 from .journal import Journal
 from .layout import SavedCheckpoint
@@ -54,7 +54,7 @@ from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks, report_in_one_line
 from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
-from .spike import AttachedWatch, Recovered, Recoveries, SampleStream, Spike
+from .spike import AttachedWatch, Recoveries, Recovery, SampleStream, Spike
 from .state import TrainingState, no_schedule_forgotten
 from .store import Store
 
@@ -75,10 +75,6 @@ class StepNotes:
     stepped: bool = True
 
 
-# The journal lists skipped samples up to this number.
-MOST_LISTED_SAMPLES = 4096
-
-
 class AttachedJournal:
     """The journal of one process: rank 0 writes it with its own loss, read at every step."""
 
@@ -89,10 +85,10 @@ class AttachedJournal:
         *,
         runs: StrPath,
         config: PolicyConfig,
-        stream: SampleStream | None,
+        data: SampleStream,
     ) -> None:
         self._state = state
-        self._stream = stream
+        self._data = data
         ranks = Ranks()
         self._journal = Journal(runs, rank=ranks.rank)
         self.begin_step()
@@ -141,7 +137,7 @@ class AttachedJournal:
                 "seconds": time.perf_counter() - self._since,
                 "peak_bytes": peak_bytes(self._device),
             }
-            epoch = getattr(self._stream, "epoch", None)
+            epoch = getattr(self._data, "epoch", None)
             if epoch is not None:
                 figures["epoch"] = epoch
             figures |= notes.figures
@@ -169,32 +165,17 @@ class AttachedJournal:
             limit=spike.limit,
         )
 
-    def went_back(self, spike: Spike, done: Recovered) -> None:
-        """Write the rollback, and the samples or batches that are skipped from now on."""
-        recovery = done.recovery
-        self._journal.rollback(
-            recovery.back_to,
-            from_step=spike.step,
-            reason=spike.words,
-            checkpoint=done.resumed.saved.folder,
-            number=recovery.attempt,
+    def went_back(self, spike: Spike, recovery: Recovery) -> None:
+        """Write the rollback, and the positions of the data that are skipped from now on."""
+        back_to = recovery.back_to
+        number = recovery.attempt
+        self._journal.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
+        places = {"start": recovery.start, "stop": recovery.stop}
+        reason = (
+            f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
+            f"step {spike.step}"
         )
-        what = "batches"
-        facts: dict[str, Any] = {}
-        if done.samples is not None:
-            what = "positions"
-            facts["num_samples"] = len(done.samples)
-            if len(done.samples) <= MOST_LISTED_SAMPLES:
-                facts["samples"] = list(done.samples)
-        self._journal.write(
-            "skip",
-            step=recovery.back_to,
-            reason=f"{what} {recovery.start} to {recovery.stop - 1} of the run, "
-            f"around the spike of step {spike.step}",
-            start=recovery.start,
-            stop=recovery.stop,
-            **facts,
-        )
+        self._journal.write("skip", step=back_to, reason=reason, **places)
 
     def ended(self, reason: str) -> None:
         """Write the last event and close the journal."""
@@ -238,7 +219,8 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             for number in signals:
                 self._previous[number] = signal.signal(number, self._handle)
-        keep_from_children(self)
+        # So that its parent can terminate a forked child.
+        os.register_at_fork(after_in_child=self.release)
 
     def __enter__(self) -> "Stop":
         return self
@@ -257,10 +239,6 @@ class Stop:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)
         self._previous = {}
-
-    def leave_behind(self) -> None:
-        """Give up the signals in a forked child, so that its parent can terminate it."""
-        self.release()
 
     def _handle(self, number: int, frame: Any) -> None:
         if self.number and number == signal.SIGINT:
@@ -292,7 +270,6 @@ def saving(
     resume: str | int | None = "latest",
     keep_settings: bool = False,
     trained_only: bool = False,
-    resume_hint: str | None = None,
     in_background: bool = False,
     journal: bool = False,
     config: Mapping[str, Any] | None = None,
@@ -314,8 +291,7 @@ def saving(
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
     keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
     differ. `trained_only` saves adapters without their frozen base, of which a hash is saved: a
-    load onto another base is an error. `resume_hint` is the command that resumes from a state, for
-    messages, with `{}` for the state.
+    load onto another base is an error.
     """
     report_in_one_line()
     boxes: BoxConfig | Replay | None = None
@@ -331,12 +307,12 @@ def saving(
         spike = SpikeConfig() if spike is None else spike
     no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
-    position = DataPosition()
-    watch = AttachedWatch(spike, stream=stream, resume_hint=resume_hint)
+    data = DataPosition() if stream is None else stream
+    watch = AttachedWatch(spike, data)
 
     saved_objects = {**(extra or {}), "spike-watchdog": watch.watchdog}
-    if stream is None:
-        saved_objects["data-position"] = position
+    if isinstance(data, DataPosition):
+        saved_objects["data-position"] = data
     objects = {"config": config, "extra": saved_objects, "generators": generators}
     state = TrainingState(model, optimizer, scheduler, scaler, trained_only=trained_only, **objects)
     return AttachedRun(
@@ -344,8 +320,7 @@ def saving(
         policy_config,
         runs=runs,
         watch=watch,
-        position=position,
-        stream=stream,
+        data=data,
         resume=resume,
         keep_settings=keep_settings,
         in_background=in_background,
@@ -368,8 +343,7 @@ class AttachedRun:
         *,
         runs: StrPath,
         watch: AttachedWatch,
-        position: DataPosition,
-        stream: SampleStream | None,
+        data: SampleStream,
         resume: str | int | None,
         keep_settings: bool,
         in_background: bool,
@@ -379,11 +353,11 @@ class AttachedRun:
         self.state = state
         self.ended_by: str | None = None
         self._watch = watch
-        self._position = position
-        self._stream = stream
+        self._data = data
+        # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
+        self._has_loader = isinstance(data, DataPosition)
         self._keep_settings = keep_settings
-        if stream is not None:
-            state.position = stream.position
+        state.position = data.position
 
         self._resuming = False
         self._by_epochs = False
@@ -391,15 +365,14 @@ class AttachedRun:
         self._until: int | None = None
         self._in_epoch = False
         self._iterating = False
-        self._rate_was_read = False
         self._notes: StepNotes | None = None
         self._ranks = watch.ranks
         self._journal: AttachedJournal | None = None
         self._saver: BackgroundSaver | None = None
         self._boxes: Boxes | Replay | None = None
         self.store = Store(runs)
-        # A loop over a DataLoader can't be ended from here, so Ctrl-C interrupts it as before.
-        self._stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
+        # Ctrl-C interrupts a loop over a DataLoader as before.
+        self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
         self._open = True
         with contextlib.ExitStack() as undo:
             undo.callback(self._stop.release)
@@ -416,12 +389,12 @@ class AttachedRun:
             elif boxes is not None:
                 self._boxes = boxes
                 boxes.attach(state)
-            if self._boxes is not None and stream is not None:
-                self._hear_batches(stream, self._boxes)
+            if self._boxes is not None and not self._has_loader:
+                self._hear_batches(data, self._boxes)
             if journal:
                 self._journal = self._ranks.all_do(
                     lambda: AttachedJournal(
-                        state, self.resumed, runs=runs, config=config, stream=stream
+                        state, self.resumed, runs=runs, config=config, data=data
                     )
                 )
             undo.pop_all()
@@ -470,7 +443,7 @@ class AttachedRun:
         With a stream, before each step; False once `until` steps are done, or a signal has reached
         any rank. With a DataLoader, before each pass, which `run.batches` then ends at `until`.
         """
-        if self._stream is None:
+        if self._has_loader:
             self._until = until
             self.ended_by = "steps" if self.steps >= until else None
             return self.ended_by is None
@@ -487,37 +460,32 @@ class AttachedRun:
             self.ended_by = reason
         return self.ended_by is None
 
-    def learning_rate_factor(self) -> float:
-        """Return the factor of `spike.lower_rate` on the learning rate of the next step."""
-        self._rate_was_read = True
-        return self._watch.recoveries.factor(self.steps)
-
     def epochs(self, epochs: Iterable[ItemT]) -> Iterator[ItemT]:
         """Iterate over the epochs that are not finished yet.
 
         Code after the loop over batches still belongs to its epoch.
         """
-        self._require_no_stream("run.epochs")
+        position = self._require_loader("run.epochs")
         self._by_epochs = True
-        first = self._position.epoch
+        first = position.epoch
         for number, epoch in enumerate(epochs):
             if number < first:
                 continue
             if number > first:
-                self._position.begin_epoch(number)
+                position.begin_epoch(number)
             self._in_epoch = True
             yield epoch
             self._in_epoch = False
-            self._position.begin_epoch(number + 1)
+            position.begin_epoch(number + 1)
             self._save()
 
     def batches(self, loader: Iterable[ItemT]) -> Iterator[ItemT]:
         """Iterate over the remaining batches of this pass over the loader."""
-        self._require_no_stream("run.batches")
-        self._check_loop_over_batches()
+        position = self._require_loader("run.batches")
+        self._check_loop_over_batches(position)
         # End here if a signal came before the first step, which can take minutes.
         self._save()
-        if self._position.batch == 0 and (why := inexact(loader)):
+        if position.batch == 0 and (why := inexact(loader)):
             logger.warning("%s", why)
         self.state.generators |= {
             f"{DATA_PREFIX}{name}": generator for name, generator in generators_of(loader).items()
@@ -525,12 +493,12 @@ class AttachedRun:
 
         self._iterating = True
         try:
-            remaining = iter(()) if self._is_done() else self._remaining_batches(loader)
+            remaining = iter(()) if self._is_done() else self._remaining(position, loader)
             # The batch after the last step is not drawn, so that a later start may train on.
             while not self._is_done() and (batch := next(remaining, _NO_BATCH)) is not _NO_BATCH:
-                self._position.batch += 1
-                self.state.position += 1
-                if self._watch.skips(self.state.position - 1):
+                is_skipped = not position.advance()
+                self.state.position = position.position
+                if is_skipped:
                     continue
                 if self._journal is not None:
                     self._journal.read_rate()
@@ -542,33 +510,33 @@ class AttachedRun:
     def _is_done(self) -> bool:
         return self._until is not None and self.steps >= self._until
 
-    def _check_loop_over_batches(self) -> None:
+    def _check_loop_over_batches(self, position: DataPosition) -> None:
         if self._iterating:
             raise ValueError(
                 "another loop over batches is open: pass only the training loader to run.batches()"
             )
         has_passes = self._by_epochs or self._until is not None
-        if self._resuming and self._position.epoch and not has_passes:
+        if self._resuming and position.epoch and not has_passes:
             raise ValueError(
-                f"the run is in epoch {self._position.epoch}: write "
+                f"the run is in epoch {position.epoch}: write "
                 f"`for epoch in run.epochs(range(...))` around the loop over batches, so that "
                 f"finished epochs are not trained again"
             )
 
-    def _remaining_batches(self, loader: Iterable[ItemT]) -> Iterator[ItemT]:
+    def _remaining(self, position: DataPosition, loader: Iterable[ItemT]) -> Iterator[ItemT]:
         """Restore the generators and return an iterator over the remaining batches."""
-        if self._resuming and self._position.began is None:
+        if self._resuming and position.began is None:
             self.state.restore_random()
-        elif not self._resuming and self._position.began is not None:
+        elif not self._resuming and position.began is not None:
             if self._by_epochs:
                 raise ValueError(
                     "an epoch has one loop over batches: "
                     "call run.batches() once per epoch, with the training loader"
                 )
-            self._position.begin_epoch(self._position.epoch + 1)
+            position.begin_epoch(position.epoch + 1)
 
-        iterator = self._position.iterator(loader, self.state.generators)
-        if self._resuming and self._position.batch:
+        iterator = position.iterator(loader, self.state.generators)
+        if self._resuming and position.batch:
             self.state.restore_random()
         self._resuming = False
         return iterator
@@ -588,24 +556,19 @@ class AttachedRun:
         gradients. `stepped=False` is for a step that a gradient scaler skipped. Returns False if
         the run was rolled back to before this step.
         """
-        if self._stream is None and self._watch.config.rolls_back and not self.state.position:
+        if self._has_loader and self._watch.config.rolls_back and not self._data.position:
             raise ValueError(
                 "spike.action=rollback has to skip batches: take them from run.batches(loader)"
-            )
-        if self._watch.config.lower_rate is not None and not self._rate_was_read:
-            raise ValueError(
-                "spike.lower_rate has no effect on this loop: multiply the learning rate of each "
-                "step by run.learning_rate_factor(), or leave lower_rate out"
             )
         if self._until is not None and not self._iterating:
             raise ValueError(
                 "run.continues(until=...) needs data that resume from one integer: call "
                 "saving(..., stream=stream), or take the batches from run.batches(loader)"
             )
-        self._rate_was_read = False
         self.state.step += 1
-        if self._stream is not None:
-            self.state.position = self._stream.position
+        self.state.position = self._data.position
+        if isinstance(self._data, DataPosition):
+            self._data.stepped()
 
         notes = self._noted()
         notes.is_step = True
@@ -670,7 +633,7 @@ class AttachedRun:
         )
 
     def _load(self, what: str | int) -> Resumed | None:
-        """Load a saved state into the training, and its position into the stream."""
+        """Load a saved state into the training, and its position into the data."""
         settings = [
             (group, dict(group))
             for optimizer in self.state.optimizers
@@ -681,8 +644,7 @@ class AttachedRun:
             for group, before in settings:
                 group.clear()
                 group.update(before)
-        if self._stream is not None:
-            self._stream.position = self.state.position
+        self._data.position = self.state.position
         if resumed is not None:
             # Loaders register their generators later, in `batches`: drop the notes about those.
             notes = resumed.report.notes
@@ -706,7 +668,7 @@ class AttachedRun:
         self._notes = None
         name = self.policy.config.best_k_metric
         measured_here = notes is not None and notes.metrics.get(name) is not None
-        asked = self._stop.number if self._stream is None else 0
+        asked = self._stop.number if self._has_loader else 0
         stop, noted, measured_anywhere = self._ranks.highest(
             [asked, notes is not None, measured_here]
         )
@@ -751,17 +713,15 @@ class AttachedRun:
         return True
 
     def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:
-        """Load a state from before the spike, without whose samples the run goes on.
-
-        Without a stream this ends the process, because a rollback cannot send the caller's loop
-        back to an earlier epoch.
-        """
+        """Load a state from before the spike, without whose samples the run goes on."""
         self._record(self.policy.finish())
-        done = self._watch.go_back(spike, self.state, load=self._load, data=self._position)
+        epoch = getattr(self._data, "epoch", 0)
+        recovery = self._watch.go_back(spike, self.state, self._load)
         if self._journal is not None:
-            self._journal.went_back(spike, done)
+            self._journal.went_back(spike, recovery)
             self._journal.begin_step()
-        if self._stream is None:
+        if self._has_loader:
+            self._warn_of_restart(epoch)
             if self._journal is not None:
                 self._journal.ended("spike")
             self._release()
@@ -774,12 +734,24 @@ class AttachedRun:
         if self._journal is not None:
             self._journal.saved(saved, pruned)
 
-    def _require_no_stream(self, call: str) -> None:
-        if self._stream is not None:
+    def _warn_of_restart(self, epoch: int) -> None:
+        logger.warning("start again to go on")
+        has_generator = any(name.startswith(DATA_PREFIX) for name in self.state.generators)
+        if getattr(self._data, "epoch", 0) < epoch and not has_generator:
+            logger.warning(
+                "epoch %d will be shuffled again, in an order that depends on the model's random "
+                "draws before it: give the loader a generator of its own, "
+                "DataLoader(..., generator=torch.Generator())",
+                epoch,
+            )
+
+    def _require_loader(self, call: str) -> DataPosition:
+        if not isinstance(self._data, DataPosition):
             raise ValueError(
                 f"{call} is for a DataLoader, and this run has a stream: iterate over the stream "
                 "inside `while run.continues(until=...)`"
             )
+        return self._data
 
     def _release(self, *raised: Any) -> None:
         self._open = False

@@ -8,14 +8,12 @@ training for the whole copy, and reusing its stager corrupts a save that is stil
 Proof: `python -m pytest tests/runs/test_store_background.py`.
 """
 
-import atexit
 import contextlib
 import logging
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from .format import RankFiles, Savable
 from .layout import SavedCheckpoint
-from .ranks import Ranks, SaveError
+from .ranks import Ranks
 from .store import Store, Writing
 
 # Host copies of tensors, made while training continues, in buffers that are reused.
@@ -158,7 +156,6 @@ class BackgroundSaver:
         self._error: Exception | None = None
         self._saved: SavedCheckpoint | None = None
         self._hooks: dict[int, Any] = {}
-        atexit.register(_call, weakref.WeakMethod(self._report))
 
     def __enter__(self) -> "BackgroundSaver":
         return self
@@ -171,9 +168,6 @@ class BackgroundSaver:
         # After an exception the ranks may be at different places, so don't use collectives here.
         self._join()
         self._release()
-        if self._error is not None:
-            logger.error("%s", self._error)
-            self._error = None
 
     def save(
         self,
@@ -208,15 +202,6 @@ class BackgroundSaver:
         began = time.perf_counter()
         self._staging.wait()
         self.stalled += time.perf_counter() - began
-
-    def check(self) -> None:
-        """Raise the error of a save that has ended."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._settle()
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the running save; return on every rank the checkpoint committed last."""
@@ -254,7 +239,8 @@ class BackgroundSaver:
 
     def _before_step(self, *_: Any) -> None:
         self.wait_copied()
-        self.check()
+        if self._thread is not None and not self._thread.is_alive():
+            self._settle()
 
     def _run(self, writing: Writing) -> None:
         """Write and commit; runs on the background thread, like those of the other ranks."""
@@ -271,14 +257,8 @@ class BackgroundSaver:
         except Exception as error:  # noqa: BLE001 - it is raised on the training thread
             self._error = self.store.failed(writing.ranks, writing.final, writing.folder, error)
             self._error.__cause__ = error
-
-    def _report(self) -> None:
-        """Raise at exit the error of a save that no call has raised."""
-        if self._error is not None:
-            raise SaveError(
-                f"a save in the background failed, and no later call raised its error: "
-                f"{self._error}; call finish() or close() before the process ends"
-            ) from self._error
+            # No call may follow that raises it.
+            logger.error("%s", self._error)
 
 
 def _yield_to_training() -> None:
@@ -291,9 +271,3 @@ def _yield_to_training() -> None:
         with contextlib.suppress(OSError):
             thread = threading.get_native_id()
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
-
-
-def _call(method: Any) -> None:
-    bound = method()
-    if bound is not None:
-        bound()

@@ -7,19 +7,16 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
-import itertools
 import logging
 import os
-import secrets
 import shutil
 import stat
-import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
-MOST_POINTER_BYTES = 4096
 StrPath = str | os.PathLike[str]
 logger = logging.getLogger(__name__)
 
@@ -50,21 +47,13 @@ class Files:
     def make_folder(self, key: str) -> None:
         self.path(key).mkdir(parents=True, exist_ok=True)
 
-    def create(self, key: str) -> BinaryIO:
-        return self.path(key).open("xb")
-
-    def finish(self, stream: BinaryIO) -> None:
-        """Close a written file; its content is on the disk when this returns."""
-        try:
+    @contextlib.contextmanager
+    def create(self, key: str) -> Iterator[BinaryIO]:
+        """Open a new file; its content is on the disk when the `with` statement ends."""
+        with self.path(key).open("xb") as stream:
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        finally:
-            stream.close()
-
-    def abandon(self, stream: BinaryIO) -> None:
-        """Close an incomplete file, ignoring errors so that the original error is raised."""
-        with contextlib.suppress(OSError):
-            stream.close()
 
     def read(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Return the content of a file; raise DamagedCheckpoint if it is longer than allowed."""
@@ -84,13 +73,8 @@ class Files:
         new = f"{folder}/.{name}.new".lstrip("/")
         # A process that was killed while writing leaves this file behind.
         self.path(new).unlink(missing_ok=True)
-        stream = self.create(new)
-        try:
+        with self.create(new) as stream:
             stream.write(data)
-            self.finish(stream)
-        except BaseException:
-            self.abandon(stream)
-            raise
         self.path(new).replace(self.path(key))
 
     def sync_folder(self, key: str) -> None:
@@ -109,9 +93,6 @@ class Files:
             path.unlink()
         else:
             shutil.rmtree(path)
-
-    def remove_file(self, key: str) -> None:
-        self.path(key).unlink()
 
     def names(self, key: str) -> list[str]:
         path = self.path(key)
@@ -133,46 +114,26 @@ class Files:
         return self.path(key).lstat().st_size
 
     def open(self, key: str) -> BinaryIO:
-        def without_following(path: str, flags: int) -> int:
-            return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
+        return self.path(key).open("rb")
 
-        # Path.open has no parameter `opener`.
-        return open(self.path(key), "rb", opener=without_following)
-
-    def point(self, key: str, target: str) -> None:
-        """Atomically make a name point to a folder."""
+    def point(self, key: str, target: str | None) -> None:
+        """Make a name point to a folder, or to nothing."""
+        path = self.path(key)
+        is_right = target is not None and path.is_symlink() and str(path.readlink()) == target
+        if is_right or (target is None and not path.is_symlink()):
+            return
         new = self.path(f".{key}.new")
-        new.unlink(missing_ok=True)
         try:
-            new.symlink_to(checked(target), target_is_directory=True)
-        except (OSError, NotImplementedError):
-            # The file system has no symbolic links, or this user may not create them.
-            new.write_text(target + "\n", encoding="utf-8")
-        self._move_folder_aside(key)
-        new.replace(self.path(key))
+            new.unlink(missing_ok=True)
+            if target is None:
+                path.unlink()
+            else:
+                new.symlink_to(checked(target), target_is_directory=True)
+                new.replace(path)
+        except OSError as error:
+            # A file system without links, or a folder in its place: a copy that follows links.
+            logger.warning("%s does not point to %s (%s): nothing needs it", path, target, error)
         self.sync_folder("")
-
-    def _move_folder_aside(self, key: str) -> None:
-        """Rename a folder in place of a link: a copy with `cp -rL`, which may be the only one."""
-        path = self.path(key)
-        if path.is_dir() and not path.is_symlink():
-            aside = path.with_name(f"{key}-was-a-folder-{secrets.token_hex(4)}")
-            path.rename(aside)
-            logger.warning(
-                "%s was a folder and is %s now: a copy of a run that follows links makes one; "
-                "delete it if you need no second copy",
-                path,
-                aside.name,
-            )
-
-    def pointed(self, key: str) -> str | None:
-        path = self.path(key)
-        if path.is_symlink():
-            return str(path.readlink())
-        if not path.is_file():
-            return None
-        with self.open(key) as stream:
-            return stream.read(MOST_POINTER_BYTES).decode("utf-8", errors="replace").strip()
 
     def free_bytes(self, key: str = "") -> int:
         """Return the free bytes on a folder's volume; it may be a link, or not be there yet."""
@@ -180,65 +141,3 @@ class Files:
         while not path.exists():
             path = path.parent
         return shutil.disk_usage(path).free
-
-
-# Close locks and files of a process in its forked children.
-
-_descriptors: set[int] = set()
-
-
-# By the order in which they were made.
-_holders: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_holder_numbers = itertools.count()
-
-
-def keep_from_children(holder: Any) -> None:
-    """Call `holder.leave_behind()` in every forked child, of the last holder first."""
-    _holders[next(_holder_numbers)] = holder
-
-
-def open_here(path: StrPath, flags: int, mode: int = 0o644) -> int:
-    """Open a descriptor that every forked child closes; close it here with `close_here`."""
-    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), mode)
-    _descriptors.add(descriptor)
-    return descriptor
-
-
-def lock_here(descriptor: int, *, alone: bool) -> str:
-    """Lock an open file for this process; return why it can't be locked, or an empty text.
-
-    Raises BlockingIOError if another process holds it, with `alone` in any way.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return "this system has none"
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        # The file system has no locks.
-        return error.strerror or str(error)
-    return ""
-
-
-def close_here(descriptor: int) -> None:
-    _descriptors.discard(descriptor)
-    os.close(descriptor)
-
-
-def _after_fork() -> None:
-    for descriptor in _descriptors:
-        # Some programs have already closed all descriptors that they inherited.
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    _descriptors.clear()
-    for holder in reversed([*_holders.values()]):
-        holder.leave_behind()
-    _holders.clear()
-
-
-# Windows has no fork.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

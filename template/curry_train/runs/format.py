@@ -65,16 +65,14 @@ class HashingFolder:
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[HashingStream]:
-        raw = self.files.create(f"{self.folder}/{name}")
-        stream = HashingStream(raw)
-        try:
-            yield stream
-            self.files.finish(raw)
-        except BaseException as error:
-            self.files.abandon(raw)
-            if stream.failed is not None and isinstance(error, Exception):
-                raise stream.failed from error
-            raise
+        with self.files.create(f"{self.folder}/{name}") as raw:
+            stream = HashingStream(raw)
+            try:
+                yield stream
+            except Exception as error:
+                if stream.failed is not None:
+                    raise stream.failed from error
+                raise
         self.entries[name] = FileEntry(stream.num_bytes, stream.hexdigest())
 
 

@@ -14,8 +14,8 @@ Proof: `python -m pytest tests/runs/test_journal_history.py tests/runs/test_jour
 import contextlib
 import hashlib
 import importlib.metadata
+import math
 import os
-import re
 import subprocess
 import sys
 from array import array
@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.wording import provenance
 from .files import StrPath
-from .journal import OPENING_EVENT_KINDS, Event, JournalReading, event_number
+from .journal import (
+    JOURNAL_FILE_NAME,
+    OPENING_EVENT_KINDS,
+    Event,
+    JournalError,
+    event_number,
+    read_events,
+)
+from .layout import describe_existing_runs
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +44,6 @@ if TYPE_CHECKING:
 
 STEP_FIGURES = ("loss", "learning_rate", "grad_norm", "terms", "seconds", "peak_bytes")
 RUN_FACTS = ("config", "code", "environment", "command")
-_ATTEMPT_PATTERN = re.compile(r"(?P<path>.+)@(?P<attempt>[1-9]\d{0,14})")
 
 
 class Steps:
@@ -54,20 +61,18 @@ class Steps:
         self.step.append(event.step)
         self.attempt.append(event.attempt)
         for name, values in self.values.items():
-            value = figures.get(name)
-            values.append(value if type(value) is float else event_number(value))
+            values.append(event_number(figures.get(name)))
 
     def cut(self, index: int) -> "Steps":
         """Remove and return the steps from `index` on."""
         removed = Steps(tuple(self.values))
-        removed.step = self.step[index:]
-        removed.attempt = self.attempt[index:]
-        del self.step[index:]
-        del self.attempt[index:]
-        for name, values in self.values.items():
-            removed.values[name] = values[index:]
-            del values[index:]
+        for own, other in zip(self._columns(), removed._columns(), strict=True):
+            other.extend(own[index:])
+            del own[index:]
         return removed
+
+    def _columns(self) -> list[Any]:
+        return [self.step, self.attempt, *self.values.values()]
 
 
 @dataclass
@@ -100,7 +105,6 @@ class Attempt:
     run: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     last_step: int = 0
-    num_steps: int = 0
     # The reason of its stop event. None without such an event: killed, or still running.
     ended: str | None = None
 
@@ -115,7 +119,7 @@ class Attempt:
 class History:
     """The contents of a whole journal."""
 
-    # The name under which the caller asked for it; `run` is the name in the journal itself.
+    # The name under which the caller asked for it.
     name: str
     path: Path
     course: Course = field(default_factory=lambda: Course(Steps(STEP_FIGURES)))
@@ -123,9 +127,7 @@ class History:
     attempts: list[Attempt] = field(default_factory=list)
     # The other events, by kind.
     events: dict[str, list[Event]] = field(default_factory=dict)
-    run: str | None = None
     num_damaged: int = 0
-    first_damaged: int | None = None
 
     @property
     def steps(self) -> Steps:
@@ -156,7 +158,6 @@ class History:
         attempt = self.attempts[-1]
         attempt.last_step = max(attempt.last_step, event.step)
         if event.kind == "step":
-            attempt.num_steps += 1
             self.course.add(event, event.facts)
             return
         if event.kind == "eval" and isinstance(metric := event.facts.get("metric"), str):
@@ -174,51 +175,55 @@ class History:
         step = event.step if opens else max(0, event.step - 1)
         facts = event.facts if opens else {}
         run = facts.get("run")
-        known = run if isinstance(run, str) else self.run
+        if not isinstance(run, str):
+            run = self.attempts[-1].run if self.attempts else None
+        kind = event.kind if opens else "lost"
         self.attempts.append(
-            Attempt(
-                event.attempt,
-                event.kind if opens else "lost",
-                step,
-                event.time,
-                known,
-                facts,
-                last_step=step,
-            )
+            Attempt(event.attempt, kind, step, event.time, run, facts, last_step=step)
         )
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(step)
 
 
-def read_history(path: StrPath, *, name: str | None = None) -> History:
-    """Read the journal of a run's folder; a path with the suffix `@2` reads up to attempt 2."""
-    given = os.fspath(path)
-    attempt = None
-    if (found := _ATTEMPT_PATTERN.fullmatch(given)) and not Path(given).exists():
-        given = found["path"]
-        attempt = int(found["attempt"])
+def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -> History:
+    """Read the journal of a run: a folder, a journal file, or a name in `root`.
 
-    reading = JournalReading(given, attempt=attempt)
-    history = History(name or os.fspath(path), reading.path)
-    for event in reading:
+    With the suffix `@2` it is read up to attempt 2.
+    """
+    given = os.fspath(run)
+    place, _, number = given.rpartition("@")
+    attempt = math.inf
+    path = _existing(given, root)
+    if path is None and number.isdecimal():
+        path = _existing(place, root)
+        attempt = int(number)
+    if path is None:
+        # A path is searched for in its own parent folder.
+        folder = Path(given).parent if Path(given).parent.name else Path(root)
+        runs = [found.parent.name for found in folder.glob(f"*/{JOURNAL_FILE_NAME}")]
+        known = describe_existing_runs(Path(given).name, runs, root=folder)
+        raise JournalError(f"there is no run {given}; {known}")
+
+    history = History(name or given, path / JOURNAL_FILE_NAME if path.is_dir() else path)
+    damaged: list[int] = []
+    for event in read_events(history.path, damaged):
+        if event.attempt > attempt:
+            break
         history.add(event)
-    if attempt is not None and history.attempts[-1].number < attempt:
-        raise ValueError(
-            f"{reading.path} has no attempt {attempt}: the last one is "
-            f"{history.attempts[-1].number}"
-        )
-
-    history.run = reading.run
-    history.num_damaged = reading.num_damaged
-    history.first_damaged = reading.first_damaged
+    history.num_damaged = len(damaged)
+    last = history.attempts[-1].number if history.attempts else 0
+    if last < attempt < math.inf:
+        raise ValueError(f"{history.path} has no attempt {attempt}: the last one is {last}")
     return history
+
+
+def _existing(name: str, root: StrPath) -> Path | None:
+    return next((path for path in (Path(name), Path(root, name)) if path.exists()), None)
 
 
 # Facts of a run for its journal: configuration, code, packages, device and command.
 
 GIT_SECONDS = 10.0
-# The digest covers the content of at most this many files that git does not track.
-MOST_ADDED = 1000
 STATUS_FILE = Path("/proc/self/status")
 
 
@@ -276,13 +281,9 @@ def peak_bytes(device: "torch.device") -> int:
 
 def package_versions() -> dict[str, str]:
     """Return the version of every installed distribution, by normalised name."""
-    versions: dict[str, str] = {}
-    for package in importlib.metadata.distributions():
-        name = package.metadata["Name"]
-        if name:
-            # Of several distributions with one name, Python imports the first.
-            versions.setdefault(name.lower().replace("_", "-"), package.version)
-    return dict(sorted(versions.items()))
+    # Of several distributions with one name, Python imports the first.
+    found = reversed([*importlib.metadata.distributions()])
+    return {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in found}
 
 
 def git_state(folder: Path) -> dict[str, Any]:
@@ -302,21 +303,13 @@ def git_state(folder: Path) -> dict[str, Any]:
             words = error.stderr or b"nothing was committed yet"
             why = words.decode().splitlines()[0]
         return {"revision": None, "why": why}
-    if not changes and not added:
-        return {"revision": revision, "dirty": False}
-
-    digest = hashlib.sha256(changes)
-    for name in added[:MOST_ADDED]:
-        digest.update(name)
+    for name in added:
+        changes += name
         # The file may have been removed in the meantime.
         with contextlib.suppress(OSError):
-            digest.update((folder / os.fsdecode(name)).read_bytes())
-    return {
-        "revision": revision,
-        "dirty": True,
-        "changes": digest.hexdigest()[:16],
-        "added_files": len(added),
-    }
+            changes += (folder / os.fsdecode(name)).read_bytes()
+    digest = {"changes": hashlib.sha256(changes).hexdigest()[:16]} if changes else {}
+    return {"revision": revision, "dirty": bool(changes), **digest}
 
 
 def _git(folder: Path, *arguments: str) -> bytes:

@@ -115,13 +115,8 @@ def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) 
     if not runs:
         return f"{root} has no run"
     closest = nearest(name, runs)
-    others = [run for run in runs if run != closest]
-    named = others[: MOST_NAMED_RUNS - (closest is not None)]
-    more = f" and {len(others) - len(named)} more" if len(others) > len(named) else ""
-    shown = ", ".join(named) + more
-    if closest is None:
-        return f"{root} has {shown}"
-    return f"did you mean {closest}?" + (f" {root} also has {shown}" if shown else "")
+    meant = "" if closest is None else f"did you mean {closest}? "
+    return f"{meant}{root} has {', '.join(runs[:MOST_NAMED_RUNS])}"
 
 
 # Hash files while they are written.
@@ -183,8 +178,6 @@ class HashingStream:
 MANIFEST_FILE_NAME = "manifest.json"
 # A checkpoint of 10,000 ranks has a manifest of 1 MB.
 MOST_MANIFEST_BYTES = 2**24
-# Number of damaged files that an error names.
-MOST_NAMED_FILES = 3
 
 
 @dataclass(frozen=True)
@@ -269,25 +262,19 @@ def read_manifest(files: Files, folder: str) -> Manifest:
             f"{where} holds the manifest of {name}: it was renamed or copied here"
         )
 
-    differences = _differences(files, folder, manifest)
-    if differences:
-        num_more = len(differences) - MOST_NAMED_FILES
-        more = f" and {num_more} more" if num_more > 0 else ""
-        raise DamagedCheckpoint(f"{where}: {'; '.join(differences[:MOST_NAMED_FILES])}{more}")
-    return manifest
-
-
-def _differences(files: Files, folder: str, manifest: Manifest) -> list[str]:
-    present = set(files.names(folder)) - {MANIFEST_FILE_NAME}
-    unknown = sorted(present - set(manifest.files))
-    differences = [f"{name} is not in the manifest" for name in unknown]
-    for name, entry in manifest.files.items():
-        kind = files.kind(f"{folder}/{name}") if name in present else None
+    present = files.names(folder)
+    for known in {*present, *manifest.files} - {MANIFEST_FILE_NAME}:
+        entry = manifest.files.get(known)
+        kind = files.kind(f"{folder}/{known}") if known in present else None
+        if entry is None:
+            raise DamagedCheckpoint(f"{where}: {known} is not in the manifest")
         if kind != "file":
-            differences.append(f"{name} is {_what(kind)}")
-        elif (size := files.size(f"{folder}/{name}")) != entry.bytes:
-            differences.append(f"{name} has {size:,} bytes, and {entry.bytes:,} were saved")
-    return differences
+            raise DamagedCheckpoint(f"{where}: {known} is {_what(kind)}")
+        if (size := files.size(f"{folder}/{known}")) != entry.bytes:
+            raise DamagedCheckpoint(
+                f"{where}: {known} has {size:,} bytes, and {entry.bytes:,} were saved"
+            )
+    return manifest
 
 
 def _what(kind: str | None) -> str:

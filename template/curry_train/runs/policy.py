@@ -34,7 +34,6 @@ from .layout import (
     SavedCheckpoint,
     folder_name,
 )
-from .lock import is_being_read
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
@@ -383,10 +382,7 @@ class SavingPolicy:
         return not wrong
 
     def turn_back(self, step: int) -> list[SavedCheckpoint]:
-        """Give up the states of steps beyond `step` for good, and return them.
-
-        A state that is being read is deleted later. Best-Ks stay.
-        """
+        """Delete the states of steps beyond `step`, and return them; best-Ks stay."""
         self.finish()
         beyond = self._states_from(step + 1)
         self._discard(lambda: beyond)
@@ -465,13 +461,8 @@ class SavingPolicy:
         return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]
 
     def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
-        """Delete the checkpoints that the first rank chooses, except those that are being read."""
-        files = self.store.files
-
-        def deletable() -> list[SavedCheckpoint]:
-            return [saved for saved in choose() if not is_being_read(files, saved.folder)]
-
-        discarded = Ranks().agree(deletable)
+        """Delete the checkpoints that the first rank chooses."""
+        discarded = Ranks().agree(choose)
         for saved in discarded:
             self.store.discard(saved)
         return discarded

@@ -79,9 +79,7 @@ def _read(kind: Any, value: Any, path: str) -> Any:
         done, result = _as(choice, value)
         if done:
             return result
-    raise ValueError(
-        f"{path} must be {_accepted_values(kind)}; got {value!r}" + _suggested_value(kind, value)
-    )
+    raise ValueError(f"{path} must be {_accepted_values(kind)}; got {value!r}")
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -121,18 +119,6 @@ def _accepted_values(kind: Any) -> str:
         else:
             words.append(TYPE_DESCRIPTIONS.get(choice, "a block of keys"))
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _suggested_value(kind: Any, value: Any) -> str:
-    """Suggest the closest accepted word for a misspelled one."""
-    values = [
-        str(word)
-        for choice in _choices(kind)
-        if get_origin(choice) is Literal
-        for word in get_args(choice)
-    ]
-    meant = nearest(str(value), values)
-    return f"; did you mean {meant}?" if meant else ""
 
 
 def _path(inside: str, key: object) -> str:
@@ -251,20 +237,15 @@ class SpikeConfig:
     attempts: int = 3
     # Steps before and after the spike that are skipped too; each further attempt doubles them.
     skip_around: int = 8
-    # The factor on the learning rate for `lower_rate_steps` steps after a rollback, such as 0.5.
-    lower_rate: float | None = None
-    lower_rate_steps: int = 100
 
     def __post_init__(self) -> None:
         check_types(self)
         require_least(self, 16, "window")
-        require_least(self, 1, "patience", "attempts", "lower_rate_steps")
+        require_least(self, 1, "patience", "attempts")
         require_least(self, 0, "skip_around")
         fits = 0 < self.threshold < float("inf")
         require(fits, "threshold", self.threshold, "above 0")
         require(0 <= self.least_rise < 1, "least_rise", self.least_rise, "from 0 to below 1")
-        fits = self.lower_rate is None or 0 < self.lower_rate < 1
-        require(fits, "lower_rate", self.lower_rate, "between 0 and 1, or null")
 
     @property
     def judges_after(self) -> int:

@@ -117,7 +117,8 @@ _NO_BATCH: Any = object()
 class DataPosition:
     """The position in the training data.
 
-    `epoch` counts passes from 0, `batch` the batches taken in the current pass.
+    `epoch` counts passes from 0, `batch` the batches taken in the current pass, and `position` all
+    of them.
     """
 
     # Saved separately for every rank, because the generators of the ranks differ.
@@ -128,6 +129,37 @@ class DataPosition:
         self.batch = 0
         # The generators' states where the pass began.
         self.began: dict[str, Any] | None = None
+        self.position = 0
+        # The batches that the last optimizer step took, and those taken since then.
+        self._window = 1
+        self._taken = 0
+        self._skipped: list[range] = []
+
+    def advance(self) -> bool:
+        """Count a batch; return whether to train on it."""
+        self.batch += 1
+        self.position += 1
+        is_skipped = self._skips(self.position - 1)
+        self._taken += not is_skipped
+        return not is_skipped
+
+    def stepped(self) -> None:
+        self._window = max(1, self._taken)
+        self._taken = 0
+
+    def skip(self, start: int, stop: int) -> None:
+        self._skipped.append(range(start, stop))
+
+    def _skips(self, position: int) -> bool:
+        return any(position in one for one in self._skipped)
+
+    def after(self, position: int, *, windows: int) -> int:
+        """Return the position that lies so many steps after `position`."""
+        batches = windows * self._window
+        while batches or self._skips(position):
+            batches -= not self._skips(position)
+            position += 1
+        return position
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "batch": self.batch, "began": self.began}

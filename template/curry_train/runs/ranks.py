@@ -7,18 +7,15 @@ runs needs only the errors, and importing torch takes seconds.
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py`.
 """
 
+import atexit
 import contextlib
 import datetime
-import pickle
+import functools
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any, TypeVar
 
 # Errors of saving and loading; every message names the problem, the place and the remedy.
 
@@ -80,8 +77,7 @@ ResultT = TypeVar("ResultT")
 RESULT = "result"
 DAMAGE = "damage"
 ERROR = "error"
-# The longest wait for a process group's threads to release the tensors of a collective.
-RELEASE_SECONDS = 1.0
+RELEASE_SECONDS = 0.2
 
 
 class OtherRank(RunError):
@@ -98,7 +94,8 @@ class Ranks:
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.together else 0
         self.size = dist.get_world_size(group) if self.together else 1
-        self._sent: list[weakref.ref[Tensor]] = []
+        if self.together:
+            _wait_at_exit()
 
     @classmethod
     def on_the_host(cls) -> "Ranks":
@@ -155,10 +152,13 @@ class Ranks:
         """
         if self.size == 1:
             return list(numbers)
+        import torch
+        import torch.distributed as dist
+
+        maxima = torch.tensor(numbers, dtype=torch.int64)
         with _other_ranks_answer():
-            maxima = self._maxima(numbers, device="cpu")
-        self._wait_for_release()
-        return maxima
+            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
+        return maxima.tolist()
 
     def exchange(
         self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], list[ResultT]]
@@ -167,6 +167,8 @@ class Ranks:
 
         `central` gets the results of all ranks and returns one result for each rank.
         """
+        import torch.distributed as dist
+
         if not self.together:
             return central([local()])[0]
         own_error: Exception | None = None
@@ -177,8 +179,9 @@ class Ranks:
             own_error = error
             own_result = _described(error)
 
+        gathered: list[Any] | None = [None] * self.size if self.first else None
         with _other_ranks_answer():
-            gathered = self._gather(own_result)
+            dist.gather_object(own_result, gathered, dst=self._first_rank, group=self.group)
         answers: list[Any] | None = None
         if gathered is not None:
             try:
@@ -187,12 +190,13 @@ class Ranks:
                 own_error = error
                 what, words = _described(error)
                 answers = [(what, f"rank 0: {words}")] * self.size
+        answer: list[Any] = [None]
         try:
             with _other_ranks_answer():
-                what, value = self._scatter(answers)
+                dist.scatter_object_list(answer, answers, src=self._first_rank, group=self.group)
         except OtherRank as error:
             raise own_error or error from error
-        self._wait_for_release()
+        what, value = answer[0]
 
         if what == DAMAGE:
             raise own_error or DamagedCheckpoint(value)
@@ -215,75 +219,22 @@ class Ranks:
             return [(what, words)] * self.size
         return [(RESULT, result) for result in central([value for _, value in gathered])]
 
-    def _gather(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on the first rank, and None on the others."""
-        import torch
-        import torch.distributed as dist
-
-        data = pickle.dumps(value)
-        own = self._bytes_to_send(data, self._maxima([len(data)], device=self._device)[0])
-        pieces = None
-        if self.first:
-            pieces = [self._tracked(torch.empty_like(own)) for _ in range(self.size)]
-        dist.gather(own, pieces, dst=self._first_rank, group=self.group)
-        return None if pieces is None else [_received(piece) for piece in pieces]
-
-    def _scatter(self, values: Sequence[Any] | None) -> Any:
-        """Return this rank's one of the values, which only the first rank has."""
-        import torch
-        import torch.distributed as dist
-
-        data = [pickle.dumps(value) for value in values or ()]
-        longest = self._maxima([max(map(len, data), default=0)], device=self._device)[0]
-        own = self._tracked(torch.empty(longest, dtype=torch.uint8, device=self._device))
-        pieces = [self._bytes_to_send(each, longest) for each in data] or None
-        dist.scatter(own, pieces, src=self._first_rank, group=self.group)
-        return _received(own)
-
-    def _maxima(self, numbers: Sequence[int], *, device: str) -> list[int]:
-        import torch
-        import torch.distributed as dist
-
-        maxima = self._tracked(torch.tensor(numbers, dtype=torch.int64, device=device))
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in maxima]
-
-    @property
-    def _device(self) -> str:
-        import torch.distributed as dist
-
-        return "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-
     @property
     def _first_rank(self) -> int:
         import torch.distributed as dist
 
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
-    def _bytes_to_send(self, data: bytes, length: int) -> "Tensor":
-        import torch
 
-        padded = bytearray(data.ljust(length, b"\0"))
-        return self._tracked(torch.frombuffer(padded, dtype=torch.uint8).to(self._device))
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let the process group's threads release the tensors of the last collective.
 
-    def _tracked(self, tensor: "Tensor") -> "Tensor":
-        """Note a tensor of a collective for `_wait_for_release`."""
-        self._sent.append(weakref.ref(tensor))
-        return tensor
-
-    def _wait_for_release(self) -> None:
-        """Wait until the process group's threads have released the tensors of the collectives.
-
-        A collective is done before gloo's thread has released its tensors, for which the thread
-        needs the interpreter. If the interpreter is ending by then, torch 2.13 aborts the process,
-        and a run that was saved and stopped ends like one that crashed.
-        """
-        deadline = time.monotonic() + RELEASE_SECONDS
-        while any(tensor() is not None for tensor in self._sent):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.0001)
-        self._sent.clear()
+    A collective is done before gloo's thread has released its tensors, for which the thread needs
+    the interpreter. If the interpreter is ending by then, torch 2.13 aborts the process, and a run
+    that was saved and stopped ends like one that crashed.
+    """
+    atexit.register(time.sleep, RELEASE_SECONDS)
 
 
 @contextlib.contextmanager
@@ -296,11 +247,6 @@ def _other_ranks_answer() -> Iterator[None]:
             f"another rank ended, or did not answer within the process group's timeout: read its "
             f"error first ({str(error).strip().partition(chr(10))[0]})"
         ) from error
-
-
-def _received(data: "Tensor") -> Any:
-    """Unpickle what another rank of this training has sent; padding at the end is left out."""
-    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def _described(error: Exception) -> tuple[str, str]:

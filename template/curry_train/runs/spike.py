@@ -20,7 +20,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from .files import Files
 from .policy import number_of
 from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields, require_least
-from .random_state import DATA_PREFIX, DataPosition
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
 from .state import TrainingState
@@ -65,24 +64,6 @@ class Spike:
         return f"loss {self.loss:.4g} at step {self.step}{reference}{since}"
 
 
-@dataclass(frozen=True)
-class Limit:
-    """The highest loss that is not too high: `level` + `rise`."""
-
-    # The baseline: the median of the last accepted losses.
-    level: float
-    # The rise of the accepted losses over as many steps as the level covers; 0 if they fall.
-    drift: float
-    # The margin of `threshold` standard deviations of the noise.
-    by_noise: float
-    # The margin of `least_rise`.
-    by_level: float
-
-    @property
-    def rise(self) -> float:
-        return self.drift + max(self.by_noise, self.by_level)
-
-
 class SpikeWatchdog:
     """Finds loss spikes in a sequence of losses.
 
@@ -103,11 +84,6 @@ class SpikeWatchdog:
         # A loss that is not finite was reported, and no finite loss has followed yet.
         self._reported = False
 
-    @property
-    def suspects(self) -> int:
-        """The number of steps in a row whose loss was too high."""
-        return len(self._suspects)
-
     def observe(self, step: int, loss: float | torch.Tensor) -> Spike | None:
         """Observe the loss of a step; return the spike if it completes one.
 
@@ -119,10 +95,7 @@ class SpikeWatchdog:
             # The watchdog was off since then, so these suspects no longer count.
             self._suspects.clear()
 
-        allowed = self.limit()
-        baseline = None if allowed is None else allowed.level
-        limit = None if allowed is None else allowed.level + allowed.rise
-
+        baseline, limit = self.limit()
         if math.isfinite(value):
             self._reported = False
         elif self._reported:
@@ -148,23 +121,23 @@ class SpikeWatchdog:
         if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
             self._began = _median([accepted for _, accepted in self._accepted])
 
-    def limit(self) -> Limit | None:
-        """Return the limit for the next loss; None before enough losses were accepted."""
+    def limit(self) -> tuple[float, float] | tuple[None, None]:
+        """Return the baseline and the highest loss that is not too high.
+
+        The baseline is the median of the last accepted losses; None before there are enough.
+        """
         if len(self._accepted) < self.config.judges_after:
-            return None
+            return None, None
 
         steps, losses = zip(*self._accepted, strict=True)
         level = _median(losses[-NUM_BASELINE_LOSSES:])
         slope, noise = line_through(steps, losses)
         fallen = 0.0 if self._began is None else max(0.0, self._began - level)
         # The first losses may be thousands of times larger than the current ones.
-        base = min(fallen, abs(level))
-        return Limit(
-            level,
-            max(0.0, slope) * NUM_BASELINE_LOSSES,
-            self.config.threshold * noise,
-            self.config.least_rise * base,
-        )
+        least_rise = self.config.least_rise * min(fallen, abs(level))
+        # The rise of the accepted losses over as many steps as the level covers.
+        drift = max(0.0, slope) * NUM_BASELINE_LOSSES
+        return level, level + drift + max(self.config.threshold * noise, least_rise)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -209,7 +182,7 @@ def _median(values: Sequence[float]) -> float:
     return float(numpy.median(values))
 
 
-# A run's record of its spike recoveries: skipped samples and lowered learning rates.
+# A run's record of its spike recoveries, with the samples that each of them skips.
 
 RECOVERIES_FILE_NAME = "recoveries.json"
 
@@ -228,12 +201,9 @@ class Recovery:
     stop: int
     # 1, or more where the spike came back.
     attempt: int
-    # The factor on the learning rate until step `slower_until`.
-    learning_rate: float = 1.0
-    slower_until: int = 0
 
     def __post_init__(self) -> None:
-        require_least(self, 0, "spike", "back_to", "start", "stop", "attempt", "slower_until")
+        require_least(self, 0, "spike", "back_to", "start", "stop", "attempt")
 
 
 class Recoveries:
@@ -259,18 +229,12 @@ class Recoveries:
             step = recovery.spike
         return number
 
-    def factor(self, done: int) -> float:
-        """Return the factor on the learning rate of the step that follows `done` steps."""
-        product = 1.0
-        for recovery in self.done:
-            if recovery.back_to <= done < recovery.slower_until:
-                product *= recovery.learning_rate
-        return product
-
     def add(self, recovery: Recovery, *, write: bool) -> None:
         self.done.append(recovery)
         if write:
-            _write(self._files, self.done)
+            data = json.dumps([asdict(one) for one in self.done], indent=1).encode()
+            self._files.write(RECOVERIES_FILE_NAME, data)
+            self._files.sync_folder("")
 
 
 def _read(files: Files) -> list[Recovery]:
@@ -287,102 +251,13 @@ def _read(files: Files) -> list[Recovery]:
         ) from error
 
 
-def _write(files: Files, done: Sequence[Recovery]) -> None:
-    files.write(
-        RECOVERIES_FILE_NAME, json.dumps([asdict(recovery) for recovery in done], indent=1).encode()
-    )
-    files.sync_folder("")
+# The watchdog of a run made by `saving`: judge each step, roll back, and skip the samples.
 
-
-# Recovery from a loss spike: roll back, then skip its samples.
+logger = logging.getLogger(__name__)
 
 
 class SpikeNotRecovered(RunError):
     """The spike came back after every attempt, or there is no state to go back to."""
-
-
-@dataclass(frozen=True)
-class Recovered:
-    """The state that was loaded, and the positions that are skipped from now on."""
-
-    resumed: Resumed
-    recovery: Recovery
-    # The samples at the skipped positions; None where only the loader could name them.
-    samples: Sequence[int] | None = None
-
-
-def recover(
-    spike: Spike,
-    config: SpikeConfig,
-    *,
-    state: Any,
-    load: Callable[[str], Resumed | None],
-    after: Callable[[int, int], int],
-    recoveries: Recoveries,
-    write: bool = True,
-    go_on: str = "--resume RUN@{}",
-) -> Recovered:
-    """Roll back to a state before the spike, and record the samples to skip.
-
-    `load` gets `before-STEP` and restores `state.step` and `state.position`. `after(position,
-    windows)` returns the data position that many windows later. `go_on` is the command line that
-    resumes from a state, for the error message. All ranks call together, one of them with `write`.
-    Raises SpikeNotRecovered.
-    """
-    attempt = recoveries.attempt(spike.step, within=config.window)
-    around = config.skip_around * 2 ** (attempt - 1)
-    first = max(1, spike.first - around)
-    if attempt > config.attempts:
-        raise SpikeNotRecovered(
-            _given_up(spike, recoveries, attempt - 1, go_on.format(f"{BEFORE_PREFIX}{first}"))
-        )
-
-    resumed = _go_back(spike, first, load)
-    back_to = state.step
-    start = after(state.position, max(0, first - 1 - back_to))
-    stop = after(state.position, spike.step + around - back_to)
-
-    learning_rate = 1.0
-    slower_until = 0
-    if config.lower_rate is not None:
-        learning_rate = config.lower_rate
-        slower_until = spike.step + config.lower_rate_steps
-    recovery = Recovery(spike.step, back_to, start, stop, attempt, learning_rate, slower_until)
-    recoveries.add(recovery, write=write)
-    return Recovered(resumed, recovery)
-
-
-def _go_back(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
-    """Load a state from before the first skipped step, or at least from before the spike."""
-    nothing_saved: NothingSaved | None = None
-    for step in dict.fromkeys((first, spike.first)):
-        try:
-            resumed = load(f"{BEFORE_PREFIX}{step}")
-        except NothingSaved as error:
-            nothing_saved = error
-            continue
-        assert resumed is not None
-        return resumed
-    raise SpikeNotRecovered(
-        f"{spike.words}: there is nothing to go back to ({nothing_saved}). Save earlier, with a "
-        "lower rollback_every, or set the spike's action to warn"
-    ) from nothing_saved
-
-
-def _given_up(spike: Spike, recoveries: Recoveries, number: int, go_on: str) -> str:
-    skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in recoveries.done[-number:])
-    return (
-        f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "
-        f"positions {skipped}. So the samples are not the cause: look at the gradients before the "
-        f"spike (curry-train grad-flow), lower optimizer.learning_rate, and go on with "
-        f"{go_on}"
-    )
-
-
-# The watchdog of a run made by `saving`: judge each step, roll back, and skip the samples.
-
-logger = logging.getLogger(__name__)
-DEFAULT_RESUME_HINT = 'saving(..., resume="{}") once, and without it afterwards'
 
 
 class SampleStream(Protocol):
@@ -398,52 +273,31 @@ class SampleStream(Protocol):
 
     def skip(self, start: int, stop: int) -> None: ...
 
-    def samples_between(self, start: int, stop: int) -> list[int]: ...
-
 
 class AttachedWatch:
     """The spike watchdog of a run made by `saving`; call its methods on all ranks together.
 
     `watchdog` exists and is saved even when nothing is watched, so that a later start can watch.
-    With a stream a rollback goes on in this process; without one the process has to start again.
     """
 
-    def __init__(
-        self,
-        spike: SpikeConfig | Mapping[str, Any] | None,
-        *,
-        stream: SampleStream | None = None,
-        resume_hint: str | None = None,
-    ) -> None:
+    def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None, data: SampleStream) -> None:
         if not isinstance(spike, SpikeConfig):
             spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
-        if spike.lower_rate is not None and stream is None:
-            raise ValueError(
-                "spike.lower_rate needs stream=, because `saving` does not control the schedule "
-                "of this loop: pass a stream and multiply the learning rate by "
-                "run.learning_rate_factor(), or leave it out"
-            )
         self.config = spike
         self.ranks = Ranks.on_the_host()
         group = None
         if self.ranks.size > 1:
             group = self.ranks.group or dist.group.WORLD
         self.watchdog = SpikeWatchdog(spike, group=group)
-        self._stream = stream
-        self._resume_hint = resume_hint or DEFAULT_RESUME_HINT
+        self._data = data
         self._judged = 0
 
     def begin(self, state: TrainingState, files: Files) -> None:
         """Read the step that the run resumes from, and the samples that it skips."""
         self._judged = state.step
         self.recoveries = Recoveries(files)
-        if self._stream is not None:
-            for recovery in self.recoveries.done:
-                self._stream.skip(recovery.start, recovery.stop)
-
-    def skips(self, position: int) -> bool:
-        """Return whether to skip the batch at this position, around an earlier spike."""
-        return any(recovery.start <= position < recovery.stop for recovery in self.recoveries.done)
+        for recovery in self.recoveries.done:
+            self._data.skip(recovery.start, recovery.stop)
 
     def judge(self, step: int, loss: Any) -> Spike | None:
         """Return the spike that this step's loss completes, or None."""
@@ -456,102 +310,66 @@ class AttachedWatch:
             )
         self._judged = step
         spike = self.watchdog.observe(step, loss)
-        if spike is not None and not self.config.rolls_back:
-            self._warn(
+        if spike is not None and not self.config.rolls_back and self.ranks.first:
+            logger.warning(
                 "spike: %s; with spike.action=rollback the run rolls back and skips its samples",
                 spike.words,
             )
         return spike
 
     def go_back(
-        self,
-        spike: Spike,
-        state: TrainingState,
-        *,
-        load: Callable[[str], Resumed | None],
-        data: DataPosition,
-    ) -> Recovered:
+        self, spike: Spike, state: TrainingState, load: Callable[[str], Resumed | None]
+    ) -> Recovery:
         """Load a state from before the spike and skip its samples from then on.
 
-        `load` restores the state, and the position of the stream. Raises SpikeNotRecovered.
+        `load` gets `before-STEP`, and restores the state and the position of the data. Raises
+        SpikeNotRecovered.
         """
-        position = state.position
-        epoch = data.epoch
-        stream = self._stream
+        attempt = self.recoveries.attempt(spike.step, within=self.config.window)
+        around = self.config.skip_around * 2 ** (attempt - 1)
+        first = max(1, spike.first - around)
+        if attempt > self.config.attempts:
+            raise SpikeNotRecovered(self._given_up(spike, attempt - 1, f"{BEFORE_PREFIX}{first}"))
 
-        def after(start: int, windows: int) -> int:
-            if stream is not None:
-                return stream.after(start, windows=windows)
-            trained = sum(not self.skips(place) for place in range(state.position, position))
-            return self._after(start, round(windows * trained / (spike.step - state.step)))
-
-        done = recover(
-            spike,
-            self.config,
-            state=state,
-            load=load,
-            after=after,
-            recoveries=self.recoveries,
-            write=self.ranks.first,
-            go_on=self._resume_hint,
-        )
+        resumed = _load_before(spike, first, load)
         self._judged = state.step
-        if stream is None:
-            self._warn_of_restart(spike, done, state, data, epoch)
-            return done
-
-        recovery = done.recovery
-        samples = stream.samples_between(recovery.start, recovery.stop)
-        stream.skip(recovery.start, recovery.stop)
-        slower = ""
-        if recovery.slower_until:
-            rate = f"{recovery.learning_rate:g} of the learning rate"
-            slower = f", at {rate} until step {recovery.slower_until}"
-        skipped = f"{recovery.start} to {recovery.stop - 1}{slower}"
-        self._warn_of(
-            spike,
-            done,
-            f"training goes on without the {len(samples)} samples at positions {skipped}",
-        )
-        return replace(done, samples=samples)
-
-    def _after(self, position: int, batches: int) -> int:
-        """Return the position that lies so many trained batches after `position`."""
-        while batches or self.skips(position):
-            batches -= not self.skips(position)
-            position += 1
-        return position
-
-    def _warn_of_restart(
-        self,
-        spike: Spike,
-        done: Recovered,
-        state: TrainingState,
-        data: DataPosition,
-        epoch: int,
-    ) -> None:
-        """Log what was rolled back, and that the process has to start again."""
-        own_generator = any(name.startswith(DATA_PREFIX) for name in state.generators)
-        if data.epoch < epoch and not own_generator:
-            self._warn(
-                "epoch %d will be shuffled again, in an order that depends on the model's random "
-                "draws before it: give the loader a generator of its own, "
-                "DataLoader(..., generator=torch.Generator())",
-                epoch,
-            )
-        skipped = f"{done.recovery.start} to {done.recovery.stop - 1}"
-        self._warn_of(spike, done, f"start again to go on without batches {skipped}")
-
-    def _warn_of(self, spike: Spike, done: Recovered, how_on: str) -> None:
-        self._warn(
-            "spike: %s. Rolled back to %s: %s (attempt %d of %d)",
-            spike.words,
-            done.resumed.saved.folder,
-            how_on,
-            done.recovery.attempt,
-            self.config.attempts,
-        )
-
-    def _warn(self, message: str, *values: object) -> None:
+        start = self._data.after(state.position, windows=max(0, first - 1 - state.step))
+        stop = self._data.after(state.position, windows=spike.step + around - state.step)
+        recovery = Recovery(spike.step, state.step, start, stop, attempt)
+        self.recoveries.add(recovery, write=self.ranks.first)
+        self._data.skip(start, stop)
         if self.ranks.first:
-            logger.warning(message, *values)
+            logger.warning(
+                "spike: %s. Rolled back to %s, without the data at positions %d to %d (attempt %d "
+                "of %d)",
+                *(spike.words, resumed.saved.folder, start, stop - 1),
+                *(attempt, self.config.attempts),
+            )
+        return recovery
+
+    def _given_up(self, spike: Spike, number: int, state: str) -> str:
+        done = self.recoveries.done[-number:]
+        skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in done)
+        return (
+            f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "
+            f"positions {skipped}. So the samples are not the cause: look at the gradients before "
+            f"the spike (curry-train grad-flow), lower the learning rate, and go on with "
+            f'saving(..., resume="{state}") once, or --resume RUN@{state}'
+        )
+
+
+def _load_before(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
+    """Load a state from before the first skipped step, or at least from before the spike."""
+    nothing_saved: NothingSaved | None = None
+    for step in dict.fromkeys((first, spike.first)):
+        try:
+            resumed = load(f"{BEFORE_PREFIX}{step}")
+        except NothingSaved as error:
+            nothing_saved = error
+            continue
+        assert resumed is not None
+        return resumed
+    raise SpikeNotRecovered(
+        f"{spike.words}: there is nothing to go back to ({nothing_saved}). Save earlier, with a "
+        "lower rollback_every, or set the spike's action to warn"
+    ) from nothing_saved

@@ -53,7 +53,7 @@ from .layout import (
     step_of,
     verify_files,
 )
-from .lock import RunLock, reading
+from .lock import RunLock
 from .ranks import (
     DamagedCheckpoint,
     OtherRank,
@@ -232,9 +232,8 @@ class SavedRun:
     def verify(self, checkpoint: Which) -> Manifest:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
         folder = self.folder_of(checkpoint)
-        with reading(self.files, folder):
-            manifest = read_manifest(self.files, folder)
-            verify_files(self.files, folder, manifest, manifest.files)
+        manifest = read_manifest(self.files, folder)
+        verify_files(self.files, folder, manifest, manifest.files)
         return manifest
 
     def load(
@@ -251,10 +250,7 @@ class SavedRun:
         """
         ranks = Ranks()
         folder = ranks.agree(lambda: self.folder_of(checkpoint))
-        with reading(self.files, folder):
-            return self._load(folder, state, ranks, strict=strict)
 
-    def _load(self, folder: str, state: TrainingState, ranks: Ranks, *, strict: bool) -> LoadReport:
         def check() -> Manifest:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
@@ -505,10 +501,8 @@ class Store(SavedRun):
     def _discard_first(self, folder: str) -> None:
         self._lock.require_held()
         if self.files.kind(folder) is not None:
-            is_latest = self.files.pointed(LATEST_POINTER) == folder
             self._remove(folder)
-            if is_latest:
-                self._point()
+            self._point()
 
     def _remove(self, folder: str) -> None:
         removed = removed_name(folder)
@@ -548,7 +542,4 @@ class Store(SavedRun):
 
     def _point(self) -> None:
         newest = self.latest()
-        if newest is not None and self.files.pointed(LATEST_POINTER) != newest.folder:
-            self.files.point(LATEST_POINTER, newest.folder)
-        elif newest is None and self.files.pointed(LATEST_POINTER) is not None:
-            self.files.remove_file(LATEST_POINTER)
+        self.files.point(LATEST_POINTER, None if newest is None else newest.folder)

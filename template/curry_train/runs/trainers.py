@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 # Commit a folder or a file, and find the newest one that is whole.
 
 FOREIGN_KIND = "trainer"
-# Folders below the given one that are searched: `lightning_logs/version_0/checkpoints`.
-DEEPEST_SEARCH = 4
 # A checkpoint whose deletion was interrupted.
 LEFT_PATTERN = re.compile(r"\..+\.removed-[0-9a-f]{8}")
 # One that is being written, or that a new save of its name has moved out of the way.
@@ -152,17 +150,14 @@ def _newest_whole(folder: Path) -> str | None:
     return None
 
 
-def _commits(folder: Path, depth: int = 0) -> Iterator[Commit]:
-    """Yield what is committed in a folder and below it; committed folders are not searched."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        is_left = LEFT_PATTERN.fullmatch(path.name)
-        if path.is_symlink() or is_left or path.name.endswith(MANIFEST_FILE_NAME):
+def _commits(folder: Path) -> Iterator[Commit]:
+    """Yield what is committed below a folder, such as in `lightning_logs/version_0/checkpoints`."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() or LEFT_PATTERN.fullmatch(path.name):
             continue
         try:
             yield read_commit(path)
         except FileNotFoundError:
-            if path.is_dir() and depth < DEEPEST_SEARCH and _final_of(path) == path:
-                yield from _commits(path, depth + 1)
             if FOREIGN_NAME_PATTERN.fullmatch(path.name):
                 logger.warning("%s was never committed, and is passed over", path)
         except (DamagedCheckpoint, OSError) as error:
@@ -478,6 +473,8 @@ class _Record:
         self._watchdog = SpikeWatchdog(watch or SpikeConfig(action="none"))
         # The journal, from the first step to the end of a training.
         self.journal: Any = None
+        # The spike that ends the training.
+        self.reason: str | None = None
 
     def begin(self, step: int, *, rank: int, config: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -488,22 +485,24 @@ class _Record:
         else:
             self.journal.resume(step, facts=facts)
 
-    def step(self, step: int, loss: float, rate: float, norm: float | None) -> str | None:
-        """Record a step; return the reason if its loss completes a spike that ends the training."""
-        self.journal.step(step, loss=loss, learning_rate=rate, grad_norm=norm)
+    def step(self, step: int, loss: Any, rate: Any, norm: Any = None) -> None:
+        """Record a step, and look for a spike."""
+        norm = None if norm is None else float(norm)
+        self.journal.step(step, loss=float(loss), learning_rate=float(rate), grad_norm=norm)
         config = self._watchdog.config
-        spike = None if config.action == "none" else self._watchdog.observe(step, loss)
-        if spike is None:
-            return None
-        self.journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
-        logger.warning("%s", spike.words)
-        return spike.words if config.rolls_back else None
+        spike = None if config.action == "none" else self._watchdog.observe(step, float(loss))
+        if spike is not None:
+            self.journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
+            logger.warning("%s", spike.words)
+            if config.rolls_back:
+                self.reason = self.reason or spike.words
 
-    def end(self, step: int, reason: str | None) -> None:
+    def end(self, step: int, otherwise: str = "steps") -> None:
         if self.journal is not None:
-            self.journal.write("stop", step=step, reason=reason or "steps")
+            self.journal.write("stop", step=step, reason=self.reason or otherwise)
             self.journal.close()
         self.journal = None
+        self.reason = None
 
 
 class _HuggingFaceJournal:
@@ -511,7 +510,6 @@ class _HuggingFaceJournal:
 
     def __init__(self, record: _Record) -> None:
         self._record = record
-        self._reason: str | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         rank = 0 if state.is_world_process_zero else 1
@@ -520,20 +518,15 @@ class _HuggingFaceJournal:
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step = state.global_step
         if "loss" in logs:
-            norm = logs.get("grad_norm")
-            self._reason = self._reason or self._record.step(
-                step,
-                float(logs["loss"]),
-                float(logs.get("learning_rate", 0.0)),
-                None if norm is None else float(norm),
-            )
-            control.should_training_stop |= self._reason is not None
+            rate = logs.get("learning_rate", 0.0)
+            self._record.step(step, logs["loss"], rate, logs.get("grad_norm"))
+            control.should_training_stop |= self._record.reason is not None
         if "eval_loss" in logs:
             value = float(logs["eval_loss"])
             self._record.journal.write("eval", step=step, metric="eval_loss", value=value)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.end(state.global_step, self._reason)
+        self._record.end(state.global_step)
 
 
 class _LightningJournal:
@@ -541,7 +534,6 @@ class _LightningJournal:
 
     def __init__(self, record: _Record) -> None:
         self._record = record
-        self._reason: str | None = None
         self._seen = 0
         self._loss: Any = 0.0
 
@@ -566,11 +558,11 @@ class _LightningJournal:
         if trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self._reason = self._record.step(self._seen, float(loss), rate, None)
-        trainer.should_stop |= self._reason is not None
+        self._record.step(self._seen, loss, rate)
+        trainer.should_stop |= self._record.reason is not None
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._record.end(trainer.global_step, self._reason)
+        self._record.end(trainer.global_step)
 
 
 # Accelerate counts no steps, so its checkpoints hold their number in this file.
@@ -622,13 +614,11 @@ class _AcceleratorJournal:
             loss = self._accelerator.reduce(loss.clone(), reduction="mean")
         self._begin()
         self._step += 1
-        norm = None if self._norm is None else float(self._norm)
-        rate = float(optimizer.param_groups[0]["lr"])
-        reason = self._record.step(self._step, float(loss), rate, norm)
+        self._record.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
         self._loss = None
         self._norm = None
-        if reason is not None:
-            self._record.end(self._step, reason)
+        if (reason := self._record.reason) is not None:
+            self._record.end(self._step)
             raise RunError(f"{reason}: start again from an older checkpoint")
 
     def _begin(self) -> None:
@@ -657,7 +647,7 @@ class _AcceleratorJournal:
         self._record.end(self._step, "another state is loaded")
 
     def _end(self, end: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._record.end(self._step, None)
+        self._record.end(self._step)
         return end(*args, **options)
 
 
