@@ -146,7 +146,6 @@ def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
     assert len({*trace.streams}) == 3
     together = cuda_memory(replace(trace, streams=()))
     apart = cuda_memory(trace)
-    assert together.rounded_bytes == apart.rounded_bytes
     assert together.reserved_bytes < apart.reserved_bytes
 
 

@@ -187,9 +187,13 @@ class _Stacks:
 
 
 def _event(value: Any, stack_of: _Stacks) -> MemoryEvent:
-    address = _number(value, "addr", value.get("device_free", 0))
-    sizes = (_number(value, name, 0) for name in ("size", "stream"))
-    return MemoryEvent(_text(value, "action"), address, *sizes, stack_of(value))
+    return MemoryEvent(
+        _text(value, "action"),
+        _number(value, "addr", value.get("device_free", 0)),
+        _number(value, "size", 0),
+        _number(value, "stream", 0),
+        stack_of(value),
+    )
 
 
 def _segment(value: Any, stack_of: _Stacks) -> RecordedSegment:
