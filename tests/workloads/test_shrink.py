@@ -66,26 +66,10 @@ def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():
     first, again = small(), small()
     assert first.config.kinds == ["even", "odd"]
     assert Configured.num_built == 6 + 2
-    assert "Configured with 2 of 6 layers, by num_layers, kinds of its Config" in shrink.note
+    assert "2 of 6 layers: built again with num_layers" in shrink.note
     for one, other in zip(first.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
         assert one is not other
-
-
-def test_a_factory_that_refuses_the_smaller_model_makes_the_whole_one_which_is_cut():
-    config = Config(num_layers=4)
-    state = Configured(config).state_dict()
-
-    def factory():
-        module = Configured(config)
-        module.load_state_dict(state)
-        return module
-
-    shrink = Shrink(2)
-    module = shrink.factory(factory)()
-    assert len(module.layers) == 2
-    assert torch.equal(module.layers[1].inner[0].weight, state["layers.3.inner.0.weight"])
-    assert "2 of 4 Block" in shrink.note
 
 
 def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():

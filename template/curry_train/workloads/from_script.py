@@ -41,7 +41,7 @@ from .from_trainer import (
     take_training,
     workload_of,
 )
-from .optimizers import optimizer_like, optimizers_together, parameter_ids, stepped_on_host
+from .optimizers import OptimizerLike, optimizers_together, parameter_ids, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size
 
 # Record what happens between a module's call and the optimizer step.
@@ -673,7 +673,7 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
             "autograd.Function outside of a module: write a factory"
         )
     root.zero_grad()
-    like = optimizer_like(optimizers, root)
+    like = OptimizerLike(optimizers, root)
     read = [
         f"{words[0]}, at {recording.place or 'its first step'}: {type(root).__name__}, "
         f"{batch_size(source.batch)} samples a batch",

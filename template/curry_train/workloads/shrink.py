@@ -2,8 +2,8 @@
 
     factory = Shrink(2).factory(build)  # what build returns, with two layers
 
-A model that has a configuration is built with fewer layers in it, and its large weights are never
-made. Of others the first and last blocks of each run of equal blocks stay.
+A model that has a configuration is built again with fewer layers in it, and its large weights are
+never made. Of others the first and last blocks of each run of equal blocks stay.
 
 Proof: `python -m pytest tests/workloads/test_shrink.py`.
 """
@@ -62,20 +62,36 @@ class Shrink:
 
     def _made(self, make: Callable[[], Any]) -> Any:
         """Call the user's function, keep a small copy of its module, and return the rest."""
-        notes: list[str] = []
-        made = None
-        # A factory that loads weights may refuse the smaller model.
-        with contextlib.suppress(Exception), shrunk_configurations(self.num_layers, notes):
+        with contextlib.suppress(Exception), _parameters_without_values():
             made = make()
-        if made is None:
-            notes.clear()
+            if (module := _module_of(made)) is not None:
+                self._build_by_configuration(module)
+        if self._small is None:
             made = make()
-        if (module := _module_of(made)) is not None:
-            self.note = f"{'; '.join(notes)}; what the other layers need is not checked"
-            if not notes:
-                self._cut(module)
-            self._small = module
+            if isinstance(made, Workload):
+                return made
+            if (module := _module_of(made)) is None:
+                return made  # the caller names what is wrong with it
+            self._cut(module)
         return made
+
+    def _build_by_configuration(self, module: nn.Module) -> None:
+        """Build the model with fewer layers in its configuration, if that is its only argument."""
+        config = copy.deepcopy(getattr(module, "config", None))
+        depth = max((len(run) for _, run in _runs(module)), default=0)
+        if config is None or depth <= self.num_layers:
+            return
+        changed = _with_fewer_layers(config, depth, self.num_layers)
+        if not changed:
+            return
+        with _parameters_with_values():
+            small = type(module)(config)
+        if max((len(run) for _, run in _runs(small)), default=0) < depth:
+            self._small = small
+            self.note = (
+                f"{self.num_layers} of {depth} layers: built again with {', '.join(changed)} of "
+                "its configuration changed; what the other layers need is not checked"
+            )
 
     def _cut(self, module: nn.Module) -> None:
         """Leave the first and last blocks of each run of equal ones."""
@@ -94,6 +110,7 @@ class Shrink:
                 f"Sequential with more than {self.num_layers} equal blocks, and no config with "
                 "its number of layers: leave --shrink out, or give a smaller model"
             )
+        self._small = module
         self.note = (
             f"{', '.join(notes)}: the first and last of equal blocks; what the others need is not "
             "checked"
@@ -118,15 +135,15 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
     """Give modules that are built inside so many layers, where a configuration has their number.
 
     Each configuration that was changed adds a note. The large model is built on the meta device
-    alone, to see how many blocks it has. An error inside changes the configurations back.
+    alone, to see how many blocks it has.
     """
-    known: dict[int, tuple[Any, dict[str, Any]]] = {}
+    known: dict[int, Any] = {}
 
     def make(kind: type[nn.Module], *args: Any, **options: Any) -> Any:
         for config in (*args, *options.values()):
             is_object = hasattr(config, "__dict__") and not isinstance(config, nn.Module | type)
             if is_object and id(config) not in known:
-                known[id(config)] = config, {**vars(config)}
+                known[id(config)] = config
                 look(kind, config, args, options)
         return object.__new__(kind)
 
@@ -141,13 +158,8 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
             )
 
     # A class has no `__new__` of its own, and gets one that passes its arguments on.
-    try:
-        with mock.patch.object(nn.Module, "__new__", make, create=True):
-            yield
-    except BaseException:
-        for config, before in known.values():
-            vars(config).update(before)
-        raise
+    with mock.patch.object(nn.Module, "__new__", make, create=True):
+        yield
 
 
 def split_shrink(spec: str) -> tuple[str, Shrink | None]:
@@ -191,3 +203,22 @@ def _number_again(container: Any) -> None:
         delattr(container, name)
     for number, child in enumerate(children):
         container.add_module(str(number), child)
+
+
+_register = nn.Module.register_parameter
+
+
+def _parameters_without_values() -> Any:
+    """Let modules that are built inside have parameters of a shape alone."""
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            with torch.no_grad():
+                parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        _register(module, name, parameter)
+
+    return mock.patch.object(nn.Module, "register_parameter", register)
+
+
+def _parameters_with_values() -> Any:
+    return mock.patch.object(nn.Module, "register_parameter", _register)
