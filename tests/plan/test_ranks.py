@@ -239,15 +239,6 @@ def test_a_parallelize_that_fails_is_one_line_with_its_place(parallelize, messag
     assert len(str(refused.value)) < 700
 
 
-def test_options_of_fsdp2_without_it_are_refused():
-    with pytest.raises(ValueError, match="set parallel to one of them"):
-        Sharding(reshard_after_forward=False)
-    with pytest.raises(ValueError, match="rank 1 is none of 1 ranks: set their number"):
-        Sharding("fsdp2", rank=1)
-    with pytest.raises(ValueError, match="fsdp2 has a mesh of 1 dimension, such as dp=8"):
-        Sharding("fsdp2", mesh={"dp": 2, "tp": 2})
-
-
 def test_a_parallelize_that_shares_nothing_is_named():
     never = pytest.warns(UserWarning, match="no rank communicates with another")
     with Sketch(mlp(depth=2, width=4), sharding=Sharding(ranks.keep, 2)) as sketch, never:
