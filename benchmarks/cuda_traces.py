@@ -472,12 +472,10 @@ def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
     assert trace is not None
     found = cuda_memory(trace, workspace_bytes=WORKSPACE_BYTES, num_steps=NUM_STEPS)
     recorded = {
-        "rounded": facts["peak_rounded"],
         "allocated": facts["peak_blocks"],
         "reserved": facts["reserved_peak"],
     }
     predicted = {
-        "rounded": found.rounded_bytes,
         "allocated": found.allocated_bytes,
         "reserved": found.reserved_bytes,
     }
@@ -508,8 +506,7 @@ def predict_steps(folder: Path) -> dict[str, Any]:
     if not steps:
         return {}
     errors = {
-        name: [abs(row["error"][name]) for row in steps]
-        for name in ("rounded", "allocated", "reserved")
+        name: [abs(row["error"][name]) for row in steps] for name in ("allocated", "reserved")
     }
     worst = {f"worst_{name}_error": max(values) for name, values in errors.items()}
     median = statistics.median(errors["reserved"])

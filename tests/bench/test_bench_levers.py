@@ -46,12 +46,12 @@ def test_levers_are_joined_in_order():
 
 def test_a_plan_from_a_file_is_a_lever(tmp_path):
     found, path = (
-        plan(SMALL, 2**30, device="cpu", without=["sac"], chunked_loss=False),
+        plan(mlp(depth=2), 2**30, device="cpu", without=["sac"], chunked_loss=False),
         tmp_path / "plan.json",
     )
     path.write_text(json.dumps(found.to_json()))
     changed = [name for name, option in found.options.items() if option.kind != "none"]
-    assert TrainingStep(Case(SMALL), find_lever(f"plan={path}")).changed == changed
+    assert TrainingStep(Case(mlp(depth=2)), find_lever(f"plan={path}")).changed == changed
 
 
 @pytest.mark.parametrize(

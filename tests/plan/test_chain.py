@@ -114,23 +114,6 @@ def test_sums_that_only_differ_in_their_last_bytes_are_distinguished():
     assert found.fastest(20 * GIB - 1) is None
 
 
-def test_large_chains_use_97_percent_of_a_budget_that_binds():
-    num_binding = 0
-    for seed in range(40):
-        found = large_chain(seed)
-        most = found.peak({one.name: one.options[-1] for one in found.blocks})
-        budget = int(most * random.Random(-seed).uniform(0.05, 1.1))
-        options = found.fastest(budget)
-        if options is None:
-            assert found.peak(found.least()) > budget
-        elif most > budget:
-            num_binding += 1
-            assert 0.97 * budget <= found.peak(options) <= budget
-        else:
-            assert found.seconds(options) == 0.0
-    assert num_binding >= 20
-
-
 def least_seconds_by_price(found, room):
     """Return a lower bound: for any price of a byte, seconds and held bytes at it, less the room's.
 

@@ -22,7 +22,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from curry_train.core.measure import LiveStorages
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
 from curry_train.plan.timeline import measure_timeline
@@ -106,9 +105,7 @@ def test_built_in_workloads_with_every_way_to_recompute(name):
 
 def test_batch_sizes():
     assert (
-        check_workload(
-            transformer(depth=2), sizes=(1, 2, 3, 4, 5), changes=(None, apply_regions)
-        ).why_real
+        check_workload(transformer(depth=2), sizes=(1, 5), changes=(None, apply_regions)).why_real
         is None
     )
 
@@ -250,14 +247,6 @@ MODELS = {
     ),
     "autocast": lambda: Runs(autocast, nn.Linear(16, 32), nn.Linear(32, 16)),
     "gradient-penalty": lambda: Runs(penalty, nn.Linear(16, 16)),
-    "fft": lambda: Runs(
-        lambda inner, x: torch.fft.rfft(inner[0](x), dim=1).abs(), nn.Linear(16, 16)
-    ),
-    "complex": lambda: Runs(
-        lambda inner, x: torch.complex(inner[0](x), x).abs(), nn.Linear(16, 16)
-    ),
-    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
-    "lstm-cell": lambda: Runs(lambda inner, x: inner[0](x[:, 0])[0], nn.LSTMCell(16, 16)),
 }
 PICTURES = {
     "convolutions": lambda: nn.Sequential(
@@ -268,13 +257,6 @@ PICTURES = {
     ).to(**LAST),
     "group-norm": lambda: nn.Sequential(
         nn.Conv2d(4, 8, 1, groups=2), nn.GroupNorm(2, 8), nn.Dropout2d(0.1)
-    ),
-    "interpolate": lambda: nn.Sequential(
-        nn.Conv2d(4, 4, 1), nn.Upsample(scale_factor=2, mode="bilinear")
-    ),
-    "pool-indices": lambda: Runs(
-        lambda inner, x: F.max_unpool2d(*F.max_pool2d(inner[0](x), 2, return_indices=True), 2),
-        nn.Conv2d(4, 4, 1),
     ),
 }
 
@@ -351,15 +333,6 @@ def test_a_microstep_with_existing_gradients_is_exact(make):
         first = sketch.step(3)
     assert found.timeline.after["forward"] > first.timeline.after["forward"]
     assert found.timeline.owners["gradients"][0] == first.timeline.owners["gradients"][-1]
-    case = Case(workload)  # measured with another instrument
-    module, batch = case.build(), case.batch(3)
-    workload.mean_loss(module, batch).backward()
-    with LiveStorages() as storages:
-        workload.mean_loss(module, batch).backward()
-    before = ("parameters", "gradients", "buffers and batch", "optimizer state")
-    there = sum(found.timeline.owners[group][0] for group in before)
-    within = max(point.bytes_alive for point in found.timeline.points if point.phase != "step")
-    assert within - there == storages.bytes_peak
 
 
 # Steps that depend on values are measured for real, with the reason.
@@ -410,15 +383,12 @@ TOLD = {
         "Tensor.numpy.*of Runs",
     ),
     "lstm": (recurrent(nn.LSTM), "lstm in the forward of LSTM.*kernel keeps a state"),
-    "gru": (recurrent(nn.GRU), "gru in the forward of GRU"),
-    "rnn": (recurrent(nn.RNN), "rnn_tanh in the forward of RNN"),
     "sparse product": (linear(sparse), "sparse.*of Runs"),
     "ctc": (linear(ctc), "aten._ctc_loss"),
     "fold": (
         linear(lambda inner, x: F.fold(F.unfold(inner[0](x)[:, None], 3), (12, 16), 3)),
         "col2im",
     ),
-    "unfold": (linear(lambda inner, x: F.unfold(inner[0](x)[:, None], 3)), "col2im"),
     "sparse rows": (looked_up(nn.Embedding, sparse=True), "aten.embedding.*sparse tensor"),
     "bag": (looked_up(nn.EmbeddingBag), "_embedding_bag.*of EmbeddingBag"),
 }

@@ -12,10 +12,6 @@ from transformers import (
     BartForConditionalGeneration,
     OPTConfig,
     OPTForCausalLM,
-    PatchTSTConfig,
-    PatchTSTForPrediction,
-    Wav2Vec2Config,
-    Wav2Vec2ForSequenceClassification,
 )
 
 from curry_train.plan.estimate import Sketch
@@ -60,18 +56,6 @@ BART = BartConfig(
     decoder_ffn_dim=64,
     max_position_embeddings=64,
 )
-PATCHES = PatchTSTConfig(
-    num_input_channels=3,
-    context_length=32,
-    patch_length=8,
-    patch_stride=8,
-    prediction_length=8,
-    d_model=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    ffn_dim=32,
-    norm_type="batchnorm",
-)
 
 
 def bart():
@@ -91,16 +75,6 @@ def bart_with_padding():
         return module(input_ids=batch, attention_mask=(batch > 9).long(), labels=batch).loss
 
     return Workload("bart", lambda: BartForConditionalGeneration(BART), tokens, loss)
-
-
-def patches():
-    """Run BatchNorm1d on transposed tensors."""
-    return Workload(
-        "patches",
-        lambda: PatchTSTForPrediction(PATCHES),
-        lambda size: torch.randn(size, 40, 3),
-        lambda module, batch: module(past_values=batch[:, :32], future_values=batch[:, 32:]).loss,
-    )
 
 
 class Autocast(nn.Module):
@@ -146,7 +120,6 @@ def squares(build, shape):
 EQUAL = {
     "bart": bart,
     "bart with padding": bart_with_padding,
-    "patches": patches,
     "batch norm in bfloat16": convolutions(lambda: nn.BatchNorm2d(8)),
     "group norm in bfloat16": convolutions(lambda: nn.GroupNorm(2, 8)),
     "layer norm in float16": layer_norms,
@@ -195,29 +168,6 @@ def opt(layerdrop):
     )
 
 
-def speech(layerdrop):
-    config = Wav2Vec2Config(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=64,
-        conv_dim=(32, 32),
-        conv_stride=(5, 2),
-        conv_kernel=(10, 3),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-        layerdrop=layerdrop,
-        mask_time_prob=0.0,
-    )
-    return Workload(
-        "speech",
-        lambda: Wav2Vec2ForSequenceClassification(config),
-        lambda size: torch.randn(size, 2000),
-        lambda module, batch: module(batch).logits.square().sum(),
-    )
-
-
 def kept_by_chance(probability):
     """Skip a layer where the drawn number is above a probability, not below one."""
 
@@ -245,18 +195,11 @@ def kept_by_chance(probability):
 
 SKIPPING = {
     "opt": (lambda: opt(0.5), lambda: opt(1e-12)),
-    "wav2vec2": (lambda: speech(0.5), lambda: speech(1e-12)),
     "kept by chance": (lambda: kept_by_chance(0.5), lambda: kept_by_chance(1.1)),
 }
 
 
-@pytest.mark.parametrize(
-    ("skips", "runs_all"),
-    [
-        pytest.param(*models, id=name, marks=[pytest.mark.long] * (name == "wav2vec2"))
-        for name, models in SKIPPING.items()
-    ],
-)
+@pytest.mark.parametrize(("skips", "runs_all"), SKIPPING.values(), ids=SKIPPING)
 def test_skipped_layers_are_planned_as_if_they_always_ran(skips, runs_all):
     real = measure(runs_all())
     estimated, _ = estimate(skips())

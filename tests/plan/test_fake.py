@@ -16,7 +16,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from warm_python import warm_python
@@ -235,31 +234,6 @@ def check_recomputes_with(change, times=2):
     assert names.found == ["flash_attention"] * times + ["flash_attention_backward"]
 
 
-class CheckpointedInside(nn.Module):
-    """A model that calls torch's checkpoint itself, around a block with a norm and attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv = nn.RMSNorm(64), nn.Linear(64, 192)
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-    def block(self, x):
-        heads = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 16).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-
-
-def test_a_checkpoint_in_the_users_model_recomputes_the_same_kernels():
-    def loss(module, batch):
-        return module(batch).float().sum()
-
-    workload = Workload("inside", CheckpointedInside, lambda size: torch.randn(size, 8, 64), loss)
-    with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch, Names() as names:
-        sketch.step(2)
-    assert names.found == ["flash_attention"] * 2 + ["flash_attention_backward"]
-
-
 class Notes(TorchFunctionMode):
     """A function mode of the user."""
 
@@ -289,46 +263,17 @@ def check_mode(run):
     assert mode.found.count(torch.sigmoid) == 2
 
 
-def check_device(run, *, inside):
-    """Run a call under `with torch.device("meta")`, and its backward inside or after it."""
-    places = []
-
-    def forward(x):
-        places.append(torch.zeros(3).device.type)
-        return torch.sigmoid(x * 2)
-
-    x, before = torch.ones(3, requires_grad=True), _device.CURRENT_DEVICE
-    with torch.device("meta"):
-        output = run(forward, x)
-        if inside:
-            output.sum().backward()
-    if not inside:
-        output.sum().backward()
-    assert places == ["meta", "meta"]
-    if run is with_replay:  # torch's checkpoint records another name when backward runs inside
-        assert before == _device.CURRENT_DEVICE
-    assert torch.zeros(3).device.type == "cpu"
-
-
 RECOMPUTES = {
     "kernels": lambda: check_recomputes_with(recompute_blocks),
     "kernels-sac": lambda: check_recomputes_with(partial(apply_sac, policy=["aten.mm.default"])),
     "mode": lambda: check_mode(with_checkpoint),
     "mode-replay": lambda: check_mode(with_replay),
-    "device-replay": lambda: check_device(with_replay, inside=False),
-    "device-replay-inside": lambda: check_device(with_replay, inside=True),
 }
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
 def test_recomputation_runs_under_the_modes_of_forward(name):
     RECOMPUTES[name]()
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_torchs_checkpoint_recomputes_under_the_device(inside):
-    check_device(with_checkpoint, inside=inside)
-    _device.CURRENT_DEVICE = None
 
 
 # State that is restored, and limits of torch.

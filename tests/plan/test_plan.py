@@ -16,12 +16,8 @@ import pytest
 import torch
 from plan_models import gpt2, llama, net, of_hugging_face
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates.same_training import same_training
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
 from curry_train.plan.saved import (
@@ -271,15 +267,14 @@ def test_no_combination_of_options_that_fits_is_faster(workload, without, steps)
         assert slower_plans(planner, found, steps=steps) == []
 
 
-@pytest.mark.parametrize("depth", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_no_policy_for_all_blocks_is_faster_than_the_plan_for_its_bytes(depth):
-    workload = transformer(depth=depth, dim=64)
+def test_no_policy_for_all_blocks_is_faster_than_the_plan_for_its_bytes():
+    workload = transformer(depth=2, dim=32, length=16)
     with Planner(workload, chunked_loss=False) as planner:
         planner.plan(2**40, global_batch=MICRO, microbatch=MICRO)
         chain = planner.whole_steps.priced(Candidate(MICRO, 1, False, 0, None))
         policies = {one for one in chain.blocks[0].options if one.kind != NONE_KIND}
         assert {option.kind for option in policies} == {FULL_KIND, REGIONS_KIND, SAC_KIND}
-        for option in [*sorted(policies, key=str)[::3], Option(FULL_KIND), Option(REGIONS_KIND)]:
+        for option in [*sorted(policies, key=str)[::5], Option(FULL_KIND), Option(REGIONS_KIND)]:
             options = {block.name: option for block in chain.blocks}
             whole = planner.whole_steps.whole(Candidate(MICRO, 1, False, 0, None, options))
             found = planner.plan(whole.peak_bytes, global_batch=MICRO, microbatch=MICRO)
@@ -337,49 +332,3 @@ def test_the_planned_model_trains_as_before_under_the_same_names(name):
         )
         assert verdict.passed, verdict
         assert "bit-equal" in verdict.required
-
-
-def gradients_on_ranks(plan):
-    """Return the worst difference of the ranks' gradients to those of one process, per wrapper."""
-    return [difference_on_ranks(kind, plan) for kind in ("ddp", "fsdp2")]
-
-
-def difference_on_ranks(kind, plan):
-    import torch.distributed as dist
-
-    case = Case(net(64, 64, 64), batch_size=4)
-    plain, found = case.build(), Plan.from_json(plan)
-    case.workload.mean_loss(plain, case.batch()).backward()
-    module = case.build()
-    assert found.apply(module)
-    if kind == "ddp":
-        module = DistributedDataParallel(module)
-    else:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in module.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-    case.workload.mean_loss(
-        module, case.batch().chunk(dist.get_world_size())[dist.get_rank()]
-    ).backward()
-    worst = 0.0
-    for one, other in zip(plain.parameters(), module.parameters(), strict=True):
-        gradient = other.grad.full_tensor() if kind == "fsdp2" else other.grad
-        worst = max(worst, float((gradient - one.grad).norm() / one.grad.norm()))
-    return worst
-
-
-def test_gradients_on_two_ranks_under_ddp_and_fsdp2_are_those_of_one():
-    options = {
-        "blocks.0": Option(FULL_KIND),
-        "blocks.1": Option(REGIONS_KIND),
-        "blocks.2": Option(SAC_KIND, frozenset({("matmul", 0)})),
-    }
-    _, found, _, _ = plans("frozen")
-    saved = {
-        **found.to_json(),
-        "options": {name: option.to_json() for name, option in options.items()},
-    }
-    saved["fingerprint"] = dict.fromkeys(options, found.fingerprint["blocks.2"])
-    for worst in run_on_ranks(f"{__file__}:gradients_on_ranks", plan=saved):
-        assert max(worst) <= 1e-6

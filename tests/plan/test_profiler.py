@@ -94,15 +94,14 @@ def test_the_layers_add_up_to_what_the_model_holds(name):
     assert report.spread == 0
 
 
-@pytest.mark.parametrize("share", [0.95, 0.8, 0.6])
 @pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])
-def test_recomputing_the_recommended_layers_frees_the_predicted_bytes(name, share):
+def test_recomputing_the_recommended_layers_frees_the_predicted_bytes(name):
     case = Case(load_workload(name))
     module = case.build()
     batch = case.batch()
     loss = case.workload.mean_loss
     report = profile(module, batch, loss=loss)
-    budget = share * report.held_bytes
+    budget = 0.8 * report.held_bytes
     names = report.recommend_layers(budget / MIB)
     predicted = report.held_bytes - sum(
         layer.saving_bytes for layer in report.layers if layer.name in names
@@ -126,16 +125,6 @@ def test_a_layer_that_is_recomputed_already_is_not_recommended():
 
 
 # How a model may be built and called.
-
-
-def test_a_layer_that_runs_at_every_timestep_is_one_layer():
-    case = Case(load_workload("snn"))
-    report = profile(case.build(), case.batch(), loss=case.workload.mean_loss)
-    assert {layer.name: layer.calls for layer in report.layers} == {
-        **{f"layers.{index}": 16 for index in range(3)},
-        "head": 1,
-        REST_LAYER: 0,
-    }
 
 
 def test_a_loop_holds_bytes_in_proportion_to_its_turns():
@@ -166,18 +155,6 @@ def test_bytes_belong_to_the_innermost_layer():
     model.append(Caller(model[0]))
     held = {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
     assert held == {"0": 2 * 128, "2": 128, "1": 0, REST_LAYER: 4}
-
-
-def test_a_module_shared_by_blocks_counts_where_it_is_called():
-    activation = nn.Sigmoid()
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), activation) for _ in range(2)])
-    assert {
-        name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()
-    } == {
-        "0": 128,
-        "1": 128,
-        REST_LAYER: 4,
-    }
 
 
 def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():

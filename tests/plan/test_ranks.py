@@ -146,7 +146,6 @@ def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
     assert len({*trace.streams}) == 3
     together = cuda_memory(replace(trace, streams=()))
     apart = cuda_memory(trace)
-    assert together.rounded_bytes == apart.rounded_bytes
     assert together.reserved_bytes < apart.reserved_bytes
 
 
@@ -238,15 +237,6 @@ def test_a_parallelize_that_fails_is_one_line_with_its_place(parallelize, messag
         Sharding(parallelize, 2).parallelize(nn.Linear(2, 2), mesh)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 700
-
-
-def test_options_of_fsdp2_without_it_are_refused():
-    with pytest.raises(ValueError, match="set parallel to one of them"):
-        Sharding(reshard_after_forward=False)
-    with pytest.raises(ValueError, match="rank 1 is none of 1 ranks: set their number"):
-        Sharding("fsdp2", rank=1)
-    with pytest.raises(ValueError, match="fsdp2 has a mesh of 1 dimension, such as dp=8"):
-        Sharding("fsdp2", mesh={"dp": 2, "tp": 2})
 
 
 def test_a_parallelize_that_shares_nothing_is_named():

@@ -112,22 +112,6 @@ def test_forward_and_backward_are_those_of_measure_memory(name, recomputes):
 # Owners of bytes.
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "copies"),
-    [
-        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1), 0),
-        (lambda module: torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), 1),
-        (lambda module: torch.optim.Adam(module.parameters(), amsgrad=True), 3),
-    ],
-    ids=["sgd", "momentum", "amsgrad"],
-)
-def test_the_optimizer_state_counts_from_the_start(optimizer, copies):
-    timeline = small_step(optimizer)
-    state = set(timeline.owners["optimizer state"])
-    assert len(state) == 1
-    assert state.pop() // (8 * 16 * 4) == copies
-
-
 def test_frozen_parameters_have_no_gradient_and_no_state():
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].requires_grad_(False)

@@ -81,7 +81,7 @@ def test_a_workspace_is_reserved_and_free_again():
     )
     found = cuda_memory(trace)
     assert found.reserved_bytes == 32 * MIB
-    assert found.rounded_bytes == 31 * MIB
+    assert found.allocated_bytes == 31 * MIB
 
 
 @pytest.mark.parametrize(("searches", "reserved"), [(False, 100 * MIB), (True, 60 * MIB)])

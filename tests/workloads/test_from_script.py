@@ -148,7 +148,7 @@ def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     # The view had the sizes of the script's batch.
     assert direct.loss(module, case.batch(3)).isfinite()
     kept = (folder / "kept.py").read_text()
-    assert "F.cross_entropy(value_1, batch[" in kept
+    assert "torch.nn.functional.cross_entropy(value_1, batch[" in kept
     assert importlib.util.find_spec("shared") is not None
 
 

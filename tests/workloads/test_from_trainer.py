@@ -347,66 +347,52 @@ def test_autocast_runs_the_forward_that_a_trainer_has_put_into_the_module():
     assert module.forward is replaced
 
 
-class NeedsMore(torch.optim.SGD):
-    def __init__(self, params, total_steps):
-        super().__init__(params, lr=0.1)
-        self.defaults.pop("total_steps", None)
-
-
-def test_an_optimizer_like_another_has_its_groups_and_begins_empty():
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+def test_an_optimizer_like_another_has_its_groups_and_its_state():
+    first, second, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(3, 3)
     groups = [{"params": [first.weight], "weight_decay": 0.5}, {"params": [first.bias], "lr": 0.2}]
-    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.5, 0.9))
-    first.weight.grad = torch.ones(2, 2)
-    optimizer.step()
-    like = OptimizerLike(optimizer, first)(second)
+    optimizer = torch.optim.Adagrad([*groups, {"params": [other.bias]}], lr=0.1, lr_decay=0.5)
+    made = OptimizerLike([optimizer], first)
+    assert made.num_others == 1
+    like = made(second)
     assert [group["params"] for group in like.param_groups] == [[second.weight], [second.bias]]
-    assert [group["weight_decay"] for group in like.param_groups] == [0.5, 0.01]
+    assert [group["weight_decay"] for group in like.param_groups] == [0.5, 0]
     assert [group["lr"] for group in like.param_groups] == [0.1, 0.2]
-    assert {group["betas"] for group in like.param_groups} == {(0.5, 0.9)}
-    assert not like.state
-    with pytest.raises(WorkloadError, match="it needs total_steps: give --optimizer"):
-        OptimizerLike(NeedsMore(first.parameters(), 3), first)
+    assert {group["lr_decay"] for group in like.param_groups} == {0.5}
+    # This one makes its state with the optimizer.
+    second(torch.ones(1, 2)).sum().backward()
+    like.step()
+    assert like.state[second.weight]["sum"].any()
+    assert not optimizer.state[first.weight]["sum"].any()
     with pytest.raises(WorkloadError, match="holds no parameter of Linear"):
-        OptimizerLike(optimizer, second)
-
-
-# As the manager of bitsandbytes: modules, names of their parameters, and options of those.
-MANAGER = SimpleNamespace(index2config={}, module_weight_config_triple=[])
+        OptimizerLike([optimizer], second)
 
 
 class InBits(torch.optim.Optimizer):
     """Keep what decides the size of its state in attributes, as bitsandbytes does."""
 
-    def __init__(self, params, lr=0.1, bits=32, is_paged=False, slow=0.9):
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params, model, bits=32, slow=0.9):
+        super().__init__(params, {"lr": 0.1})
         self.args = SimpleNamespace(bits=bits)
-        self.is_paged = is_paged
         self.slow = slow
-        self.mng = MANAGER
+        self.mng = SimpleNamespace(index2config={})
+        self.model = model
+
+    def check_overrides(self):
+        for place, parameter in enumerate(self.param_groups[0]["params"]):
+            if parameter is self.model.bias:
+                self.mng.index2config[0, place] = 32
 
     def step(self):
         for place, parameter in enumerate(self.param_groups[0]["params"]):
-            own = self.mng.index2config.get((0, place), {})
-            bits = own.get("bits", self.args.bits)
+            bits = self.mng.index2config.get((0, place), self.args.bits)
             self.state[parameter]["moment"] = torch.zeros(parameter.numel() * bits // 8)
-
-
-class NeedsModel(torch.optim.SGD):
-    def __init__(self, params, model):
-        super().__init__(params, lr=0.1)
-        self.model = model
 
 
 def test_an_optimizer_like_another_keeps_what_its_constructor_took_beside_the_groups():
     """Without it, a state of 8 bits would be counted as 32."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    MANAGER.module_weight_config_triple.append((first, "bias", {"bits": 32}))
-    given = InBits(first.parameters(), bits=8, is_paged=True, slow=0.5)
-    like = OptimizerLike(given, first)(second)
+    like = OptimizerLike([InBits(first.parameters(), first, bits=8, slow=0.5)], first)(second)
     like.step()
     assert like.state[second.weight]["moment"].numel() == 16
     assert like.state[second.bias]["moment"].numel() == 4 * 4
-    assert (like.is_paged, like.slow) == (True, 0.5)
-    with pytest.raises(WorkloadError, match="it needs model"):
-        OptimizerLike(NeedsModel(first.parameters(), first), first)
+    assert like.slow == 0.5

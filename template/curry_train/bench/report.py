@@ -5,7 +5,6 @@ Notes name what disturbs a comparison, such as times that spread widely.
 Proof: `python -m pytest tests/bench/test_bench_steps.py`.
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +15,20 @@ import torch
 
 from ..core.generators import seed_generators, seeded
 from ..core.measure import is_out_of_memory
-from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
+from ..core.timing import Clock
 from ..plan.device import peak_rate
 from ..primitives.grad_accum import NonFiniteWindow
 from ..workloads.workload import Case, Workload, WorkloadError
-from .steps import MEASURED_OUTCOME, PLAIN_LEVER, Lever, TrainingStep, failure
+from .steps import (
+    PLAIN_LEVER,
+    Lever,
+    SetupRow,
+    Tell,
+    TrainingStep,
+    failure,
+    require_plain,
+    time_setups,
+)
 
 # Benchmark results: one row per configuration, with notes on how far to trust its figures.
 
@@ -34,21 +42,13 @@ LOSS_TOLERANCE = {
 
 
 @dataclass
-class Figures:
-    """Figures of one configuration; what was not measured is None."""
+class Figures(SetupRow):
+    """Figures of one configuration."""
 
-    name: str
-    outcome: str = MEASURED_OUTCOME  # measured, refused, failed or out of memory
-    why: str = ""  # the reason for any outcome but measured
     num_changed: int = 0  # modules that the lever changed
     num_microbatches: int = 1
     num_terms: int = 0  # terms of the loss in one step
-    seconds: list[float] = field(default_factory=list)  # of each timed step
-    step: Spread | None = None
-    ratio: Ratio | None = None  # step time over the plain step's of the same round
     terms_per_second: float | None = None
-    peak_bytes: int | None = None
-    peak_ratio: float | None = None  # peak over the plain configuration's
     model_flops: int | None = None  # of one optimizer step, without recompute
     executed_flops: int | None = None  # of one optimizer step, with recompute
     peak_flops_per_second: float | None = None  # of the device
@@ -147,7 +147,6 @@ def _training_notes(row: Figures, plain: Figures, bound: float) -> list[str]:
 
 # Benchmark levers: time whole optimizer steps in turns, in one process.
 
-Tell = Callable[[str], None]
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
@@ -197,11 +196,19 @@ def measure_levers(
                 step = None
             rows.append(row)
             steps.append(step)
-            _require_plain(rows[0], case)
+            require_plain(rows[0], case)
         plain = steps[0]
         assert plain is not None
-        _time(rows, steps, case, rounds=rounds, warmup=warmup, clock=clock, tell=tell)
-        _require_plain(rows[0], case)
+        alive = [(row, step) for row, step in zip(rows, steps, strict=True) if step is not None]
+
+        def start_equal() -> None:
+            for _, step in alive:
+                step.drop_gradients()
+            seed_generators(case.seed)
+
+        turns: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "clock": clock, "tell": tell}
+        time_setups(alive, case, before=start_equal, **turns)
+        require_plain(rows[0], case)
     for row, step in zip(rows, steps, strict=True):
         if step is not None:
             is_same = step.case.workload is case.workload and not step.lever.changes_precision
@@ -218,14 +225,6 @@ def measure_levers(
         rows=rows,
         notes=timing_notes(rows),
     )
-
-
-def _require_plain(plain: Figures, case: Case) -> None:
-    """Raise WorkloadError if the plain step, with which all others are compared, could not run."""
-    if plain.outcome != MEASURED_OUTCOME:
-        raise WorkloadError(
-            f"{case.workload.name}, batch size {case.batch_size}: a plain step: {plain.why}"
-        )
 
 
 def _measure(step: TrainingStep, row: Figures, case: Case, peak: float | str | None) -> None:
@@ -258,50 +257,3 @@ def _measure(step: TrainingStep, row: Figures, case: Case, peak: float | str | N
         row.notes.append(
             "no peak: on the CPU, compiled code that accumulates gradients can't be followed"
         )
-
-
-def _time(
-    rows: Sequence[Figures],
-    steps: Sequence[TrainingStep | None],
-    case: Case,
-    *,
-    rounds: int,
-    warmup: int,
-    clock: Clock,
-    tell: Tell,
-) -> None:
-    """Time the steps in turns; one that fails is skipped afterwards."""
-    alive = [(row, step) for row, step in zip(rows, steps, strict=True) if step is not None]
-
-    def start_equal() -> None:
-        for _, step in alive:
-            step.drop_gradients()
-        seed_generators(case.seed)
-
-    def show(turn: int, way: int) -> None:
-        which = f"step {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
-        tell(f"{alive[way][0].name}: {which}")
-
-    seconds = time_in_turns(
-        [functools.partial(_run, row, step) for row, step in alive],
-        rounds=rounds,
-        warmup=warmup,
-        clock=clock,
-        wait=functools.partial(wait_for, case.device),
-        before=start_equal,
-        tell=show,
-    )
-    for (row, _), taken in zip(alive, seconds, strict=True):
-        if row.outcome == MEASURED_OUTCOME:
-            row.seconds = taken
-            row.step = spread_of(taken)
-            row.ratio = None if row is rows[0] else paired_ratio(taken, seconds[0])
-
-
-def _run(row: Figures, step: TrainingStep) -> None:
-    """Run a step unless it has failed before."""
-    if row.outcome == MEASURED_OUTCOME:
-        try:
-            step()
-        except RuntimeError as error:
-            row.outcome, row.why = failure(error, step.case)

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import math
 import os
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import seeded, untouched
+from ..core.generators import seeded
 from ..core.measure import (
     Flops,
     Memory,
@@ -35,13 +34,22 @@ from ..core.measure import (
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
-from ..core.timing import paired_ratio, time_in_turns, wait_for
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.strategies import STRATEGIES, Sample
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
-from .steps import FAILED_OUTCOME, MEASURED_OUTCOME, OUT_OF_MEMORY_OUTCOME, failure, python_calls
+from .steps import (
+    FAILED_OUTCOME,
+    MEASURED_OUTCOME,
+    OUT_OF_MEMORY_OUTCOME,
+    SetupRow,
+    Tell,
+    failure,
+    python_calls,
+    require_plain,
+    time_setups,
+)
 
 # Row of the savings benchmark: the figures of one strategy on one case.
 
@@ -50,46 +58,23 @@ REFERENCE_STRATEGY = "none"
 WARMUP_ROUNDS = 1
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """Seconds of one strategy's steps, and their ratios to the plain step of the same round."""
-
-    median: float
-    fastest: float
-    slowest: float
-    # Median ratio and its 95% confidence interval, which is None below 6 rounds.
-    ratio: float | None = None
-    ratio_lower: float | None = None
-    ratio_upper: float | None = None
-
-
 @dataclass
-class SavingsRow:
-    """Figures of one strategy on one case; a figure that was not measured is None.
+class SavingsRow(SetupRow):
+    """Figures of one strategy on one case; ratios are to the strategy `none`."""
 
-    Ratios are to the strategy `none`.
-    """
-
-    workload: str
-    strategy: str
-    batch_size: int
-    depth: int | None
-    # One of measured, refused, failed and out of memory; `why` gives the reason.
-    outcome: str = MEASURED_OUTCOME
-    why: str = ""
+    workload: str = ""
+    batch_size: int = 0
+    depth: int | None = None
     # Names of the modules that the strategy changed.
     modules: list[str] = field(default_factory=list)
     held_bytes: int | None = None
-    peak_bytes: int | None = None
     held_ratio: float | None = None
     # Ratio of the bytes held by the blocks alone.
     blocks_held_ratio: float | None = None
-    peak_ratio: float | None = None
     forward_flops: int | None = None
     recompute_flops: int | None = None
     # Ratio to the FLOPs of one forward.
     recompute_ratio: float | None = None
-    seconds: StepSeconds | None = None
     largest_batch: int | None = None
     parity: str = ""
     worst_error: float | None = None
@@ -216,7 +201,7 @@ def measure_savings(
     depth: int | None = None,
     repeats: int = 5,
     limit: int | None = None,
-    tell: Callable[[str], None] = lambda doing: None,
+    tell: Tell = lambda doing: None,
 ) -> list[SavingsRow]:
     """Measure one row for each strategy, `none` first.
 
@@ -226,20 +211,25 @@ def measure_savings(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}")
     rows = [
-        SavingsRow(case.workload.name, name, case.batch_size, depth)
+        SavingsRow(name, workload=case.workload.name, batch_size=case.batch_size, depth=depth)
         for name in choose_strategies(strategies)
     ]
     weights = case.build()
-    plain = _measure_plain(case, weights)
-    models = []
-    for row in rows:
-        tell(f"{row.strategy}: memory, FLOPs, parity")
-        models.append(_measure(row, case, weights, plain))
-
-    _time_strategies(rows, models, case, repeats, tell)
+    models = list[nn.Module | None]()
+    plain: _StepFigures | None = None
+    with seeded(case.seed):
+        for row in rows:
+            tell(f"{row.name}: memory, FLOPs, parity")
+            model, found = _measure(row, case, weights)
+            models.append(model)
+            if row is rows[0]:
+                plain = _checked(found, row, case)
+            if found is not None and plain is not None:
+                _compare(row, found, plain, case)
+        _time(rows, models, case, repeats, tell)
     for row, model in zip(rows, models, strict=True):
         if limit is not None:
-            tell(f"{row.strategy}: largest batch")
+            tell(f"{row.name}: largest batch")
             if model is not None:
                 try:
                     row.largest_batch = largest_batch(case, model, limit)
@@ -248,19 +238,18 @@ def measure_savings(
     return rows
 
 
-def _measure_plain(case: Case, model: nn.Module) -> _StepFigures | None:
-    """Measure the plain step; None if it does not fit into the device."""
-    name = f"{case.workload.name}, batch size {case.batch_size}"
-    try:
-        plain = _figures(case, model)
-    except (ValueError, RuntimeError) as error:
-        if is_out_of_memory(error):
-            return None
-        raise WorkloadError(f"{name}: a step raised {error}") from error
-    if not plain.record.loss.isfinite():
+def _checked(plain: _StepFigures | None, row: SavingsRow, case: Case) -> _StepFigures | None:
+    """Raise WorkloadError for a plain step that others can't be compared with.
+
+    One that does not fit into the device is none, and the others have no ratios.
+    """
+    if row.outcome != OUT_OF_MEMORY_OUTCOME:
+        require_plain(row, case)
+    if plain is not None and not plain.record.loss.isfinite():
         raise WorkloadError(
-            f"{name}: the loss of a plain step is {plain.record.loss.item()}, with which nothing "
-            "can be compared: grad-flow names the layer that it begins in"
+            f"{case.workload.name}, batch size {case.batch_size}: the loss of a plain step is "
+            f"{plain.record.loss.item()}, with which nothing can be compared: grad-flow names the "
+            "layer that it begins in"
         )
     return plain
 
@@ -289,41 +278,41 @@ def _figures(case: Case, model: nn.Module) -> _StepFigures:
 
 
 def _measure(
-    row: SavingsRow, case: Case, weights: nn.Module, plain: _StepFigures | None
-) -> nn.Module | None:
-    """Fill in all figures but times and largest batch; return None if there is nothing to train."""
+    row: SavingsRow, case: Case, weights: nn.Module
+) -> tuple[nn.Module | None, _StepFigures | None]:
+    """Fill in what is not relative to the plain step; return the model, if it can be trained."""
     model = case.build()
     for parameter, shared in zip(model.parameters(), weights.parameters(), strict=True):
         parameter.data = shared.data
     applied = None
     try:
         with seeded(case.seed):
-            row.modules = _apply(row.strategy, model, case)
+            row.modules = _apply(row.name, model, case)
         applied = model
         found = _figures(case, model)
-        facts = STRATEGIES[row.strategy].facts
+        facts = STRATEGIES[row.name].facts
         row.facts = {} if facts is None else facts(model)
-        row.python_calls = python_calls(
-            case, lambda module, small: _apply(row.strategy, module, small)
-        )
+        row.python_calls = python_calls(case, lambda module, small: _apply(row.name, module, small))
     except (ValueError, RuntimeError) as error:
         row.outcome, row.why = failure(error, case)
-        return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None
-
+        return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None
     row.held_bytes = found.memory.held_bytes
     row.peak_bytes = found.memory.peak_bytes
     row.forward_flops = found.flops.forward
-    if plain is not None:
-        row.blocks_held_ratio = _ratio(found.blocks_held, plain.blocks_held)
-        row.held_ratio = _ratio(row.held_bytes, plain.memory.held_bytes)
-        row.peak_ratio = _ratio(row.peak_bytes, plain.memory.peak_bytes)
-        row.recompute_flops = recompute_flops(plain.flops, found.flops)
-        row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
-        parity = compare(plain.record, found.record, tolerance=OUTER_BOUND[case.dtype])
-        row.worst_error = parity.worst if math.isfinite(parity.worst) else None
-        description = parity.describe(most=1)
-        row.parity = description if parity.holds else f"differs: {description}"
-    return model
+    return model, found
+
+
+def _compare(row: SavingsRow, found: _StepFigures, plain: _StepFigures, case: Case) -> None:
+    """Fill in what is relative to the plain step."""
+    row.blocks_held_ratio = _ratio(found.blocks_held, plain.blocks_held)
+    row.held_ratio = _ratio(row.held_bytes, plain.memory.held_bytes)
+    row.peak_ratio = _ratio(row.peak_bytes, plain.memory.peak_bytes)
+    row.recompute_flops = recompute_flops(plain.flops, found.flops)
+    row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
+    parity = compare(plain.record, found.record, tolerance=OUTER_BOUND[case.dtype])
+    row.worst_error = parity.worst if math.isfinite(parity.worst) else None
+    description = parity.describe(most=1)
+    row.parity = description if parity.holds else f"differs: {description}"
 
 
 def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:
@@ -335,42 +324,37 @@ def _ratio(part: int | None, whole: int | None) -> float | None:
     return part / whole if whole and part is not None else None
 
 
-def _time_strategies(
+def _time(
     rows: Sequence[SavingsRow],
     models: Sequence[nn.Module | None],
     case: Case,
     repeats: int,
-    tell: Callable[[str], None],
+    tell: Tell,
 ) -> None:
-    """Time one step of every measured strategy in turns, and compare each with the plain step."""
+    """Time forward and backward of every measured strategy in turns."""
+    batch = case.batch()
     timed = [
         (row, model)
         for row, model in zip(rows, models, strict=True)
         if model is not None and row.outcome == MEASURED_OUTCOME
     ]
-    if not timed:
-        return
-    batch = case.batch()
 
     def step(model: nn.Module) -> None:
-        model.zero_grad(set_to_none=True)
         case.workload.mean_loss(model, batch).backward()
 
-    def report(turn: int, way: int) -> None:
-        tell(f"{timed[way][0].strategy}: step {turn + WARMUP_ROUNDS} of {repeats}")
-
-    with contextlib.ExitStack() as stack:
+    def drop_gradients() -> None:
         for _, model in timed:
-            stack.enter_context(untouched(model))
-        seconds = time_in_turns(
-            [functools.partial(step, model) for _, model in timed],
-            rounds=repeats,
-            warmup=WARMUP_ROUNDS,
-            wait=functools.partial(wait_for, case.device),
-            tell=report,
-        )
-    plain = seconds[0] if timed[0][0].strategy == REFERENCE_STRATEGY else None
-    for (row, _), taken in zip(timed, seconds, strict=True):
-        ratio = None if plain is None else paired_ratio(taken, plain)
-        ratios = (ratio.median, ratio.lower, ratio.upper) if ratio else ()
-        row.seconds = StepSeconds(statistics.median(taken), min(taken), max(taken), *ratios)
+            model.zero_grad(set_to_none=True)
+
+    time_setups(
+        [(row, functools.partial(step, model)) for row, model in timed],
+        case,
+        rounds=repeats,
+        warmup=WARMUP_ROUNDS,
+        before=drop_gradients,
+        tell=tell,
+    )
+    drop_gradients()
+    if rows[0].outcome != MEASURED_OUTCOME:
+        for row in rows:
+            row.ratio = None

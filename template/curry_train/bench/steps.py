@@ -8,9 +8,11 @@ Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench
 """
 
 import contextlib
+import functools
 import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,14 @@ from torch.utils._pytree import tree_iter
 from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
+from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
 from ..core.wording import did_you_mean
 from ..plan.optimizers import make_optimizer
 from ..plan.saved import Plan
 from ..primitives import chunked_loss
 from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_window
 from ..primitives.strategies import ALL_STRATEGIES, STRATEGIES, Apply, Sample
-from ..workloads.workload import Case, batch_size
+from ..workloads.workload import Case, WorkloadError, batch_size
 
 # Levers: named changes to a training step, such as a strategy, accumulation or precision.
 
@@ -134,12 +137,27 @@ def _plan(path: str | None) -> Apply:
     return lambda model, sample: apply(model, replace(sample, apply_plan=plan.apply))
 
 
-# The outcomes of a setup.
+# The outcome of a setup and its times, in turns with those of others.
 
 MEASURED_OUTCOME = "measured"
 REFUSED_OUTCOME = "refused"
 FAILED_OUTCOME = "failed"
 OUT_OF_MEMORY_OUTCOME = "out of memory"
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class SetupRow:
+    """What is known of each setup; what was not measured is None."""
+
+    name: str
+    outcome: str = MEASURED_OUTCOME  # measured, refused, failed or out of memory
+    why: str = ""  # the reason for any outcome but measured
+    step: Spread | None = None  # seconds of a step
+    ratio: Ratio | None = None  # step time over the plain step's of the same round
+    peak_bytes: int | None = None
+    peak_ratio: float | None = None  # peak over the plain step's
 
 
 def failure(error: Exception, case: Case) -> tuple[str, str]:
@@ -151,6 +169,55 @@ def failure(error: Exception, case: Case) -> tuple[str, str]:
         lines = str(error).strip().splitlines() or [""]
         return FAILED_OUTCOME, f"{type(error).__name__}: {lines[0]}"
     return REFUSED_OUTCOME, " ".join(str(error).split())
+
+
+def require_plain(plain: SetupRow, case: Case) -> None:
+    """Raise WorkloadError if the plain step, with which all others are compared, could not run."""
+    if plain.outcome != MEASURED_OUTCOME:
+        raise WorkloadError(
+            f"{case.workload.name}, batch size {case.batch_size}: a plain step: {plain.why}"
+        )
+
+
+def time_setups(
+    setups: Sequence[tuple[SetupRow, Callable[[], object]]],
+    case: Case,
+    *,
+    rounds: int,
+    warmup: int,
+    before: Callable[[], None],
+    clock: Clock = time.perf_counter,
+    tell: Tell,
+) -> None:
+    """Time a step of each row in turns; one that fails is skipped afterwards.
+
+    The ratios are to the first row. `before` is called before each step and is not timed.
+    """
+
+    def run(row: SetupRow, step: Callable[[], object]) -> None:
+        if row.outcome == MEASURED_OUTCOME:
+            try:
+                step()
+            except RuntimeError as error:
+                row.outcome, row.why = failure(error, case)
+
+    def show(turn: int, way: int) -> None:
+        which = f"step {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
+        tell(f"{setups[way][0].name}: {which}")
+
+    seconds = time_in_turns(
+        [functools.partial(run, *setup) for setup in setups],
+        rounds=rounds,
+        warmup=warmup,
+        clock=clock,
+        wait=functools.partial(wait_for, case.device),
+        before=before,
+        tell=show,
+    )
+    for (row, _), taken in zip(setups, seconds, strict=True):
+        if row.outcome == MEASURED_OUTCOME:
+            row.step = spread_of(taken)
+            row.ratio = None if row is setups[0][0] else paired_ratio(taken, seconds[0])
 
 
 # Training step: the optimizer step that a benchmark times, with a lever applied.

@@ -72,6 +72,7 @@ def _save(figure: Any, path: str | Path) -> None:
 # bench and savings: what each setup saves and costs, a mark for each.
 
 TRADE_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
+PLAIN_RATIO = Ratio(1.0, None, None, None)
 RATIO_AXIS = "step time / that of the plain step in the same round"
 
 
@@ -113,7 +114,7 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
     for row in bench.rows:
         if row.step and row.peak_bytes:
             label = f"{row.name}, {format_seconds(row.step.median)}"
-            ratio = row.ratio or Ratio(1.0, None, None, None)
+            ratio = row.ratio or PLAIN_RATIO
             ends = (ratio.lower, ratio.upper)
             trades.append(Trade(row.name, ratio.median, row.peak_bytes, *ends, label))
     figure = _new_figure(9, 5, title, TRADE_NOTE)
@@ -126,7 +127,7 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> None:
     """Write a PNG of the rows that were measured, a line of panels for each case."""
     rows = [row for row in rows if row.outcome == MEASURED_OUTCOME]
-    names = list(dict.fromkeys(row.strategy for row in rows))
+    names = list(dict.fromkeys(row.name for row in rows))
     cases = [list(case) for _, case in itertools.groupby(rows, key=lambda row: row.label)]
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
     figure = _new_figure(11.5, 0.5 + 4.0 * len(cases), title, TRADE_NOTE)
@@ -135,11 +136,11 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
         flops = []
         for row in case:
             peak = row.peak_bytes or 0
-            if row.seconds is not None and row.seconds.ratio is not None:
-                ends = (row.seconds.ratio_lower, row.seconds.ratio_upper)
-                times.append(Trade(row.strategy, row.seconds.ratio, peak, *ends))
+            if row.ratio is not None or row.name == REFERENCE_STRATEGY:
+                ratio = row.ratio or PLAIN_RATIO
+                times.append(Trade(row.name, ratio.median, peak, ratio.lower, ratio.upper))
             share = 100 * (row.recompute_ratio or 0)
-            flops.append(Trade(row.strategy, share, peak, label=_strategy_label(row)))
+            flops.append(Trade(row.name, share, peak, label=_strategy_label(row)))
         _draw_trades(panels[0], times, names, RATIO_AXIS)
         _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
         panels[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold")
@@ -148,9 +149,9 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
 
 
 def _strategy_label(row: SavingsRow) -> str:
-    if row.strategy == REFERENCE_STRATEGY or row.peak_ratio is None:
-        return row.strategy
-    return f"{row.strategy} {row.peak_ratio:.0%}" if row.modules else f"{row.strategy} (no change)"
+    if row.name == REFERENCE_STRATEGY or row.peak_ratio is None:
+        return row.name
+    return f"{row.name} {row.peak_ratio:.0%}" if row.modules else f"{row.name} (no change)"
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -188,12 +188,6 @@ def sharding_options(command: Any) -> Any:
     f"{', '.join(kind for kind in OPTION_KINDS if kind != NONE_KIND)}. Repeatable.",
 )
 @click.option(
-    "--also",
-    multiple=True,
-    metavar="PATTERN",
-    help="More modules that are cheap, which regions may recompute too. Repeatable.",
-)
-@click.option(
     "--chunked-loss/--whole-loss",
     default=None,
     help="Compute the loss in chunks of tokens, or whole.  [default: try both]",
@@ -217,7 +211,6 @@ def plan_command(
     optimizer: str | None,
     blocks: str | None,
     without: tuple[str, ...],
-    also: tuple[str, ...],
     chunked_loss: bool | None,
     seed: int,
     explain: bool,
@@ -259,7 +252,6 @@ def plan_command(
             device=find_profile(target) if target else profile_of(place),
             chunked_loss=chunked_loss,
             without=without,
-            also=also,
             **_sharing(verify=verify, **shared),
             **settings,
         )

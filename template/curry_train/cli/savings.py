@@ -19,13 +19,13 @@ import torch
 from ..bench.savings import (
     REFERENCE_STRATEGY,
     SavingsRow,
-    StepSeconds,
     check_limit,
     choose_strategies,
     load_with_depth,
     measure_savings,
 )
 from ..bench.steps import MEASURED_OUTCOME, REFUSED_OUTCOME
+from ..core.timing import Ratio
 from ..core.wording import (
     format_bytes,
     format_mebibytes,
@@ -94,12 +94,12 @@ def savings_table(
 
 
 def _block(label: str, rows: list[SavingsRow], limit: int | None, shows_unused: bool) -> str:
-    unused = [] if shows_unused else [row.strategy for row in rows if _is_unused(row)]
-    rows = [row for row in rows if row.strategy not in unused]
-    plain = rows[0].seconds
+    unused = [] if shows_unused else [row.name for row in rows if _is_unused(row)]
+    rows = [row for row in rows if row.name not in unused]
+    plain = rows[0].step
     title = f"{label} (MiB)"
     if plain:
-        title = f"{label} (MiB; a step of {rows[0].strategy} takes {format_seconds(plain.median)})"
+        title = f"{label} (MiB; a step of {rows[0].name} takes {format_seconds(plain.median)})"
     heads = ["strategy", "modules", "held", "peak", "of none"]
     heads += ["again", "time", "interval", "fits", "parity"]
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
@@ -115,7 +115,7 @@ def _block(label: str, rows: list[SavingsRow], limit: int | None, shows_unused: 
 def _is_unused(row: SavingsRow) -> bool:
     """Return whether a strategy refuses the model, or changes nothing in it."""
     if row.outcome == MEASURED_OUTCOME:
-        return row.strategy != REFERENCE_STRATEGY and not row.modules
+        return row.name != REFERENCE_STRATEGY and not row.modules
     return row.outcome == REFUSED_OUTCOME
 
 
@@ -125,14 +125,14 @@ def _cells(row: SavingsRow) -> list[str]:
     else:
         parity = "DIFFERS" if row.is_wrong else f"{row.worst_error or 0:.0e}"
     return [
-        row.strategy,
+        row.name,
         str(len(row.modules)),
         "" if row.held_bytes is None else format_mebibytes(row.held_bytes),
         "" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
         "" if row.peak_ratio is None else format_percent(row.peak_ratio),
         "" if row.recompute_ratio is None else format_percent(row.recompute_ratio),
-        _time_cell(row.seconds),
-        "" if row.strategy == REFERENCE_STRATEGY else _interval(row.seconds),
+        _time_cell(row),
+        _interval(row.ratio),
         "" if row.largest_batch is None else str(row.largest_batch),
         parity,
     ]
@@ -149,23 +149,19 @@ def _remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
         if row.parity.startswith("differs"):
             remarks.append(f"changes the training; {row.parity}")
         for remark in remarks:
-            yield fill_screen(f"{row.strategy} {remark}", indent="    ")
+            yield fill_screen(f"{row.name} {remark}", indent="    ")
 
 
-def _time_cell(seconds: StepSeconds | None) -> str:
-    if seconds is None:
+def _time_cell(row: SavingsRow) -> str:
+    if row.ratio is not None:
+        return f"{three_digits(row.ratio.median)}x"
+    return "" if row.step is None else format_seconds(row.step.median)
+
+
+def _interval(ratio: Ratio | None) -> str:
+    if ratio is None or ratio.lower is None or ratio.upper is None:
         return ""
-    return (
-        format_seconds(seconds.median)
-        if seconds.ratio is None
-        else f"{three_digits(seconds.ratio)}x"
-    )
-
-
-def _interval(seconds: StepSeconds | None) -> str:
-    if seconds is None or seconds.ratio_lower is None or seconds.ratio_upper is None:
-        return ""
-    return f"{three_digits(seconds.ratio_lower)}-{three_digits(seconds.ratio_upper)}"
+    return f"{three_digits(ratio.lower)}-{three_digits(ratio.upper)}"
 
 
 # Command `savings`: measure every strategy on models, depths and batch sizes.

@@ -45,12 +45,12 @@ class PricedBlock:
     seconds: Floats  # above the block as it is
     standing: int = 0  # bytes in memory whenever the block is in backward, such as gradients
 
-    def only(self, groups: Collection[str]) -> "PricedBlock":
-        """Return the block with the options of these groups, and with itself as it is."""
+    def only(self, kinds: Collection[str]) -> "PricedBlock":
+        """Return the block with the options of these kinds, and with itself as it is."""
         places = [
             place
             for place, option in enumerate(self.options)
-            if option.kind == NONE_KIND or option.group in groups
+            if option.kind == NONE_KIND or option.kind in kinds
         ]
         return replace(
             self,
@@ -144,9 +144,9 @@ class PricedChain:
         extra = zip(self.blocks, places, strict=True)
         return self.plain_seconds + sum(float(block.seconds[place]) for block, place in extra)
 
-    def only(self, groups: Collection[str]) -> "PricedChain":
-        """Return the chain with the options of these groups alone."""
-        return replace(self, blocks=tuple(block.only(groups) for block in self.blocks))
+    def only(self, kinds: Collection[str]) -> "PricedChain":
+        """Return the chain with the options of these kinds alone."""
+        return replace(self, blocks=tuple(block.only(kinds) for block in self.blocks))
 
     def shifted(self, shifts: Integers) -> "PricedChain":
         """Return the chain with so many bytes more at each of its moments."""
@@ -287,15 +287,13 @@ def measure_chain(
     chunk_tokens: int | None = None,
     like: Chain | None = None,
     without: Sequence[str] = (),
-    also: Sequence[str] = (),
     tell: Callable[[str, float], None] = lambda message, done: None,
 ) -> Chain:
     """Measure whole steps and the costs of each block.
 
     With `like` the blocks' costs are taken from that chain. Options of the kinds in `without` are
-    left out; regions may recompute the modules in `also`. `tell` gets a message and the part of the
-    work that is done. Raises a ValueError if `chunk_tokens` is
-    given and the loss does not run in chunks.
+    left out. `tell` gets a message and the part of the work that is done. Raises a ValueError if
+    `chunk_tokens` is given and the loss does not run in chunks.
     """
     changed: list[nn.Module] = []
 
@@ -317,7 +315,5 @@ def measure_chain(
         return Chain(sketch, profile, tuple(steps), like.kinds, like.left_out, chunk_tokens)
 
     offload = profile.host_bytes_per_second is not None and sketch.why_real is None
-    kinds, left_out = measure_menus(
-        sketch, steps, offload=offload, without=without, also=also, tell=tell
-    )
+    kinds, left_out = measure_menus(sketch, steps, offload=offload, without=without, tell=tell)
     return Chain(sketch, profile, tuple(steps), kinds, left_out, chunk_tokens)

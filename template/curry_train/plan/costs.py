@@ -9,7 +9,7 @@ import itertools
 import math
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
-from ..core.blocks import match_names
 from ..core.generators import seeded
 from ..core.measure import LiveStorages, OperationMode, has_wrapper, operands, tensors_in
 from ..primitives import sac
-from ..primitives.regions import modules_inside
 from ..primitives.rerun import TORCH_ATTRIBUTES
 from .device import DeviceProfile
 from .estimate import Sketch, StepEstimate
@@ -78,15 +76,8 @@ class BlockLives(LiveStorages):
         self.forward = True
         # Family, bytes of the output and FLOPs of each expensive call of the forward.
         self.calls: list[tuple[str, int, int]] = []
-        # Path of the module that is running, if it is one of those to recompute.
-        self.again: str | None = None
-        # Storages of that module's buffers.
-        self.remembered: set[int] = set()
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if self.again is not None:
-            self._check_again(func, args, kwargs)
-
         out = super().run(func, args, kwargs)
         flops, moved = operation_cost(func, args, kwargs, out)
         self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
@@ -98,30 +89,6 @@ class BlockLives(LiveStorages):
             drawn = sac.draws(func, args, kwargs)
             self.calls.append((family, 0, 0) if drawn else (family, made, flops))
         return out
-
-    def watch(self, path: str, module: nn.Module) -> list[Any]:
-        """Check that a module can be recomputed: it draws no random numbers, changes no buffer.
-
-        Return the handles of the hooks that are set.
-        """
-
-        def enter(*_: Any) -> None:
-            self.again = path
-            self.remembered = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
-
-        def leave(*_: Any) -> None:
-            self.again = None
-
-        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-
-    def _check_again(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if sac.draws(func, args, kwargs):
-            raise ValueError(
-                f"{self.again} draws random numbers, and would draw others the second time"
-            )
-        written = operands(*args[:1]) if sac.writes_in_place(func) else []
-        if any(value.untyped_storage()._cdata in self.remembered for value in written):
-            raise ValueError(f"{self.again} changes a buffer, and would change it a second time")
 
 
 def _autocast_now() -> dict[str, Any]:
@@ -198,15 +165,12 @@ class BlockKind:
         leaves = tree_map_only(Tensor, _leaf, (self.args, self.kwargs))
         if self.attributes is not None:
             self.attributes.put_back()
-        handles = list[Any]()
 
         try:
             with Drop() as drop:
                 apply_options(holder, {"0": option}, offload=drop)
                 gc.collect()
                 with seeded(0), torch.enable_grad(), BlockLives() as lives:
-                    for path in option.also:
-                        handles += lives.watch(path, self.block.get_submodule(path))
                     args, kwargs = tree_map_only(Tensor, _passed_on, leaves)
                     with torch.autocast("cpu", **self.autocast):
                         output = holder[0](*args, **kwargs)
@@ -234,8 +198,6 @@ class BlockKind:
                             outputs, [torch.empty_like(tensor) for tensor in outputs]
                         )
         finally:
-            for handle in handles:
-                handle.remove()
             remove_options(holder)
             for parameter in trained:
                 parameter.grad = None
@@ -417,11 +379,11 @@ def _class_of(block: nn.Module) -> tuple[type, Any]:
     return type(block), _shapes(dict(block.named_parameters()))
 
 
-def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) -> list[Option]:
+def candidates(kind: BlockKind, *, offload: bool) -> list[Option]:
     """List the options worth measuring: those that no other option beats on paper.
 
     On paper, keeping the output of a call costs its bytes, recomputing it costs its FLOPs, and the
-    last call is never recomputed. `also`: names of modules that regions may recompute.
+    last call is never recomputed.
     """
     _, calls = kind.plain
     places: Counter[str] = Counter()
@@ -436,27 +398,7 @@ def candidates(kind: BlockKind, *, offload: bool, also: Collection[str] = ()) ->
     options = [Option(NONE_KIND), Option(REGIONS_KIND), Option(FULL_KIND)]
     if offload:
         options.append(Option(OFFLOAD_KIND))
-    if replayed := _replayed(kind, also):
-        options.append(Option(REGIONS_KIND, also=replayed))
     return options + [Option(SAC_KIND, frozenset(keep)) for keep in _unbeaten(named) if keep]
-
-
-def _replayed(kind: BlockKind, also: Collection[str]) -> tuple[str, ...]:
-    """Return the modules of a block that `also` names, by their path in the block.
-
-    Raise an error if `also` names a module in some blocks of the kind and not in others.
-    """
-    paths = []
-    for path, _ in kind.block.named_modules():
-        if any(f"{name}.{path}" in also for name in kind.names):
-            paths.append(path)
-    for name, path in itertools.product(kind.names, paths):
-        if f"{name}.{path}" not in also:
-            raise ValueError(
-                f"also names {path} of some blocks and not of {name}, which is the same kind of "
-                f"block: name *.{path}"
-            )
-    return tuple(paths)
 
 
 def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
@@ -496,15 +438,12 @@ def measure_menus(
     *,
     offload: bool,
     without: Sequence[str] = (),
-    also: Sequence[str] = (),
     tell: Callable[[str, float], None] = lambda message, done: None,
 ) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
     """Measure the menu of each kind of block.
 
     Return pairs of block names and menu, and the options that could not run, with the reason.
     """
-    inside = [*modules_inside(sketch.blocks(sketch.build()))]
-    replayed = {name for glob in also for name in match_names(inside, glob, option="also")}
     small, large = (
         find_kinds(sketch, step, size)
         for step, size in zip(steps, MEASURED_MICROBATCH_SIZES, strict=True)
@@ -526,7 +465,7 @@ def measure_menus(
         kind = runnable
         same = replace(same, attributes=kind.attributes and same.attributes)
         menu: dict[Option, tuple[Measured, ...]] = {}
-        options = candidates(kind, offload=offload, also=replayed)
+        options = candidates(kind, offload=offload)
         for place, option in enumerate(options):
             is_unwanted = option.kind in without and option.kind not in (NONE_KIND, FULL_KIND)
             # Where full recompute failed, the reason is in left_out.

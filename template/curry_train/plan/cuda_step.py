@@ -129,8 +129,6 @@ class TrainingReplay:
         self.trace = trace
         self.allocator = allocator
         self.workspace_bytes = workspace_bytes
-        self.rounded = 0
-        self.rounded_peak = 0
         self._steps = 0
         self._blocks: dict[int, MemoryBlock] = {}
         self._convolutions: dict[int, list[Convolution]] = {}
@@ -148,7 +146,7 @@ class TrainingReplay:
         products = {*trace.products} if self._steps == 0 else set[int]()
         for index, event in enumerate(trace.events[: trace.step_start]):
             if index in products:
-                self._allocate(self.workspace_bytes)
+                self.allocator.allocate(self.workspace_bytes)
             for convolution in self._convolutions.get(index, ()):
                 self._convolve(convolution)
             self._run(event)
@@ -166,7 +164,7 @@ class TrainingReplay:
             self._chosen.add(convolution.call)
             self.allocator.empty_cache()
         if convolution.num_bytes:
-            self._free(self._allocate(convolution.num_bytes), convolution.num_bytes)
+            self.allocator.free(self.allocator.allocate(convolution.num_bytes))
 
     def _run(self, event: int) -> None:
         if event < 0:
@@ -176,7 +174,7 @@ class TrainingReplay:
         before = self._blocks.pop(event, None)
         self._make(event, self.trace.sizes[event])
         if before is not None:
-            self._free(before, self.trace.sizes[event])
+            self.allocator.free(before)
 
     def _first_optimizer_step(self) -> None:
         """Make the optimizer state, with the temporaries of the first step."""
@@ -184,9 +182,9 @@ class TrainingReplay:
         made: dict[int, MemoryBlock] = {}
         for event in trace.first_events:
             if event >= 0:
-                made[event] = self._allocate(trace.first_sizes[event])
+                made[event] = self.allocator.allocate(trace.first_sizes[event])
             elif ~event in made:
-                self._free(made.pop(~event), trace.first_sizes[~event])
+                self.allocator.free(made.pop(~event))
         left = [*made]
         for number in trace.state:
             same = [place for place in left if trace.first_sizes[place] == trace.sizes[number]]
@@ -212,22 +210,12 @@ class TrainingReplay:
         streams = self.trace.streams
         if num_bytes:
             stream = streams[number] if streams else 0
-            self._blocks[number] = self._allocate(num_bytes, stream=stream)
-
-    def _allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
-        block = self.allocator.allocate(num_bytes, stream=stream)
-        self.rounded += self.allocator.settings.rounded(num_bytes)
-        self.rounded_peak = max(self.rounded_peak, self.rounded)
-        return block
+            self._blocks[number] = self.allocator.allocate(num_bytes, stream=stream)
 
     def _release(self, number: int) -> None:
         block = self._blocks.pop(number, None)
         if block is not None:
-            self._free(block, self.trace.sizes[number])
-
-    def _free(self, block: MemoryBlock, num_bytes: int) -> None:
-        self.allocator.free(block)
-        self.rounded -= self.allocator.settings.rounded(num_bytes)
+            self.allocator.free(block)
 
 
 @dataclass(frozen=True)
@@ -237,7 +225,6 @@ class CudaMemory:
     allocated_bytes: int  # torch.cuda.max_memory_allocated
     reserved_bytes: int  # torch.cuda.max_memory_reserved after several steps
     first_step_reserved_bytes: int
-    rounded_bytes: int  # the tensors alone, each rounded up to 512 bytes
 
 
 def cuda_memory(
@@ -254,4 +241,4 @@ def cuda_memory(
     first = allocator.peak_reserved
     for _ in range(1, num_steps):
         replay.step()
-    return CudaMemory(allocator.peak_allocated, allocator.peak_reserved, first, replay.rounded_peak)
+    return CudaMemory(allocator.peak_allocated, allocator.peak_reserved, first)

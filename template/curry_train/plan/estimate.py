@@ -13,7 +13,6 @@ Proof: `python -m pytest tests/plan`.
 import contextlib
 import gc
 import random
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,15 +20,12 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, unwatched
 from ..core.measure import (
     Life,
     LiveStorages,
-    OperationMode,
-    tensors_in,
 )
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
@@ -92,10 +88,7 @@ def needs_rehearsal(case: Case) -> bool:
     """
     module = case.build()
     batch = case.batch(TRIAL_BATCH_SIZE)
-    existing = {
-        _key(tensor) for tensor in (*module.parameters(), *module.buffers(), *tensors_in(batch))
-    }
-    with seeded(0), torch.enable_grad(), StorageCheck() as trial:
+    with seeded(0), torch.enable_grad(), CheckedStorages() as trial:
         before = random.getstate()
         loss = case.workload.mean_loss(module, batch)
         if loss.requires_grad:
@@ -106,10 +99,7 @@ def needs_rehearsal(case: Case) -> bool:
     unused = any(one.requires_grad and one.grad is None for one in module.parameters())
     module.zero_grad(set_to_none=True)
     gc.collect()
-    if drawn or unused:
-        return True
-    left = (storage() for storage in trial.made)
-    return any(storage is not None and storage._cdata not in existing for storage in left)
+    return drawn or unused or trial.bytes_alive > 0
 
 
 def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
@@ -126,15 +116,8 @@ def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
     draws.value = max(held, key=held.__getitem__)
 
 
-class StorageCheck(OperationMode):
-    """Raise an error at operations whose real storages differ from those that shapes give.
-
-    `made` has the storages of all other operations.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Any]] = []
+class CheckedStorages(LiveStorages):
+    """Raise an error at operations whose real storages differ from those that shapes give."""
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with unwatched():
@@ -146,15 +129,7 @@ class StorageCheck(OperationMode):
                 isinstance(value, Tensor) and value.layout is not torch.strided for value in args
             ):
                 raise NeedsValues(func, SPARSE_SIZES_REASON)
-            out = func(*args, **kwargs)
-            for value in tree_iter(out):
-                if isinstance(value, Tensor) and value.layout is torch.strided:
-                    self.made.append(weakref.ref(value.untyped_storage()))
-            return out
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+            return super().run(func, args, kwargs)
 
 
 _KERNEL_SIZED_PACKETS = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}

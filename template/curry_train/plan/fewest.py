@@ -14,7 +14,7 @@ Proof: `python -m pytest tests/plan/test_fewest.py`.
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -119,7 +119,6 @@ class FewestGpus:
     device: str
     global_batch: int
     attempts: tuple[GpuCount, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
     links: Links = OTHER_LINKS
 
     @property
@@ -255,7 +254,7 @@ def fewest_gpus(
     links = links or links_of(device.name)
     search = _Search(workload, card, global_batch, tell, options, links)
     attempts = search.run(candidates)
-    return FewestGpus(search.name, device.name, global_batch, attempts, options, links)
+    return FewestGpus(search.name, device.name, global_batch, attempts, links)
 
 
 def _shardings(template: Sharding, global_batch: int, *, most: int) -> Iterator[Sharding]:

@@ -1,7 +1,6 @@
 """Make the optimizers of a plan, and run their steps on tensors without values.
 
     optimizer = make_optimizer("my_project.train:make_optimizer", model)
-    copied = copy_optimizer(optimizer, {id(p): p for p in model.parameters()})
 
 The optimizer's own step runs, so its state and its temporary copies are those of the real one. What
 a step reads off a tensor without values, such as a norm, is answered with a number. The bytes of a
@@ -11,12 +10,11 @@ Proof: `python -m pytest tests/plan/test_optimizers.py`.
 """
 
 import contextlib
-import copy
 import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -32,30 +30,6 @@ from ..primitives.grad_accum import StepInBackward
 from ..primitives.rerun import function_modes, function_modes_as
 from ..workloads.models import import_callable
 from ..workloads.optimizers import SteppedOnHost, stepped_on_host
-
-# Copies of an optimizer, with what its class keeps besides its state.
-
-# A copy of these is part of a copied optimizer; other objects are shared.
-OWNED_TYPES = (Tensor, dict, list, set, torch.optim.Optimizer)
-
-
-def copy_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor]
-) -> torch.optim.Optimizer:
-    """Copy an optimizer and its state over the same parameters, which are given by `id`.
-
-    torch copies groups and state alone, so the attributes of a subclass are added to the copy.
-    Methods that were replaced on the original, as by a scheduler, are left out: they step that one.
-    """
-    memo: dict[int, Any] = dict(parameters)
-    copied = copy.deepcopy(optimizer, memo)
-    for name, value in vars(optimizer).items():
-        is_replaced_method = callable(value) and hasattr(type(optimizer), name)
-        if name in vars(copied) or is_replaced_method:
-            continue
-        is_owned = isinstance(value, OWNED_TYPES)
-        vars(copied)[name] = copy.deepcopy(value, memo) if is_owned else value
-    return copied
 
 
 @contextlib.contextmanager

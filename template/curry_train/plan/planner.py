@@ -35,7 +35,6 @@ from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
 from .saved import (
     OPTION_KINDS,
-    REGIONS_KIND,
     Candidate,
     Plan,
     fingerprint,
@@ -131,19 +130,6 @@ class Infeasible(ValueError):
         self.least_bytes = least_bytes
 
 
-def _check_kinds(without: Sequence[str], also: Sequence[str]) -> None:
-    """Raise an error for options that are unknown or contradict each other."""
-    if unknown := set(without) - set(OPTION_KINDS):
-        raise ValueError(
-            f"without={sorted(unknown)}: a block is run as one of {', '.join(OPTION_KINDS)}"
-        )
-    if also and REGIONS_KIND in without:
-        raise ValueError(
-            f"also={list(also)} is for regions, which without={list(without)} leaves out: "
-            "give only one of them"
-        )
-
-
 def _name_of(optimizer: str | float | OptimizerFactory) -> str | float:
     """Return an optimizer's name for a plan file."""
     if callable(optimizer):
@@ -172,8 +158,7 @@ class Planner:
     """Measure a workload once and plan for several budgets; use it as a context manager.
 
     With `chunked_loss=None`, whole and chunked loss are both tried if the model has a head.
-    `without` names kinds of options to leave out, such as `sac`. `also` has globs for modules that
-    regions may recompute, as in `apply_regions`. `tell` receives progress messages.
+    `without` names kinds of options to leave out, such as `sac`. `tell` receives progress messages.
 
     On CUDA a plan fits if what the allocator reserves after several steps and the context of the
     process are within the budget and the device. `context_bytes`, `by_reserved` and `margin` are
@@ -188,7 +173,6 @@ class Planner:
         device: str | DeviceProfile = "cpu",
         chunked_loss: bool | None = None,
         without: Sequence[str] = (),
-        also: Sequence[str] = (),
         context_bytes: int | None = None,
         by_reserved: bool = True,
         margin: float = 0.0,
@@ -199,19 +183,21 @@ class Planner:
         self.profile = find_profile(device) if isinstance(device, str) else device
         self.card = Card(self.profile, context_bytes, margin, by_reserved)
         self.sketch = Sketch(workload, kernels=self.card.kernels, **options)
-        _check_kinds(without, also)
+        if unknown := set(without) - set(OPTION_KINDS):
+            raise ValueError(
+                f"without={sorted(unknown)}: a block is run as one of {', '.join(OPTION_KINDS)}"
+            )
         self.sharding = self.sketch.sharding
         self.tell = tell
         # The choice of the caller, and the choices to try.
         self.asked = self.chunked_loss = chunked_loss
-        self.without, self.also = tuple(without), tuple(also)
+        self.without = tuple(without)
         self.chunk_tokens: int | None = None
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
             "rates_from": self.profile.source,
             "parallel": self.sharding.name,
             "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
-            "also": list(also),
         }
         self.chains: dict[bool, Chain] = {}
         self.whole_steps = WholeSteps(
@@ -395,7 +381,6 @@ class Planner:
                 chunk_tokens=self.chunk_tokens if chunked else None,
                 like=like,
                 without=self.without,
-                also=self.also,
                 tell=lambda message, done: self._tell(message, CHECKING_STARTS * done),
             )
             self.chains[chunked] = chain

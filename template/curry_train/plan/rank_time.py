@@ -11,7 +11,6 @@ step is measured on the machines themselves.
 Proof: `python -m pytest tests/plan/test_rank_time.py`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,13 +39,6 @@ class Links:
     between: float
     gpus_per_node: int = GPUS_PER_NODE
     source: str = "as given"
-
-    def __post_init__(self) -> None:
-        for what, rate in (("within", self.within), ("between", self.between)):
-            if not math.isfinite(rate) or rate <= 0:
-                raise ValueError(f"the rate of links {what} nodes must be above 0, got {rate!r}")
-        if self.gpus_per_node < 1:
-            raise ValueError(f"a node has at least 1 GPU, got {self.gpus_per_node}")
 
     def seconds(self, collective: "Collective") -> float:
         """Return the time of a collective over a ring of its ranks."""
@@ -108,14 +100,14 @@ def links_of(name: str) -> Links:
 
 def parse_links(text: str) -> Links:
     """Read links as they are written: `450GB,50GB`, or `450GB,50GB,4` with the GPUs of a node."""
-    within, *others = text.split(",")
-    if len(others) not in (1, 2) or (len(others) == 2 and not others[1].strip().isdecimal()):
+    parts = text.split(",")
+    size = parts[2].strip() if len(parts) == 3 else str(GPUS_PER_NODE)
+    if len(parts) not in (2, 3) or not size.isdecimal() or int(size) < 1:
         raise ValueError(
             f"{text!r} are no links: write bytes a second within and between nodes, and the GPUs "
             "of a node if they are not 8, as 450GB,50GB,4"
         )
-    size = int(others[1]) if len(others) == 2 else GPUS_PER_NODE
-    return Links(parse_bytes(within), parse_bytes(others[0]), size)
+    return Links(parse_bytes(parts[0]), parse_bytes(parts[1]), int(size))
 
 
 # Collectives of a program, and the order in which its operations wait for each other.

@@ -32,7 +32,8 @@ from ..core.measure import (
     operands,
     operation_flops,
 )
-from .optimizers import ValuesInSteps, copy_optimizer, take_eagerly
+from ..workloads.optimizers import copy_optimizer, parameters_of
+from .optimizers import ValuesInSteps, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
@@ -474,7 +475,3 @@ def _attributes_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 def tensors_of(value: Any) -> list[Tensor]:
     """List the tensors in nested containers."""
     return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

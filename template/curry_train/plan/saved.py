@@ -40,9 +40,6 @@ class Option:
     # that family.
     keep: frozenset[tuple[str, int]] = frozenset()
 
-    # For `regions`: the modules to recompute, by their names in the block.
-    also: tuple[str, ...] = ()
-
     def __post_init__(self) -> None:
         if self.kind not in OPTION_KINDS:
             raise ValueError(
@@ -53,20 +50,10 @@ class Option:
                 f"{self.kind!r} with keep={sorted(self.keep)}: 'sac' needs keep, and other kinds "
                 "take none"
             )
-        if self.also and self.kind != REGIONS_KIND:
-            raise ValueError(
-                f"{self.kind!r} with also={list(self.also)}: only 'regions' takes modules to "
-                "recompute"
-            )
-
-    @property
-    def group(self) -> str:
-        """The name of the options that one setting of the planner allows or leaves out."""
-        return f"{self.kind}+also" if self.also else self.kind
 
     def __str__(self) -> str:
         if self.kind != SAC_KIND:
-            return f"{self.kind}+{','.join(self.also)}" if self.also else self.kind
+            return self.kind
         families = groupby(sorted(self.keep), key=lambda call: call[0])
         calls = [f"{family} {','.join(str(place) for _, place in own)}" for family, own in families]
         return f"sac({'; '.join(calls)})"
@@ -75,50 +62,16 @@ class Option:
         data: dict[str, Any] = {"kind": self.kind}
         if self.keep:
             data["keep"] = [[family, index] for family, index in sorted(self.keep)]
-        if self.also:
-            data["also"] = list(self.also)
         return data
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Option":
-        if not isinstance(data, Mapping) or not isinstance(data.get("kind"), str):
+    def from_json(cls, data: Any) -> "Option":
+        if not _is_like(data, {"kind": str}):
             raise ValueError(
                 f"a block's option must be a mapping with a kind, got {data!r}: make the plan again"
             )
-
-        pairs = data.get("keep", [])
-        if not isinstance(pairs, list) or not all(map(_is_call, pairs)):
-            raise ValueError(
-                "keep of a block's option must be a list of pairs of family and index, "
-                f"got {pairs!r}: make the plan again"
-            )
-
-        also = data.get("also", [])
-        if not _are_texts(also):
-            raise ValueError(
-                f"also of a block's option must be a list of module names, got {also!r}: "
-                "make the plan again"
-            )
-        return cls(data["kind"], frozenset(map(tuple, pairs)), tuple(also))
-
-
-def _is_whole(value: Any, *, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _is_call(pair: Any) -> bool:
-    """Check for a family of operations and the index of a call."""
-    if not isinstance(pair, list) or len(pair) != 2:
-        return False
-    return _is_text(pair[0]) and _is_whole(pair[1], least=0)
+        _check_parts(data, {"keep": [(str, 0)]}, "a block's option")
+        return cls(data["kind"], frozenset(map(tuple, data.get("keep", ()))))
 
 
 def apply_options(
@@ -156,90 +109,70 @@ def remove_options(model: nn.Module) -> list[str]:
 PLAN_VERSION = 1
 
 
-def _is_number(value: Any) -> bool:
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and math.isfinite(value) and value >= 0
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _maps_to(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, Mapping) and all(map(check, value.values()))
-
-
-def _is_time(value: Any) -> bool:
-    """Check what the text of a plan for several ranks reads of its communication."""
-    return (
-        isinstance(value, Mapping)
-        and _is_text(value.get("text"))
-        and all(_is_number(value.get(f"{name}_seconds")) for name in SHOWN_SECONDS)
-    )
-
-
 # Figures of a plan for a GPU, by the names of `plan --json`.
-CUDA_FIGURES = {
+CUDA_FIGURES = (
     *("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes"),
     *("expandable_reserved_bytes", "context_bytes", "convolution_workspace_bytes", "limit_bytes"),
-}
-
-
-def _are_figures(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and value.keys() >= CUDA_FIGURES
-        and all(_is_whole(figure, least=0) for figure in value.values())
-    )
-
-
-# For each field of a plan file a check, and what the value must be.
-A_WHOLE_NUMBER = (_is_whole, "a whole number of at least 1")
-A_NUMBER = (_is_number, "a number of at least 0")
-A_TEXT = (_is_text, "a text")
+)
 SHOWN_SECONDS = ("compute", "communication", "exposed", "optimizer")
-FIELD_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "workload": A_TEXT,
-    "budget_bytes": A_WHOLE_NUMBER,
-    "microbatch": A_WHOLE_NUMBER,
-    "steps": A_WHOLE_NUMBER,
-    "ranks": A_WHOLE_NUMBER,
-    "chunk_tokens": A_WHOLE_NUMBER,
-    "options": (_is_mapping, "a mapping"),
-    "peak_bytes": A_WHOLE_NUMBER,
-    "step_seconds": A_NUMBER,
-    "plain_seconds": A_NUMBER,
-    "fingerprint": (_maps_to(_is_text), "a mapping of texts"),
-    "settings": (_is_mapping, "a mapping"),
-    "why": A_TEXT,
-    "cuda": (_are_figures, "a mapping of whole numbers, with every figure of a GPU"),
-    "communication": (_is_time, "a mapping of seconds and a text"),
+# What the parts of a plan file are like. A number stands for the least whole number, a list has any
+# number of its element, and a mapping with the key ANY any names.
+ANY = ""
+PLAN_PARTS: dict[str, Any] = {
+    **dict.fromkeys(("workload", "why"), str),
+    **dict.fromkeys(("budget_bytes", "microbatch", "steps", "ranks", "chunk_tokens"), 1),
+    "peak_bytes": 1,
+    **dict.fromkeys(("step_seconds", "plain_seconds"), float),
+    "options": {},
+    "settings": {},
+    "fingerprint": {ANY: str},
+    "cuda": dict.fromkeys(CUDA_FIGURES, 0),
+    "communication": {"text": str} | {f"{name}_seconds": float for name in SHOWN_SECONDS},
 }
-SETTING_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "blocks": (lambda value: _is_text(value) or _are_texts(value), "a pattern, or a list of them"),
-    "left_out": (_are_texts, "a list of texts"),
-    "limit_notes": (_are_texts, "a list of texts"),
-    "routing": (_maps_to(_is_whole), "a mapping of whole numbers"),
-}
-# Fields and settings that may be null.
-NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication", "blocks", "routing")
+SETTING_PARTS = {"left_out": [str], "limit_notes": [str], "routing": {ANY: 1}}
+# Parts that may be null.
+NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication", "routing")
 
 
-def _check_fields(
-    found: Mapping[str, Any], checks: Mapping[str, tuple[Callable[[Any], bool], str]], where: str
-) -> None:
-    """Raise an error for the first value that is not as it must be."""
-    for name, (is_right, what) in checks.items():
+def _is_like(value: Any, like: Any) -> bool:
+    """Check a part of a plan file, which anybody may have written."""
+    if isinstance(like, list | tuple):
+        if not isinstance(value, list):
+            return False
+        parts = like if isinstance(like, tuple) else like * len(value)
+        return len(value) == len(parts) and all(map(_is_like, value, parts))
+    if isinstance(like, dict):
+        if not isinstance(value, Mapping):
+            return False
+        named = dict.fromkeys(value, like[ANY]) if ANY in like else like
+        return all(_is_like(value.get(name), part) for name, part in named.items())
+    if like is float:
+        return type(value) in (int, float) and math.isfinite(value) and value >= 0
+    return isinstance(value, str) if like is str else type(value) is int and value >= like
+
+
+def _words(like: Any) -> str:
+    if isinstance(like, list | tuple):
+        return f"a list of {' and '.join(map(_words, like))}"
+    if isinstance(like, dict):
+        return f"a mapping with {_words(like[ANY])}" if ANY in like else f"a mapping with {[*like]}"
+    whole = f"a whole number of at least {like}"
+    return {float: "a number of at least 0", str: "a text"}.get(like, whole)
+
+
+def _check_parts(found: Mapping[str, Any], parts: Mapping[str, Any], where: str) -> None:
+    """Raise an error for the first part that is not as it must be."""
+    for name, like in parts.items():
         value = found.get(name)
         is_null = value is None and (name in NULLABLE_NAMES or name not in found)
-        if not is_null and not is_right(value):
+        if not is_null and not _is_like(value, like):
             raise ValueError(
-                f"{name} of {where} must be {what}, got {value!r}: make the plan again"
+                f"{name} of {where} must be {_words(like)}, got {value!r}: make the plan again"
             )
 
 
 class PlanMismatch(ValueError):
-    """Raised when a plan was made for another model."""
+    """A plan that was made for another model."""
 
 
 @dataclass(frozen=True)
@@ -479,10 +412,10 @@ class Plan:
         for name in ("candidates", "own"):
             fields.pop(name, None)
         optional = {"cuda", "communication"}
-        if missing := sorted(FIELD_CHECKS.keys() - optional - fields.keys()):
+        if missing := sorted(PLAN_PARTS.keys() - optional - fields.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
-        _check_fields(fields, FIELD_CHECKS, "the plan")
-        _check_fields(fields["settings"], SETTING_CHECKS, "the plan's settings")
+        _check_parts(fields, PLAN_PARTS, "the plan")
+        _check_parts(fields["settings"], SETTING_PARTS, "the plan's settings")
         options = {name: Option.from_json(option) for name, option in fields["options"].items()}
         if unknown := sorted(options.keys() - fields["fingerprint"].keys()):
             raise ValueError(

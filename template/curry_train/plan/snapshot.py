@@ -5,7 +5,7 @@
     history.peak_allocated, history.alive_at(history.peak_index)
 
 A snapshot is a pickle of plain containers. It is read by an unpickler that imports and calls
-nothing, and every field is checked, because such files are sent from one person to another.
+nothing, because such files are sent from one person to another.
 
 Blocks are placed at their recorded addresses, so that their sizes need no model of the allocator:
 of a large native block, the rest of its gap belongs to it where torch does not split that off.
@@ -16,12 +16,14 @@ Proof: `python -m pytest tests/plan/test_snapshot.py`.
 import bisect
 import functools
 import itertools
+import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.unpickle import RefusedPickle, read_plain
+from ..core.unpickle import read_plain
 from ..core.wording import format_bytes
 from .cuda_allocator import (
     LARGEST_SMALL_BLOCK,
@@ -31,8 +33,6 @@ from .cuda_allocator import (
 
 # A snapshot of 512 MiB has about 4 million events, and takes about 5 GiB of host memory.
 MOST_FILE_BYTES = 2**29
-LARGEST_NUMBER = 2**64
-MOST_DEVICES = 1024
 # Later blocks that are looked at to find where a block of the start ended.
 MOST_HITS = 1000
 # Before the first event of the record.
@@ -134,139 +134,109 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
     if not num_bytes:
         raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
     try:
-        return _SnapshotReader(Path(path).read_bytes()).snapshot()
-    except (RefusedPickle, UnusableSnapshot) as error:
-        raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {error}") from error
+        return _snapshot_of(read_plain(Path(path).read_bytes()))
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UnusableSnapshot(f"{path} is no CUDA memory snapshot: {why}") from error
 
 
-class _SnapshotReader:
-    """Turns the containers of a pickle into records, and checks each field."""
+def _snapshot_of(root: Any) -> MemorySnapshot:
+    """Turn the containers of a pickle into records; raises the errors of missing or odd parts."""
+    # torch.cuda.memory_snapshot() returns the segments alone.
+    root = {"segments": root} if isinstance(root, list) else root
+    if "segments" not in root:
+        raise ValueError("it has no segments; write one with torch.cuda.memory._dump_snapshot")
+    settings, notes = _settings(root.get("allocator_settings") or {})
+    stack_of = _Stacks()
+    segments: dict[int, list[RecordedSegment]] = {}
+    for value in root["segments"]:
+        found = segments.setdefault(_number(value, "device", 0), [])
+        found.append(_segment(value, stack_of))
+    events = {
+        device: tuple(_event(value, stack_of) for value in trace)
+        for device, trace in enumerate(root.get("device_traces", ()))
+    }
+    records = []
+    for device in sorted(segments.keys() | {device for device in events if events[device]}):
+        in_order = sorted(segments.get(device, ()), key=lambda segment: segment.address)
+        records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), settings))
+    if not records:
+        raise ValueError("it has neither segments nor events")
+    return MemorySnapshot(tuple(records), notes)
 
-    def __init__(self, data: bytes) -> None:
-        self._root = read_plain(data)
-        # By the identity of the lists and dicts, which live as long as this reader.
+
+class _Stacks:
+    """Reads stacks; events share them, and they share their frames."""
+
+    def __init__(self) -> None:
+        # By the identity of lists, which live as long as the snapshot is read.
         self._stacks: dict[int, Stack] = {}
-        self._frames: dict[int, Frame] = {}
-        # Lists can be shared in a pickle, so that a small file has any number of entries.
-        self._entries_left = len(data)
+        self._frames: dict[Frame, Frame] = {}
 
-    def snapshot(self) -> MemorySnapshot:
-        # torch.cuda.memory_snapshot() returns the segments alone.
-        root = {"segments": self._root} if isinstance(self._root, list) else self._root
-        if not isinstance(root, dict) or "segments" not in root:
-            raise UnusableSnapshot(
-                "it has no segments; write one with torch.cuda.memory._dump_snapshot"
+    def __call__(self, value: Any) -> Stack:
+        frames = value.get("frames")
+        if not frames:
+            return ()
+        if id(frames) not in self._stacks:
+            read = (
+                Frame(_text(one, "name"), _text(one, "filename"), _number(one, "line", 0))
+                for one in frames
             )
-        settings, notes = _settings(root.get("allocator_settings"))
-        segments: dict[int, list[RecordedSegment]] = {}
-        for value in self._list(root, "segments"):
-            segments.setdefault(_number(value, "device", 0), []).append(self._segment(value))
-        events: dict[int, tuple[MemoryEvent, ...]] = {}
-        for device, trace in enumerate(self._list(root, "device_traces")):
-            events[device] = tuple(map(self._event, self._checked(trace, "device_traces")))
-        devices = sorted(segments.keys() | {device for device in events if events[device]})
-        if not devices or devices[-1] >= MOST_DEVICES:
-            raise UnusableSnapshot(f"devices with segments or events are {devices[-1:]}")
-        records = []
-        for device in devices:
-            in_order = sorted(segments.get(device, ()), key=lambda segment: segment.address)
-            records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), settings))
-        return MemorySnapshot(tuple(records), notes)
-
-    def _event(self, value: Any) -> MemoryEvent:
-        return MemoryEvent(
-            _text(value, "action"),
-            _number(value, "addr", _number(value, "device_free", 0)),
-            _number(value, "size", 0),
-            _number(value, "stream", 0),
-            self._stack(value),
-        )
-
-    def _segment(self, value: Any) -> RecordedSegment:
-        address = _number(value, "address")
-        num_bytes = _number(value, "total_size")
-        stream = _number(value, "stream", 0)
-        blocks = []
-        position = address
-        for item in self._list(value, "blocks"):
-            size = _number(item, "size")
-            start = _number(item, "address", position)
-            if start < position or start + size > address + num_bytes:
-                raise UnusableSnapshot(f"blocks of the segment at {address:#x} overlap or leave it")
-            position = start + size
-            requested = min(_number(item, "requested_size", size), size)
-            stack = self._stack(item)
-            if item.get("state") in LIVE_STATES:
-                blocks.append(BlockLife(start, requested, stream, AT_START, stack, size))
-        is_expandable = value.get("is_expandable") is True
-        return RecordedSegment(address, num_bytes, is_expandable, tuple(blocks))
-
-    def _stack(self, value: dict[str, Any]) -> Stack:
-        frames = value.get("frames") or []
-        # Stacks share their frames, and events their stacks.
-        if id(frames) not in self._stacks or not frames:
-            checked = self._checked(frames, "frames")
-            self._stacks[id(frames)] = tuple(map(self._frame, checked))
+            self._stacks[id(frames)] = tuple(self._frames.setdefault(one, one) for one in read)
         return self._stacks[id(frames)]
 
-    def _frame(self, value: Any) -> Frame:
-        if id(value) not in self._frames:
-            frame = Frame(_text(value, "name"), _text(value, "filename"), _number(value, "line", 0))
-            self._frames[id(value)] = frame
-        return self._frames[id(value)]
 
-    def _list(self, value: dict[str, Any], name: str) -> list[Any]:
-        return self._checked(value.get(name, []), name)
+def _event(value: Any, stack_of: _Stacks) -> MemoryEvent:
+    return MemoryEvent(
+        _text(value, "action"),
+        _number(value, "addr", value.get("device_free", 0)),
+        _number(value, "size", 0),
+        _number(value, "stream", 0),
+        stack_of(value),
+    )
 
-    def _checked(self, value: Any, name: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise UnusableSnapshot(f"{name} is no list")
-        self._entries_left -= len(value)
-        if self._entries_left < 0:
-            raise UnusableSnapshot("it has more entries than bytes: its lists hold each other")
-        return value
+
+def _segment(value: Any, stack_of: _Stacks) -> RecordedSegment:
+    address = _number(value, "address")
+    stream = _number(value, "stream", 0)
+    blocks = []
+    position = address
+    for item in value["blocks"]:
+        size = _number(item, "size")
+        start = _number(item, "address", position)
+        position = start + size
+        requested = min(_number(item, "requested_size", size), size)
+        if item.get("state") in LIVE_STATES:
+            blocks.append(BlockLife(start, requested, stream, AT_START, stack_of(item), size))
+    is_expandable = value.get("is_expandable") is True
+    return RecordedSegment(address, _number(value, "total_size"), is_expandable, tuple(blocks))
 
 
 def _number(record: Any, name: str, default: int | None = None) -> int:
-    value = _field(record, name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of a number")
-    if not 0 <= value < LARGEST_NUMBER:
-        raise UnusableSnapshot(f"{name} is negative, or has more than 64 bits")
+    value = operator.index(record[name] if default is None else record.get(name, default))
+    if value < 0:
+        raise ValueError(f"{name} is negative")
     return value
 
 
 def _text(record: Any, name: str) -> str:
-    value = _field(record, name, "")
-    if not isinstance(value, str):
-        raise UnusableSnapshot(f"{name} is a {type(value).__name__} in place of text")
-    return value
-
-
-def _field(record: Any, name: str, default: Any) -> Any:
-    if not isinstance(record, dict):
-        raise UnusableSnapshot(f"a record with {name} is a {type(record).__name__}")
-    return record.get(name, default)
+    return sys.intern(record.get(name, ""))
 
 
 def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:
     """Return the settings of the allocator, and what a replay does not follow."""
-    if not isinstance(value, dict):
-        return AllocatorSettings(), ()
     notes = []
     split = value.get("max_split_size", -1)
-    has_split = isinstance(split, int) and 20 * MIB < split < 2**62
-    divisions = value.get("roundup_power2_divisions", {})
-    steps = {*divisions.values()} if isinstance(divisions, dict) else set[Any]()
+    steps = {*value.get("roundup_power2_divisions", {}).values()}
     step = next(iter(steps)) if len(steps) == 1 else 0
-    rounds_up = isinstance(step, int) and 1 < step <= 64 and not step & (step - 1)
+    rounds_up = 1 < step <= 64 and not step & (step - 1)
     if len(steps) > 1:
         notes.append("roundup_power2_divisions has several values: sizes are rounded without it")
-    if value.get("garbage_collection_threshold", 0) not in (0, 0.0, None):
+    if value.get("garbage_collection_threshold"):
         notes.append("garbage_collection_threshold is set: a replay collects nothing")
     return AllocatorSettings(
         expandable_segments=value.get("expandable_segments") is True,
-        max_split_bytes=split if has_split else None,
+        max_split_bytes=split if 20 * MIB < split < 2**62 else None,
         power_of_2_divisions=step if rounds_up else None,
     ), tuple(notes)
 

@@ -23,8 +23,8 @@ from ..core.measure import (
     tensors_in,
 )
 from ..primitives.grad_accum import StepInBackward
-from ..workloads.optimizers import SteppedOnHost
-from .optimizers import copy_optimizer, copy_steps, take_eagerly
+from ..workloads.optimizers import SteppedOnHost, copy_optimizer, parameters_of
+from .optimizers import copy_steps, take_eagerly
 from .profiler import (
     ACTIVATIONS_GROUP,
     ALLOCATOR_GROUP,
@@ -35,7 +35,7 @@ from .profiler import (
     Point,
     Timeline,
 )
-from .record import OptimizerSteps, StepLives, parameters_of, tensors_of
+from .record import OptimizerSteps, StepLives, tensors_of
 
 
 def record_step_storages(

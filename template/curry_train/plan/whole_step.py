@@ -47,8 +47,8 @@ OVERESTIMATE_RATIO = 1.35
 # Ways to run the last block that are tried for the least peak.
 LAST_KINDS = (NONE_KIND, REGIONS_KIND, FULL_KIND)
 
-# Microbatch, accumulated and chunked loss, then options.
-ChainKey = tuple[int, bool, bool]
+# Microbatch, accumulated, chunked loss and alone among ranks, then options.
+ChainKey = tuple[int, bool, bool, bool]
 StepKey = tuple[ChainKey, tuple[tuple[str, Option], ...]]
 
 
@@ -70,9 +70,8 @@ class WholeSteps:
         self.sketch = sketch
         self.chain = chain
 
-        # Each whole step that was estimated: of a rank, and of the model alone.
+        # Each whole step that was estimated.
         self.known: dict[StepKey, StepEstimate] = {}
-        self._alone: dict[StepKey, StepEstimate] = {}
 
         # The memory that a device must have for a step.
         self.bytes_needed = functools.cache(card.bytes_needed)
@@ -133,13 +132,13 @@ class WholeSteps:
         """Find the fastest options for the microbatch and the loss of a candidate that fit.
 
         If none are found, return the candidate with the least peak. Return None if none can be
-        faster than `best`. With a group of options more, the chain may be wrong where it was right
-        without them. So the search is done without each group too, and without several, as far as
+        faster than `best`. With a kind of options more, the chain may be wrong where it was right
+        without them. So the search is done without each kind too, and without several, as far as
         that leads to other choices: one more option never makes the plan slower.
         """
         chain = self.priced(candidate)
-        groups = {option.group for block in chain.blocks for option in block.options}
-        waiting = [frozenset(groups - {NONE_KIND})]
+        kinds = {option.kind for block in chain.blocks for option in block.options}
+        waiting = [frozenset(kinds - {NONE_KIND})]
         least: Candidate | None = None
         done: set[frozenset[str]] = set()
         while waiting:
@@ -151,8 +150,8 @@ class WholeSteps:
             if not self._may_be_faster(candidate, limited, budget_bytes, best):
                 continue
             tried = self._search(candidate, limited, budget_bytes)
-            used = {option.group for one in tried for option in one.options.values()}
-            waiting += [allowed - {group} for group in sorted(used - {NONE_KIND})]
+            used = {option.kind for one in tried for option in one.options.values()}
+            waiting += [allowed - {kind} for kind in sorted(used - {NONE_KIND})]
             fitting = [one for one in tried if one.peak_bytes <= budget_bytes]
             if least is None:
                 least = min(tried, key=lambda one: one.peak_bytes)
@@ -249,11 +248,10 @@ class WholeSteps:
 
         `alone`: of the model without its sharding.
         """
-        known = self._alone if alone and self.sketch.sharding.is_shared else self.known
-        key = self._key(candidate)
-        if key not in known:
-            known[key] = self.recorded(candidate, alone=alone)
-        return known[key]
+        key = self._key(candidate, alone=alone)
+        if key not in self.known:
+            self.known[key] = self.recorded(candidate, alone=alone)
+        return self.known[key]
 
     def recorded(
         self, candidate: Candidate, *, anew: bool = False, alone: bool = False
@@ -364,9 +362,9 @@ class WholeSteps:
             "text": f"Links: {self.links}.",
         }
 
-    @staticmethod
-    def _key(candidate: Candidate) -> StepKey:
-        chain = candidate.microbatch, candidate.steps > 1, candidate.chunked_loss
+    def _key(self, candidate: Candidate, *, alone: bool = False) -> StepKey:
+        alone &= self.sketch.sharding.is_shared
+        chain = candidate.microbatch, candidate.steps > 1, candidate.chunked_loss, alone
         return chain, tuple(candidate.options.items())
 
 

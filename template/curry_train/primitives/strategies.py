@@ -212,8 +212,7 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _regions_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    also = [f"{name}.{path}" for name in names for path in option.also]
-    apply_regions(model, blocks=names, also=also)
+    apply_regions(model, blocks=names)
 
 
 # Offload of the activations of blocks to host memory.

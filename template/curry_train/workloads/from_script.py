@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
 from .from_trainer import (
@@ -41,7 +41,7 @@ from .from_trainer import (
     take_training,
     workload_of,
 )
-from .optimizers import optimizer_like, optimizers_together, parameter_ids, stepped_on_host
+from .optimizers import OptimizerLike, optimizers_together, parameter_ids, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size
 
 # Record what happens between a module's call and the optimizer step.
@@ -53,10 +53,10 @@ class ScriptFailed(WorkloadError):
 
 @dataclass(frozen=True)
 class MadeTensor:
-    """A tensor that an operation has made, at a place inside of what it returned."""
+    """A tensor that an operation has made, at a place such as `[0].logits` of what it returned."""
 
     operation: "Operation"
-    place: tuple[Any, ...]
+    place: str
 
 
 @dataclass(eq=False)
@@ -106,8 +106,9 @@ class Recording:
             for device in ("cpu", "cuda")
             if torch.is_autocast_enabled(device)
         ]
-        args = self.linked(args)
-        operation = Operation(function, args, self.linked(options), next(iter(dtypes), None))
+        operation = Operation(
+            function, self.linked(args), self.linked(options), next(iter(dtypes), None)
+        )
         for place, tensor in found:
             self.made[id(tensor)] = tensor, MadeTensor(operation, place)
 
@@ -124,24 +125,23 @@ class Recording:
         if isinstance(value, dict):
             return {key: self.linked(one) for key, one in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            return [self.linked(one) for one in value]
+            linked = map(self.linked, value)
+            return tuple(linked) if isinstance(value, tuple) else list(linked)
         return value
 
 
-def _tensors(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested output, with their places."""
     if isinstance(value, Tensor):
         yield place, value
-    elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _tensors(one, (*place, ("[]", key)))
-    elif isinstance(value, list | tuple):
-        for index, one in enumerate(value):
-            yield from _tensors(one, (*place, ("[]", index)))
+    elif isinstance(value, Mapping | list | tuple):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, one in items:
+            yield from _tensors(one, f"{place}[{key!r}]")
     elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
         for name, one in vars(value).items():
             if isinstance(one, Tensor):
-                yield (*place, (".", name)), one
+                yield f"{place}.{name}", one
 
 
 class FunctionsOnTape(TorchFunctionMode):
@@ -293,16 +293,11 @@ class RunningScript:
         if torch.distributed.is_available():
             start = torch.distributed.init_process_group
             replaced.append((torch.distributed, "init_process_group", self._group(start)))
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-        handle = register_optimizer_step_pre_hook(self._optimizer_step)
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._optimizer_step).remove)
+            for owner, name, function in replaced:
+                stack.enter_context(mock.patch.object(owner, name, function))
             yield
-        finally:
-            handle.remove()
-            for owner, name, function in before:
-                setattr(owner, name, function)
 
     def _module_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(module: nn.Module, *args: Any, **options: Any) -> Any:
@@ -422,20 +417,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 # Write what was recorded as the source of a loss.
 
-SPACES: tuple[tuple[str, Any], ...] = (
-    ("F", F),
-    ("torch", torch),
-    ("torch.special", torch.special),
-    ("torch.linalg", torch.linalg),
-    ("torch.fft", torch.fft),
-)
-SYMBOLS = {
-    **dict.fromkeys(("add", "__add__", "__iadd__"), "+"),
-    **dict.fromkeys(("sub", "__sub__"), "-"),
-    **dict.fromkeys(("mul", "__mul__"), "*"),
-    **dict.fromkeys(("div", "true_divide", "__truediv__"), "/"),
-    **dict.fromkeys(("matmul", "__matmul__"), "@"),
-}
+DIVISIONS = (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide)
 PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, type(...))
 
 
@@ -454,7 +436,6 @@ class LossSource:
         self.unknown: list[str] = []
         self._variables: dict[int, str] = {}
         self._autocast: torch.dtype | None = None
-        self._is_precise = False
 
     def losses(self, values: Sequence[Any], *, divided_by: int) -> str:
         """Write all that the losses need, and return their sum as an expression."""
@@ -464,32 +445,24 @@ class LossSource:
     def expression(self, value: Any, name: str) -> str:
         """Return the expression of a value; operations that make it are written first."""
         if isinstance(value, MadeTensor):
-            return self._variable(value.operation) + "".join(map(_access, value.place))
-        if isinstance(value, Tensor):
-            return self._given(value, name)
-        if isinstance(value, PLAIN_TYPES) and not isinstance(value, torch.device):
+            return self._variable(value.operation) + value.place
+        if isinstance(value, PLAIN_TYPES):
             return "..." if value is ... else repr(value)
         if isinstance(value, float):
             return repr(value) if abs(value) < float("inf") else f'float("{value}")'
         if isinstance(value, slice):
             ends = (value.start, value.stop, value.step)
             return f"slice({', '.join(self.expression(one, name) for one in ends)})"
-        if isinstance(value, dict | list) and any(
-            isinstance(leaf, MadeTensor) for leaf in tree_iter(value)
-        ):
-            return self._container(value, name)
+        if isinstance(value, dict):
+            items = (f"{key!r}: {self.expression(one, str(key))}" for key, one in value.items())
+            return "{" + ", ".join(items) + "}"
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            inside = "".join(f"{self.expression(one, name)}, " for one in value)
+            return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_iter(value))
         if has_tensors or callable(getattr(value, "to", None)):
             return self._given(value, name)
-        if isinstance(value, dict | list):
-            return self._container(value, name)
         return self._other(value)
-
-    def _container(self, value: Any, name: str) -> str:
-        if isinstance(value, dict):
-            items = [f"{key!r}: {self.expression(one, name)}" for key, one in value.items()]
-            return "{" + ", ".join(items) + "}"
-        return f"[{', '.join(self.expression(one, name) for one in value)}]"
 
     def _given(self, value: Any, name: str) -> str:
         """Return an entry of the batch, or a tensor of the module."""
@@ -530,57 +503,33 @@ class LossSource:
         return name
 
     def _call(self, operation: Operation) -> str:
-        function = operation.function
+        function, args = operation.function, operation.args
         if isinstance(function, nn.Module):
-            names = _parameter_names(type(function).forward)[1:]
-            return f"{self._module(function)}({self._arguments(operation, names)})"
-        name = getattr(function, "__name__", "")
-        args = list(operation.args)
-        if name == "__get__":
-            return f"{self.expression(args[0], 'value')}.{function.__self__.__name__}"
-        if name in SYMBOLS and len(args) == 2 and not operation.options:
-            left, right = (self.expression(one, "value") for one in args)
-            return f"({left} {SYMBOLS[name]} {right})"
-        if name == "__getitem__":
-            return f"{self.expression(args[0], 'value')}[{self._index(args[1])}]"
-        names = _parameter_names(function)
-        for space, owner in SPACES:
-            if getattr(owner, name, None) is function:
-                return f"{space}.{name}({self._arguments(operation, names)})"
-        if getattr(Tensor, name, None) is function:
-            if name in ("view", "reshape"):
-                args = _with_free_rows(args)
-            rest = Operation(function, args[1:], operation.options, None)
-            return f"{self.expression(args[0], 'value')}.{name}({self._arguments(rest, names[1:])})"
-        return f"{self._other(function)}({self._arguments(operation, names)})"
-
-    def _index(self, value: Any) -> str:
-        if isinstance(value, list):
-            return ", ".join(self.expression(one, "index") for one in value)
-        return self.expression(value, "index")
+            called = self._module(function)
+            parameters = _parameters(type(function).forward)[1:]
+        else:
+            # Torch's own functions have names such as torch.Tensor.view.
+            called = str(resolve_name(function))
+            if not called.startswith("torch."):
+                called = self._other(function)
+            parameters = _parameters(function)
+        if function in (Tensor.view, Tensor.reshape):
+            args = _with_free_rows(args)
+        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        names += [f"input_{place}" for place in range(len(names), len(args))]
+        written = list(map(self.expression, args, names))
+        # Defaults need not be written.
+        defaults = {one.name: one.default for one in parameters}
+        for name, value in operation.options.items():
+            if name not in defaults or defaults[name] is not value:
+                written.append(f"{name}={self.expression(value, name)}")
+        return f"{called}({', '.join(written)})"
 
     def _module(self, module: nn.Module) -> str:
         name = self.names.get(id(module))
         if name is None:
             return self._other(module)
         return f'module.get_submodule("{name}")' if name else "module"
-
-    def _arguments(self, operation: Operation, names: Sequence[str]) -> str:
-        written = []
-        for place, value in enumerate(operation.args):
-            name = names[place] if place < len(names) else f"input_{place}"
-            written.append(self.expression(value, name))
-        # Defaults need not be written.
-        defaults = {one.name: one.default for one in _parameters(operation.function)}
-        for name, value in operation.options.items():
-            if name not in defaults or defaults[name] is not value:
-                written.append(f"{name}={self.expression(value, name)}")
-        return ", ".join(written)
-
-
-def _access(step: tuple[str, Any]) -> str:
-    kind, key = step
-    return f".{key}" if kind == "." else f"[{key!r}]"
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
@@ -591,18 +540,13 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
         return []
 
 
-def _parameter_names(function: Any) -> list[str]:
-    """Return the names of a function's positional parameters."""
-    return [one.name for one in _parameters(function) if one.kind is one.POSITIONAL_OR_KEYWORD]
-
-
-def _with_free_rows(args: list[Any]) -> list[Any]:
+def _with_free_rows(args: Sequence[Any]) -> Sequence[Any]:
     """Let the first size of a view follow from the others, so that a batch may have any size."""
     tensor, *sizes = args
-    if len(sizes) == 1 and isinstance(sizes[0], list):
-        sizes = sizes[0]
+    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
+        sizes = [*sizes[0]]
     if sizes and all(isinstance(size, int) for size in sizes) and -1 not in sizes:
-        sizes = [-1, *sizes[1:]]
+        sizes[0] = -1
     return [tensor, *sizes]
 
 
@@ -611,8 +555,7 @@ def _undivided(value: Any, number: int) -> Any:
     if number > 1 and isinstance(value, MadeTensor):
         operation = value.operation
         args = operation.args
-        is_division = SYMBOLS.get(getattr(operation.function, "__name__", "")) == "/"
-        if is_division and len(args) == 2 and args[1] == number:
+        if operation.function in DIVISIONS and len(args) == 2 and args[1] == number:
             return args[0]
     return value
 
@@ -669,7 +612,7 @@ class ScriptTraining:
             f'"""The training of {shlex.join(self.words)}, read at {place}.\n\n'
             "Replace what is taken from the script as you like; the loss is what it computed."
             '\n"""\n\n'
-            "import torch\nfrom torch.nn import functional as F\n\n"
+            "import torch\n\n"
             "from curry_train.workloads.from_script import read_script\n\n"
             f"taken = read_script({words})\n\n\n"
         )
@@ -687,7 +630,7 @@ def script_workload(words: Sequence[str]) -> Workload:
     training = read_script(*words)
     if not training.lines:
         return training.workload()
-    names: dict[str, Any] = {"taken": training, "torch": torch, "F": F}
+    names: dict[str, Any] = {"taken": training, "torch": torch}
     # The source is the one that is printed, so that what is printed is what was used.
     exec(training.loss_source(), names)  # noqa: S102
     return training.workload(names["loss"])
@@ -730,7 +673,7 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
             "autograd.Function outside of a module: write a factory"
         )
     root.zero_grad()
-    like = optimizer_like(optimizers, root)
+    like = OptimizerLike(optimizers, root)
     read = [
         f"{words[0]}, at {recording.place or 'its first step'}: {type(root).__name__}, "
         f"{batch_size(source.batch)} samples a batch",
@@ -764,7 +707,7 @@ def _reaches(value: Any, trained: set[int]) -> bool:
         one = left.pop()
         if isinstance(one, dict):
             left += one.values()
-        elif isinstance(one, list):
+        elif isinstance(one, list | tuple):
             left += one
         elif isinstance(one, MadeTensor) and id(one.operation) not in seen:
             seen.add(id(one.operation))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..core.generators import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
-from .optimizers import OptimizerLike, OptimizersLike, stepped_on_host
+from .optimizers import OptimizerLike, stepped_on_host
 from .workload import (
     Workload,
     WorkloadError,
@@ -54,7 +54,7 @@ class TakenTraining:
     mean_loss: Callable[[nn.Module, Any], Tensor]
     count: Callable[[Any], int] = batch_size
     mask: Callable[[Any], Any] | None = None
-    optimizer: "OptimizerLike | OptimizersLike | None" = None
+    optimizer: OptimizerLike | None = None
 
     # Microbatches that one optimizer step accumulates.
     accumulation: int = 1
@@ -456,7 +456,7 @@ def _described(
 ) -> TakenTraining:
     """Put together what was read, with a sentence on each part of it."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    made = None if optimizer is None else OptimizerLike(optimizer, module)
+    made = None if optimizer is None else OptimizerLike([optimizer], module)
     read = [
         f"{type(trainer).__name__}: {type(module).__name__}, {batch_size(batch)} samples a batch",
         "AdamW" if made is None else made.summary(),

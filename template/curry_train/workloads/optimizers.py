@@ -1,20 +1,18 @@
-"""Make the user's optimizer again over a copy of the model, as it is or as it would be on a GPU.
+"""Copy the user's optimizer over a copy of the model, as it is or as it would be on a GPU.
 
-    make = optimizer_like(optimizers, module)
+    make = OptimizerLike(optimizers, module)
     optimizer = make(copy_of_module)
 
-What other libraries need is here alone: torchao's optimizer on the host, which can be made only
-where there is a GPU, and the settings that bitsandbytes keeps besides its parameter groups.
+What other libraries need is here alone, as torchao's optimizer on the host, which can be made only
+where there is a GPU.
 
 Proof: `python -m pytest tests/workloads/test_from_trainer.py tests/workloads/test_from_script.py`.
 """
 
-import collections
 import contextlib
 import copy
 import functools
 import gc
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,58 +21,88 @@ from torch import Tensor, nn
 
 from .workload import WorkloadError
 
+# A copy of these is part of a copied optimizer; other objects are shared.
+OWNED_TYPES = (Tensor, dict, list, set, torch.optim.Optimizer)
+
+
+def copy_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    """Copy an optimizer and its state over these parameters, by the `id` of the original's.
+
+    torch copies groups and state alone, so the attributes of a subclass are added to the copy.
+    Methods that were replaced on the original, as by a scheduler, are left out: they step that one.
+    """
+    memo: dict[int, Any] = dict(parameters)
+    copied = copy.deepcopy(optimizer, memo)
+    for name, value in vars(optimizer).items():
+        is_replaced_method = callable(value) and hasattr(type(optimizer), name)
+        if name in vars(copied) or is_replaced_method:
+            continue
+        is_owned = isinstance(value, OWNED_TYPES)
+        vars(copied)[name] = copy.deepcopy(value, memo) if is_owned else value
+    return copied
+
 
 class OptimizerLike:
-    """Make an optimizer over another copy of a module, with a given one's groups and settings.
+    """Copy the user's optimizers over another copy of their module; several step as one.
 
-    Parameters are matched by their names. The state is not copied: it begins empty.
+    Parameters are matched by their names. Those of other modules are left out.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-        self._class = type(optimizer)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+        self._optimizers = optimizers
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         # A plan names an optimizer by these.
-        self.__module__ = self._class.__module__
-        self.__qualname__ = self._class.__qualname__
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self.groups: list[tuple[list[str], dict[str, Any]]] = []
+        self.__module__ = type(optimizers[0]).__module__
+        names = dict.fromkeys(type(one).__qualname__ for one in optimizers)
+        self.__qualname__ = " and ".join(names)
+        held = [id(parameter) for one in optimizers for parameter in parameters_of(one)]
         # The number of parameters that are not of this module.
-        self.num_others = 0
-        for group in optimizer.param_groups:
-            found = [names.get(id(parameter)) for parameter in group["params"]]
-            self.num_others += found.count(None)
-            own = [name for name in found if name is not None]
-            settings = {key: value for key, value in group.items() if key not in NOT_SETTINGS}
-            if own:
-                self.groups.append((own, settings))
-        if not self.groups:
+        self.num_others = sum(one not in self._names for one in held)
+        if self.num_others == len(held):
             raise WorkloadError(
-                f"the {self._class.__name__} holds no parameter of {type(module).__name__}"
+                f"the {self.__qualname__} holds no parameter of {type(module).__name__}"
             )
-        self._overrides = _overrides(optimizer, [names for names, _ in self.groups], module)
-        self._options = _accepted_options(optimizer)
-        # Such as `args` of bitsandbytes, which has the bits of the state.
-        self._attributes = {
-            key: copy.copy(value) for key, value in vars(optimizer).items() if _is_setting(value)
-        }
+        for one in optimizers:
+            # bitsandbytes finds here what it steps in another way, such as embeddings in 32 bits.
+            getattr(one, "check_overrides", bool)()
 
     def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        groups = []
-        for names, settings in self.groups:
-            groups.append({**settings, "params": [parameters[name] for name in names]})
-        make: Any = self._class
-        optimizer: torch.optim.Optimizer = make(groups, **self._options)
-        for key in self._attributes.keys() & vars(optimizer).keys():
-            vars(optimizer)[key] = self._attributes[key]
-        if self._overrides:
-            vars(optimizer)["mng"].index2config.update(self._overrides)
-        return optimizer
+        found = dict(module.named_parameters(remove_duplicate=False))
+        parameters = {known: found[name] for known, name in self._names.items()}
+        made = [_copy_over(one, parameters) for one in self._optimizers]
+        return made[0] if len(made) == 1 else SteppedTogether(made)
 
     def summary(self) -> str:
-        """Name the optimizer, its number of groups and its learning rate."""
-        groups = f" in {len(self.groups)} groups" if len(self.groups) > 1 else ""
-        rate = self.groups[0][1].get("lr")
-        return f"{self.__qualname__}{groups}" + ("" if rate is None else f", lr {float(rate):g}")
+        """Name each optimizer with its number of groups and its learning rate, equal ones once."""
+        texts: dict[str, None] = {}
+        for one in self._optimizers:
+            groups = f" in {len(one.param_groups)} groups" if len(one.param_groups) > 1 else ""
+            rate = one.param_groups[0].get("lr")
+            text = f"{type(one).__qualname__}{groups}"
+            texts[text + ("" if rate is None else f", lr {float(rate):g}")] = None
+        several = f"{len(self._optimizers)} optimizers that step together: "
+        return (several if len(self._optimizers) > 1 else "") + "; ".join(texts)
+
+
+def _copy_over(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    """Copy an optimizer over parameters that may be on another device, or have no values."""
+    copied = copy_optimizer(optimizer, parameters)
+    if isinstance(copied, SteppedOnHost):
+        copied.attach()
+    own = {id(one) for one in parameters.values()}
+    for group in copied.param_groups:
+        group["params"] = [one for one in group["params"] if id(one) in own]
+    copied.param_groups[:] = [group for group in copied.param_groups if group["params"]]
+    with torch.no_grad():
+        for parameter, state in copied.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return copied
 
 
 class SteppedTogether(torch.optim.Optimizer):
@@ -135,13 +163,16 @@ class SteppedOnHost(torch.optim.Optimizer):
         self.minimal_size = minimal_size
         own = {"optimizer_class": optimizer_class, "offload_gradients": offload_gradients}
         super().__init__(self._part.param_groups, options | own | {"minimal_size": minimal_size})
-        for one in self.on_host() if offload_gradients else ():
+        self.attach()
+
+    def attach(self) -> None:
+        """Let backward drop the gradients that the host has."""
+        for one in self.on_host() if self.offload_gradients else ():
             one.register_post_accumulate_grad_hook(_drop_gradient)
 
     def on_host(self) -> list[Tensor]:
         """Return the parameters that are stepped on the host."""
-        parameters = [one for group in self.param_groups for one in group["params"]]
-        return [one for one in parameters if one.numel() >= self.minimal_size]
+        return [one for one in parameters_of(self) if one.numel() >= self.minimal_size]
 
     def step(self, closure: Any = None) -> Any:
         """Step the parameters that stay on the device."""
@@ -159,13 +190,6 @@ class SteppedOnHost(torch.optim.Optimizer):
         if groups:
             self._part.step()
         return loss
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SteppedOnHost":
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        copied.param_groups = copy.deepcopy(self.param_groups, memo)
-        copied.state = collections.defaultdict(dict, copy.deepcopy(dict(self.state), memo))
-        return copied
 
 
 def _trained_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -214,32 +238,6 @@ def stepped_on_host() -> Iterator[None]:
             made.__init__ = first
 
 
-class OptimizersLike:
-    """Make optimizers like several given ones over another copy of a module, which step as one."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
-        self._each = [OptimizerLike(one, module) for one in optimizers]
-        self.num_others = sum(one.num_others for one in self._each)
-        self.__qualname__ = " and ".join(dict.fromkeys(one.__qualname__ for one in self._each))
-
-    def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
-        return SteppedTogether([one(module) for one in self._each])
-
-    def summary(self) -> str:
-        """Name each optimizer, equal ones once."""
-        texts = dict.fromkeys(one.summary() for one in self._each)
-        return f"{len(self._each)} optimizers that step together: {'; '.join(texts)}"
-
-
-def optimizer_like(
-    optimizers: Sequence[torch.optim.Optimizer], module: nn.Module
-) -> OptimizerLike | OptimizersLike:
-    """Return what makes the same over another copy of the module."""
-    if len(optimizers) == 1:
-        return OptimizerLike(optimizers[0], module)
-    return OptimizersLike(optimizers, module)
-
-
 def optimizers_together(
     first: torch.optim.Optimizer, called: set[int], *, is_in_backward: bool
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
@@ -256,8 +254,7 @@ def optimizers_together(
         own = parameter_ids(one)
         if not own <= called or not trained.isdisjoint(own):
             continue
-        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
-        if is_in_backward or any(one.grad is not None for one in parameters):
+        if is_in_backward or any(held.grad is not None for held in parameters_of(one)):
             found.append(one)
             trained |= own
         else:
@@ -273,63 +270,9 @@ def optimizers_together(
     return found, notes
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(one) for group in optimizer.param_groups for one in group["params"]}
-
-
-# Entries of a parameter group that are no settings; schedulers add the second one.
-NOT_SETTINGS = ("params", "initial_lr", "base_lr", "param_names")
-
-
-def _overrides(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], module: nn.Module
-) -> dict[tuple[int, int], Any]:
-    """Return what bitsandbytes steps in another way, such as embeddings in 32 bits.
-
-    Its manager has them by module, and by the places of a parameter and of its group.
-    """
-    manager = vars(optimizer).get("mng")
-    given = getattr(manager, "module_weight_config_triple", ())
-    configs = {id(getattr(owner, name, None)): config for owner, name, config in given}
-    found = {}
-    for at, names in enumerate(groups):
-        for place, name in enumerate(names):
-            parameter = module.get_parameter(name)
-            if id(parameter) in configs:
-                found[at, place] = configs[id(parameter)]
-    return found
-
-
-SETTING_TYPES = (bool, int, float, str, tuple, torch.dtype, type(None))
-
-
-def _is_setting(value: Any) -> bool:
-    """Return whether an attribute is a number, a text or an object that holds nothing else."""
-    inside = vars(value).values() if hasattr(value, "__dict__") else [value]
-    return not isinstance(value, type) and all(isinstance(one, SETTING_TYPES) for one in inside)
-
-
-def _accepted_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the options of an optimizer's constructor, from its defaults and its attributes."""
-    made = type(optimizer)
-    accepted = inspect.signature(made).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in accepted.values())
-    options = {
-        key: value for key, value in optimizer.defaults.items() if takes_any or key in accepted
-    }
-    for key, value in vars(optimizer).items():
-        if key in [*accepted][1:] and key not in options and _is_setting(value):
-            options[key] = value
-    missing = [
-        name
-        for name, one in list(accepted.items())[1:]
-        if one.default is one.empty
-        and name not in options
-        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-    ]
-    if missing:
-        raise WorkloadError(
-            f"a {made.__name__} can't be made again, because it needs {', '.join(missing)}: "
-            "give --optimizer"
-        )
-    return options
+    return set(map(id, parameters_of(optimizer)))

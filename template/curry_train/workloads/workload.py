@@ -12,7 +12,7 @@ import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,12 +55,6 @@ def map_tensors(
     if isinstance(batch, tuple | list):
         values = [map_tensors(value, function, move=move) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        changed = {}
-        for part in fields(batch):
-            if part.init:
-                changed[part.name] = map_tensors(getattr(batch, part.name), function, move=move)
-        return replace(batch, **changed)
     return _map_attributes(batch, function, move) if _has_tensors(batch) else batch
 
 
