@@ -17,7 +17,6 @@ from ..core.wording import (
     format_seconds,
     provenance,
     three_digits,
-    write_json,
 )
 from ..plan.available import load_that_fits
 from ..plan.device import MEASURED_PEAK
@@ -36,7 +35,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, messages_on_screen, table
+from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
 
 # Table of a benchmark, at most 80 columns wide.
 
@@ -190,8 +189,7 @@ def bench_command(
     peak: float | str | None,
     plot_path: str | None,
     asked: CaseOptions,
-    json_path: str | None,
-) -> None:
+) -> Ended:
     """Time optimizer steps with each lever.
 
     The plain step and all levers are timed in turns, as whole optimizer steps.
@@ -226,6 +224,5 @@ def bench_command(
     facts = provenance(asked.device)
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])
-    if json_path:
-        figures = bench.to_json() | {"device": facts["device"]}
-        write_json(json_path, facts | figures | {"seed": asked.seed, "blocks": choice.to_json()})
+    figures = bench.to_json() | {"device": facts["device"]}
+    return facts | figures | {"seed": asked.seed, "blocks": choice.to_json()}, 0

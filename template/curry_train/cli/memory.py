@@ -15,7 +15,7 @@ from typing import Any
 import click
 import torch
 
-from ..core.wording import format_bytes, provenance, write_json
+from ..core.wording import format_bytes, provenance
 from ..plan.available import missing_room
 from ..plan.estimate import Sketch
 from ..plan.optimizers import make_optimizer
@@ -55,7 +55,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
@@ -246,12 +246,11 @@ def report_snapshot(path: str) -> Report:
 def memory_command(
     spec: str | None,
     snapshot_path: str | None,
-    json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
     on_shapes: bool,
     asked: CaseOptions,
-) -> None:
+) -> Ended:
     """Show what holds the memory of a training step.
 
     Prints the bytes that each layer holds, and the owners of the peak.
@@ -273,8 +272,7 @@ def memory_command(
         plot_course(report.course(), OWNER_COLOURS, plot_path)
     if html_path:
         write_page(report.course(), html_path)
-    if json_path:
-        write_json(json_path, report.results)
+    return report.results, 0
 
 
 def _check_usage(spec: str | None, snapshot: str | None) -> None:

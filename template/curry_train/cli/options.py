@@ -23,7 +23,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import UnusableInput, fill_screen, write_output
+from .screen import JSON_KEY, UnusableInput, fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -210,7 +210,7 @@ def output_option(
 
 
 def json_option(**settings: Any) -> OptionDecorator:
-    """Add `--json`: write the results as JSON, and where they come from; - is standard output."""
+    """Add `--json`, the path of the results as JSON; - is standard output."""
     return output_option(
         "Write the results as JSON; - is standard output.",
         "--json",
@@ -218,6 +218,15 @@ def json_option(**settings: Any) -> OptionDecorator:
         standard_output=True,
         **settings,
     )
+
+
+def results_option() -> OptionDecorator:
+    """Add `--json`, where a `ScreenCommand` writes the results that the command returns."""
+
+    def note(context: click.Context, option: click.Parameter, path: str | None) -> None:
+        context.meta[JSON_KEY] = _writable(path)
+
+    return json_option(callback=note, expose_value=False)
 
 
 def plot_option(text: str) -> OptionDecorator:
@@ -347,7 +356,7 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, asked=asked, **settings)
 
     options = (
-        json_option(),
+        results_option(),
         seed_option(),
         batch_size_option(),
         dtype_option(default=None),

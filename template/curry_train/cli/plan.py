@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,16 +35,16 @@ from .options import (
     dtype_option,
     dtype_to_use,
     echo_notes,
-    json_option,
     output_option,
     parsed,
     plot_option,
     require_matplotlib,
+    results_option,
     seed_option,
     training_options,
     typed_options,
 )
-from .screen import ScreenCommand, messages_on_screen
+from .screen import Ended, ScreenCommand, messages_on_screen
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -206,7 +205,7 @@ def sharding_options(command: Any) -> Any:
 @output_option(
     "Write the planned step as a page for a browser.", "--html", "page_path", metavar="FILE"
 )
-@json_option()
+@results_option()
 def plan_command(
     spec: str,
     budget_bytes: int | None,
@@ -225,9 +224,8 @@ def plan_command(
     out: str | None,
     plot_path: str | None,
     page_path: str | None,
-    json_path: str | None,
     **shared: Any,
-) -> None:
+) -> Ended:
     """Find the fastest way to train within a memory budget.
 
     Exit status: 0 planned, 1 nothing fits, 2 wrong usage.
@@ -247,9 +245,7 @@ def plan_command(
         if gpu is not None:
             fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
             click.echo(fewest.table())
-            if json_path:
-                write_json(json_path, provenance(torch.device("cpu")) | fewest.to_json())
-            sys.exit(fewest.best is None)
+            return provenance(torch.device("cpu")) | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         shared["mesh"] = meshes[0] if meshes else {}
@@ -269,7 +265,7 @@ def plan_command(
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
-        sys.exit(1)
+        return {}, 1
 
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
@@ -283,10 +279,9 @@ def plan_command(
     if out:
         write_json(out, plan.to_json())
         click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
-    if json_path:
-        results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-        results |= {"plan": plan.to_json(), **(plan.cuda or {})}
-        write_json(json_path, provenance(place) | results)
+    results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+    results |= {"plan": plan.to_json(), **(plan.cuda or {})}
+    return provenance(place) | results, 0
 
 
 def _own_settings(

@@ -25,10 +25,9 @@ import torch
 from ..core.wording import provenance
 from ..gates.loop_run import ChangedFiles, LoopFailed, run_ranks, run_watched
 from ..workloads.models import load_object
-from .options import json_option, new_folder, program_of, program_options
+from .options import new_folder, program_of, program_options, results_option
 from .resume_watch import PARTS, StateWatch
-from .runs import end
-from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 from .train import train_command
 
 # Time for a save in the background, so that the step of the resume does not depend on the disk.
@@ -265,7 +264,7 @@ def _resume_trainer(spec: str, log: str) -> None:
     metavar="WORDS",
     help="Arguments that make the script resume, such as '--resume latest'.",
 )
-@json_option()
+@results_option()
 def resume_check_command(
     script: str | None,
     trainer: str | None,
@@ -273,8 +272,7 @@ def resume_check_command(
     num_steps: int,
     kill_at: int | None,
     resume_with: str,
-    json_path: str | None,
-) -> None:
+) -> Ended:
     """Check that a resumed run is bit-equal.
 
     Without --script or --trainer it is the training of `curry-train train`, with its ARGUMENTS.
@@ -307,7 +305,7 @@ def resume_check_command(
         )
     for line in describe(found):
         click.echo(fill_screen(line, indent="    "))
-    end(json_path, provenance(torch.device("cpu")) | found, well=found["equal"])
+    return provenance(torch.device("cpu")) | found, not found["equal"]
 
 
 def describe(found: dict[str, Any]) -> list[str]:

@@ -30,9 +30,9 @@ from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
 from ..runs.trainers import Commit, read_commit
-from .options import json_option
-from .runs import end, is_run
-from .screen import ScreenCommand, UnusableInput, fill_screen, table
+from .options import results_option
+from .runs import is_run
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, table
 from .tensor_files import (
     DAMAGE,
     FoundTensor,
@@ -340,8 +340,8 @@ MOST_VALUES_SHOWN = 4
 @click.command("inspect", cls=ScreenCommand, example="runs/run-001/latest")
 @click.argument("path", metavar="PATH")
 @click.option("--values/--no-values", default=True, help="Count NaN and inf, which reads all.")
-@json_option()
-def inspect_command(path: str, values: bool, json_path: str | None) -> None:
+@results_option()
+def inspect_command(path: str, values: bool) -> Ended:
     """Inspect anybody's checkpoint without unpickling it.
 
     PATH is a file of torch.save, safetensors or Lightning, or a folder of
@@ -359,7 +359,7 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
         click.echo(_tensors_table(found))
     for line in inspection_lines(found):
         click.echo(fill_screen(line))
-    end(json_path, found.to_json(), well=found.well)
+    return found.to_json(), bool(found.problems)
 
 
 def inspection_lines(found: Inspection) -> Iterator[str]:

@@ -11,13 +11,14 @@ import difflib
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import click
 
+from .main import COMMANDS
 from .merge import (
     LOCK_NAME,
     Change,
@@ -422,18 +423,9 @@ def _files(count: int) -> str:
     return f"{count} file" if count == 1 else f"{count} files"
 
 
-COMMANDS: Mapping[str, click.Command] = {
-    "new": new_command,
-    "add": add_command,
-    "update": update_command,
-    "diff": diff_command,
-    "list": list_command,
-}
-
-
 @click.group(
     cls=LazyGroup,
-    commands=dict(COMMANDS),
+    lazy={name: COMMANDS[name] for name in ("new", "add", "update", "diff", "list")},
     example="new my-run",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
