@@ -30,6 +30,7 @@ from ..workloads.workload import Case, Workload
 from .figures import plot_plan
 from .options import (
     DTYPES,
+    all_of,
     blocks_option,
     choose_device,
     dtype_option,
@@ -71,57 +72,53 @@ def _reshard(text: str) -> bool | int:
     raise ValueError(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
 
 
-def sharding_options(command: Any) -> Any:
-    """Add the options that say how ranks share the training."""
-    options = (
-        click.option(
-            "--parallel",
-            metavar="KIND",
-            help="How ranks share the training: "
-            f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
-        ),
-        click.option(
-            "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
-        ),
-        click.option(
-            "--mesh",
-            "meshes",
-            multiple=True,
-            callback=parsed(_meshes),
-            metavar="SIZES",
-            help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
-        ),
-        click.option(
-            "--rank",
-            default=0,
-            type=click.IntRange(0),
-            show_default=True,
-            help="The rank to plan for.",
-        ),
-        click.option(
-            "--reshard-after-forward",
-            callback=parsed(_reshard),
-            metavar="HOW",
-            help="Reshard parameters after forward: yes, no, or to how many ranks.  "
-            "[default: as torch does]",
-        ),
-        click.option(
-            "--gather-in",
-            "precision",
-            type=click.Choice([*PRECISIONS]),
-            help="Dtype of gathered parameters.",
-        ),
-        click.option(
-            "--link",
-            "links",
-            callback=parsed(parse_links),
-            metavar="RATES",
-            help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# How ranks share the training.
+SHARDING_OPTIONS = all_of(
+    click.option(
+        "--parallel",
+        metavar="KIND",
+        help="How ranks share the training: "
+        f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
+    ),
+    click.option(
+        "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
+    ),
+    click.option(
+        "--mesh",
+        "meshes",
+        multiple=True,
+        callback=parsed(_meshes),
+        metavar="SIZES",
+        help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
+    ),
+    click.option(
+        "--rank",
+        default=0,
+        type=click.IntRange(0),
+        show_default=True,
+        help="The rank to plan for.",
+    ),
+    click.option(
+        "--reshard-after-forward",
+        callback=parsed(_reshard),
+        metavar="HOW",
+        help="Reshard parameters after forward: yes, no, or to how many ranks.  "
+        "[default: as torch does]",
+    ),
+    click.option(
+        "--gather-in",
+        "precision",
+        type=click.Choice([*PRECISIONS]),
+        help="Dtype of gathered parameters.",
+    ),
+    click.option(
+        "--link",
+        "links",
+        callback=parsed(parse_links),
+        metavar="RATES",
+        help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
+    ),
+)
 
 
 @click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
@@ -176,7 +173,7 @@ def sharding_options(command: Any) -> Any:
     metavar="PERCENT",
     help="Leave so much free on a GPU; the default is the worst recorded error.",
 )
-@sharding_options
+@SHARDING_OPTIONS
 @blocks_option()
 @click.option(
     "--without",

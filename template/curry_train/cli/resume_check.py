@@ -25,7 +25,14 @@ import torch
 from ..core.wording import provenance
 from ..gates.loop_run import ChangedFiles, LoopFailed, run_ranks, run_watched
 from ..workloads.models import load_object
-from .options import new_folder, program_of, program_options, results_option
+from .options import (
+    PROGRAM_INPUTS,
+    all_of,
+    new_folder,
+    program_of,
+    results_option,
+    steps_option,
+)
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 from .train import train_command
@@ -244,15 +251,7 @@ def _resume_trainer(spec: str, log: str) -> None:
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@program_options()
-@click.option(
-    "--steps",
-    "num_steps",
-    type=click.IntRange(3),
-    default=12,
-    show_default=True,
-    help="Steps of an optimizer, after which the loop ends.",
-)
+@all_of(*PROGRAM_INPUTS, steps_option(12, 3))
 @click.option(
     "--kill-at",
     type=click.IntRange(2),

@@ -16,7 +16,7 @@ from ..core.wording import three_digits
 from ..gates.loop_run import run_ranks, run_watched
 from ..runs.box import BoxFacts, read_facts
 from ..runs.replay import Replay
-from .options import program_of, program_options, results_option
+from .options import PROGRAM_INPUTS, all_of, program_of, results_option
 from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
@@ -24,7 +24,7 @@ EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
 @click.argument("box", metavar="BOX")
-@program_options()
+@all_of(*PROGRAM_INPUTS)
 @click.option(
     "--times",
     type=click.IntRange(1),

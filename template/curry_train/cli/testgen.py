@@ -31,6 +31,7 @@ from .options import (
     dtype_option,
     model_option,
     output_option,
+    script_option,
     seed_option,
     settle_blocks,
     trainer_option,
@@ -147,7 +148,7 @@ def _path_expression(path: Path, out: Path) -> str:
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
 @model_option("model")
 @trainer_option()
-@click.option("--script", metavar="FILE", help="Check the loop of this script in a test.")
+@script_option()
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
