@@ -26,11 +26,9 @@ from .figures import plot_bench
 from .options import (
     CaseOptions,
     blocks_text,
-    check_blocks,
     echo_notes,
     parsed,
     plot_option,
-    require_matplotlib,
     run_options,
     settle_blocks,
     training_options,
@@ -199,13 +197,10 @@ def bench_command(
     chosen = [find_lever(name) for name in dict.fromkeys(levers)]
     case = load_that_fits(spec, asked.case)
     workload = case.workload
-    check_blocks(case)
     case, choice = settle_blocks(case)
     others = [load_workload(other) for other in dict.fromkeys(against)]
     steps_by = optimizer or workload.optimizer or "adamw"
     make_optimizer(steps_by, case.build())
-    if plot_path:
-        require_matplotlib()  # after the options are checked, before the work begins
 
     with messages_on_screen() as show_message:
         bench = measure_levers(

@@ -22,7 +22,6 @@ from .options import (
     dtype_name,
     echo_notes,
     plot_option,
-    require_matplotlib,
     run_options,
     settle_blocks,
     training_options,
@@ -100,8 +99,6 @@ def grad_flow_command(
         layers=list(layers) or None,
         blocks=case.blocks,
     )
-    if plot_path:
-        require_matplotlib()  # after the options are checked, before the work begins
     losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
 
     echo_notes(workload)

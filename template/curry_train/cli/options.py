@@ -247,6 +247,8 @@ def plot_option(text: str) -> OptionDecorator:
         if path is not None and Path(path).suffix != ".png":
             name = Path(path).with_suffix(".png")
             raise click.BadParameter(f"{path}: a picture is a PNG, name it {name}")
+        if path is not None:
+            require_matplotlib()
         return _writable(path)
 
     return output_option(text, "--plot", "plot_path", callback=check)
@@ -420,8 +422,8 @@ def program_of(
 
 
 def require_matplotlib() -> None:
-    """Raise RuntimeError with the install command if matplotlib is missing."""
+    """Raise an error with the install command if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError(
+        raise UnusableInput(
             "a plot needs matplotlib, which is not installed:\n  pip install 'matplotlib>=3.8'"
         )

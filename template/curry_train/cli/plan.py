@@ -39,7 +39,6 @@ from .options import (
     output_option,
     parsed,
     plot_option,
-    require_matplotlib,
     results_option,
     seed_option,
     training_options,
@@ -379,8 +378,6 @@ def _find_plan(
         if budget_bytes is None:
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
         global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-        if plot_path:
-            require_matplotlib()  # before the work begins
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")

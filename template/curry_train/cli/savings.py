@@ -44,7 +44,6 @@ from .options import (
     DTYPES,
     blocks_option,
     blocks_text,
-    check_blocks,
     choose_device,
     device_option,
     dtype_option,
@@ -310,7 +309,6 @@ def _cases(
                 )
                 require_available(workload, make_case)
                 case = make_case(workload)
-                check_blocks(case)
                 name = workload.name if depth is None else f"{workload.name}, depth {depth}"
                 if name not in choices:
                     choices[name] = settle_blocks(case)[1]

@@ -20,7 +20,6 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..core.blocks import find_blocks
 from ..gates.verdict import no_such_gate
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
@@ -66,8 +65,6 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     own_size = None if workload.is_divisible else workload.own_batch
     size = own_size or options["batch_size"]
     case = Case(workload, batch_size=size, seed=options["seed"], blocks=options["blocks"])
-    if case.blocks is not None:
-        find_blocks(case.build(), case.blocks)
     source = spec.removeprefix(TRAINER_PREFIX)
     file = source.rpartition(":")[0]
     is_file = file.endswith(".py")
