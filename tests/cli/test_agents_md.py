@@ -13,7 +13,6 @@ from curry_train.cli.agents_md import LINES
 from curry_train.cli.main import main
 
 TEXTS = {
-    "empty": b"",
     "a line": b"# Rules\nBe brief.\n",
     "no end of line": b"# Rules\nBe brief.",
     "many ends": b"# Rules\n\n\n",

@@ -14,14 +14,12 @@ from curry_train.cli.main import main
 from curry_train.cli.runs import IN_MODULES, runs_command
 
 MODEL = ["--model", "mlp"]
-TRAINING = ["data.source=workload", "batch_size=8", "microbatch=8", "device=cpu"]
 # Each with correct words, and where the work begins.
 COMMANDS = {
     "memory": ([*MODEL], "cli.memory.MemoryProfiler"),
     "plan": ([*MODEL, "--budget", "1GiB", "--target", "cpu"], "cli.plan.Planner.plan"),
     "bench": ([*MODEL], "cli.bench.measure_levers"),
     "grad-flow": ([*MODEL], "cli.grad_flow._train"),
-    "runs spike-check": ([*MODEL, "--steps", "60", *TRAINING], "cli.spike_check.spike_check"),
 }
 
 
@@ -46,7 +44,7 @@ def call(command, *words):
 def _find():
     groups = {
         "": (main, LAZY_COMMANDS),
-        "runs ": (runs_command, [*runs_command.commands, *IN_MODULES]),
+        "runs ": (runs_command, IN_MODULES),
     }
     context = click.Context(main)
     return {

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from curry_train.cli.grad_flow import grad_flow_command
 from curry_train.cli.memory import memory_command
-from curry_train.cli.options import json_option
 from curry_train.cli.screen import ScreenCommand
 from curry_train.cli.validate import validate_command
 from curry_train.core.wording import parse_bytes
@@ -65,16 +64,6 @@ def test_a_place_where_no_file_can_be_made_is_one_line(tmp_path):
     assert done.exit_code == 2
     assert "/proc/none" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_fault_of_the_package_keeps_its_traceback():
-    @click.command("broken", cls=ScreenCommand)
-    @json_option()
-    def broken(json_path):
-        Path("/absent/file").read_text()
-
-    done = CliRunner().invoke(broken, [])
-    assert isinstance(done.exception, FileNotFoundError)
 
 
 def ended_by(work):

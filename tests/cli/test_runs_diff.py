@@ -5,6 +5,7 @@ Run: `python -m pytest tests/cli/test_runs_diff.py`.
 
 import json
 import math
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -12,13 +13,21 @@ from journals import clock, facts, loss_of, plant, plant_eventful, train
 
 from curry_train.cli.runs_diff import (
     ABSENT_VALUE,
-    Change,
     changes,
+    describe,
     difference,
     runs_diff_command,
 )
 from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal
+
+
+def change(name, a, b):
+    return {"name": name, "a": a, "b": b}
+
+
+def text_of(found):
+    return " ".join(" ".join(describe(found)).split())
 
 
 def compare(a, b):
@@ -31,13 +40,13 @@ def run(monkeypatch, tmp_path):
     return lambda *words: CliRunner().invoke(runs_diff_command, words)
 
 
-def test_a_resume_from_the_other_run_is_the_first_line(run, tmp_path):
+def test_a_resume_of_the_other_run_is_the_first_line(run, tmp_path):
     plant(tmp_path / "runs/first", last=30)
-    (tmp_path / "runs/second").mkdir()
+    shutil.copytree(tmp_path / "runs/first", tmp_path / "runs/second")
     new_facts = facts(steps=40)
     new_facts["environment"]["world_size"] = 2
     with Journal(tmp_path / "runs/second") as journal:
-        journal.resume(20, facts={**new_facts, "from_run": "first"})
+        journal.resume(20, facts=new_facts)
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
@@ -47,42 +56,32 @@ def test_a_resume_from_the_other_run_is_the_first_line(run, tmp_path):
         "second resumed from first at step 20",
         "A B",
         "run first second",
-        "steps 1 to 30 21 to 40",
+        "steps 1 to 30 1 to 40",
+        "attempts 1 2",
         "ended by steps no record",
-        "events.save 3 2",
-        "events.start 1 (none)",
-        "events.stop 1 (none)",
+        "events.save 3 5",
         "events.resume (none) 1",
         "config.steps 300 40",
         "environment.world_size 1 2",
         "the same: code",
-        "losses: 6 of 10 common steps, 21 to 30, differ",
+        "losses: 6 of 30 common steps, 1 to 30, differ",
         "first at step 25: A 4.04, B 4.54, by +0.5",
     ]
     assert run("second", "first").output.startswith("second resumed from first at step 20\n")
 
 
-def test_a_resume_beyond_the_end_of_the_other_run_is_none_from_it(tmp_path):
-    """Do not take run-001 of another folder for the origin because of its name."""
-    plant(tmp_path / "first", last=10)
-    (tmp_path / "second").mkdir()
-    with Journal(tmp_path / "second") as journal:
-        journal.resume(500, facts={"from_run": "first"})
-    assert compare(tmp_path / "first", tmp_path / "second").continued is None
-
-
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     back = compare(f"{folder}@1", f"{folder}@2")
-    assert back.continued == "B rolled A back to step 10"
-    assert (back.losses.first.step, back.losses.num_different) == (11, 10)
+    assert back["continued"] == "B rolled A back to step 10"
+    assert (back["losses"]["first"]["step"], back["losses"]["num_different"]) == (11, 10)
     on = compare(f"{folder}@2", folder)
-    assert on.continued == "B resumed from A at step 20"
-    assert Change("config.steps", 300, 40) in on.changes
-    assert on.losses.first.step == 21
+    assert on["continued"] == "B resumed from A at step 20"
+    assert change("config.steps", 300, 40) in on["changes"]
+    assert on["losses"]["first"]["step"] == 21
     same = compare(folder, folder)
-    assert (same.continued, same.changes) == (None, [Change("run", "A", "B")])
-    assert "equal to the bit in 40 common steps" in same.text()
+    assert (same["continued"], same["changes"]) == (None, [change("run", "A", "B")])
+    assert "equal to the bit in 40 common steps" in text_of(same)
 
 
 def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path):
@@ -96,11 +95,12 @@ def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path)
         return loss - 2.0 if step == 30 else loss
 
     plant(tmp_path / "two", last=40, loss=other)
-    losses = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (losses.num_common, losses.num_different) == (40, 2)
-    assert losses.first.step == 7
-    assert 0 < losses.first.b - losses.first.a < 1e-15
-    assert (losses.largest.step, losses.largest.b - losses.largest.a) == (30, -2.0)
+    losses = compare(tmp_path / "one", tmp_path / "two")["losses"]
+    assert (losses["num_common"], losses["num_different"]) == (40, 2)
+    first, largest = losses["first"], losses["largest"]
+    assert first["step"] == 7
+    assert 0 < first["b"] - first["a"] < 1e-15
+    assert (largest["step"], largest["b"] - largest["a"]) == (30, -2.0)
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path)
 def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, first):
     for name, losses in (("one", a), ("two", b)):
         plant(tmp_path / name, last=3, loss=lambda step, losses=losses: losses[step - 1])
-    found = compare(tmp_path / "one", tmp_path / "two").losses
-    assert (found.first and found.first.step) == first
+    found = compare(tmp_path / "one", tmp_path / "two")["losses"]["first"]
+    assert (found and found["step"]) == first
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():
@@ -129,13 +129,13 @@ def test_nested_configurations_are_compared_leaf_by_leaf():
     }
     b = {"x": {"y": {"z": 2, "same": [1, {"a": 2}]}}, "flag": 1, "n": 1.0, "new": "v"}
     assert changes(a, b) == [
-        Change("x.y.z", 1, 2),
-        Change("x.gone", {"deep": 1}, ABSENT_VALUE),
-        Change("flag", True, 1),
-        Change("none", None, ABSENT_VALUE),
-        Change("new", ABSENT_VALUE, "v"),
+        change("x.y.z", 1, 2),
+        change("x.gone", {"deep": 1}, ABSENT_VALUE),
+        change("flag", True, 1),
+        change("none", None, ABSENT_VALUE),
+        change("new", ABSENT_VALUE, "v"),
     ]
-    assert changes({"a": {"b": 1}}, {"a": 3}) == [Change("a", {"b": 1}, 3)]
+    assert changes({"a": {"b": 1}}, {"a": 3}) == [change("a", {"b": 1}, 3)]
 
 
 def test_code_environment_and_costs_that_differ_are_named(tmp_path):
@@ -152,7 +152,7 @@ def test_code_environment_and_costs_that_differ_are_named(tmp_path):
                 slow = 60.0 if step == 1 else 0.5 if name == "one" else 1.25
                 journal.step(step, loss=1.0, learning_rate=1e-3, seconds=slow, peak_bytes=2**30)
     found = compare(tmp_path / "one", tmp_path / "two")
-    assert {change.name: change.b for change in found.changes} == {
+    assert {one["name"]: one["b"] for one in found["changes"]} == {
         "run": "B",
         "median step": "1.25 s",
         "code.dirty": True,
@@ -161,7 +161,7 @@ def test_code_environment_and_costs_that_differ_are_named(tmp_path):
         "environment.world_size": 8,
         "command": "python train.py",
     }
-    assert "the same: config" in found.text()
+    assert "the same: config" in text_of(found)
 
 
 def test_facts_that_a_journal_lacks_are_not_called_the_same(tmp_path):
@@ -169,7 +169,7 @@ def test_facts_that_a_journal_lacks_are_not_called_the_same(tmp_path):
     (tmp_path / "two").mkdir()
     with Journal(tmp_path / "two") as journal:
         journal.start()
-    text = " ".join(compare(tmp_path / "one", tmp_path / "two").text().split())
+    text = text_of(compare(tmp_path / "one", tmp_path / "two"))
     assert "not recorded: config of B, code of B, environment of B" in text
     assert "the same" not in text
     assert "losses: no step in common" in text
@@ -181,8 +181,8 @@ def test_dev_metrics_of_both_are_compared(tmp_path):
     with Journal(tmp_path / "other") as journal:
         journal.resume(40)
         journal.write("eval", step=40, metric="dev_loss", value=4.75)
-    found = compare(folder, tmp_path / "other").metrics["dev_loss"].first
-    assert (found.step, found.a, found.b) == (40, 4.5, 4.75)
+    found = compare(folder, tmp_path / "other")["metrics"]["dev_loss"]["first"]
+    assert found == {"step": 40, "a": 4.5, "b": 4.75}
 
 
 def test_long_names_and_values_keep_to_80_columns(run, tmp_path):

@@ -19,11 +19,11 @@ from scaffold_case import ROOT, make_bundle, scaffold, shell, tree, write
 from curry_train.cli.ownership import (
     BUNDLED_FOLDER,
     Bundle,
-    ScaffoldError,
     build_wheel,
     find_bundle,
     wheel_name,
 )
+from curry_train.cli.screen import UnusableInput
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(
 def test_a_wheel_that_pip_can_not_build_gets_its_message(clone: Bundle, tmp_path: Path) -> None:
     root = Path(shutil.copytree(clone.package.parents[1], tmp_path / "clone"))
     write(root / "pyproject.toml", "[build-system]\nrequires = 7\n")
-    with pytest.raises(ScaffoldError, match=r"pip can't build the wheel of .*clone:\n"):
+    with pytest.raises(UnusableInput, match=r"pip can't build the wheel of .*clone:\n"):
         build_wheel(find_bundle(root / "template/curry_train"))
 
 

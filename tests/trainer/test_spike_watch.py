@@ -61,8 +61,6 @@ def events_of(folder, *kinds):
     return [line for line in lines_of(folder) if line["kind"] in kinds]
 
 
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

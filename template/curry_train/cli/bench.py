@@ -17,7 +17,6 @@ from ..core.wording import (
     format_seconds,
     provenance,
     three_digits,
-    write_json,
 )
 from ..plan.available import load_that_fits
 from ..plan.device import MEASURED_PEAK
@@ -27,16 +26,14 @@ from .figures import plot_bench
 from .options import (
     CaseOptions,
     blocks_text,
-    check_blocks,
     echo_notes,
     parsed,
     plot_option,
-    require_matplotlib,
     run_options,
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, fill_screen, messages_on_screen, table
+from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
 
 # Table of a benchmark, at most 80 columns wide.
 
@@ -190,8 +187,7 @@ def bench_command(
     peak: float | str | None,
     plot_path: str | None,
     asked: CaseOptions,
-    json_path: str | None,
-) -> None:
+) -> Ended:
     """Time optimizer steps with each lever.
 
     The plain step and all levers are timed in turns, as whole optimizer steps.
@@ -201,13 +197,10 @@ def bench_command(
     chosen = [find_lever(name) for name in dict.fromkeys(levers)]
     case = load_that_fits(spec, asked.case)
     workload = case.workload
-    check_blocks(case)
     case, choice = settle_blocks(case)
     others = [load_workload(other) for other in dict.fromkeys(against)]
     steps_by = optimizer or workload.optimizer or "adamw"
     make_optimizer(steps_by, case.build())
-    if plot_path:
-        require_matplotlib()  # after the options are checked, before the work begins
 
     with messages_on_screen() as show_message:
         bench = measure_levers(
@@ -226,6 +219,5 @@ def bench_command(
     facts = provenance(asked.device)
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])
-    if json_path:
-        figures = bench.to_json() | {"device": facts["device"]}
-        write_json(json_path, facts | figures | {"seed": asked.seed, "blocks": choice.to_json()})
+    figures = bench.to_json() | {"device": facts["device"]}
+    return facts | figures | {"seed": asked.seed, "blocks": choice.to_json()}, 0

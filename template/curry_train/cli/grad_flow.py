@@ -5,14 +5,13 @@ The panels show activations, gradients and updates.
 Proof: `python -m pytest tests/cli/test_grad_flow_command.py`.
 """
 
-import sys
 from dataclasses import replace
 
 import click
 import torch
 
 from ..core.generators import seeded
-from ..core.wording import provenance, write_json
+from ..core.wording import provenance
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
 from ..workloads.models import is_taken, load_workload
@@ -23,12 +22,11 @@ from .options import (
     dtype_name,
     echo_notes,
     plot_option,
-    require_matplotlib,
     run_options,
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, progress_on_screen
+from .screen import Ended, ScreenCommand, progress_on_screen
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -77,14 +75,13 @@ LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight check
 def grad_flow_command(
     spec: str,
     asked: CaseOptions,
-    json_path: str | None,
     steps: int,
     microbatches: int,
     learning_rate: float | None,
     clip_norm: float | None,
     layers: tuple[str, ...],
     plot_path: str | None,
-) -> None:
+) -> Ended:
     """Train a few steps and report unhealthy layers.
 
     Exit status: 0 all values finite, 1 some were not (the first layer is named), 2 wrong usage,
@@ -102,8 +99,6 @@ def grad_flow_command(
         layers=list(layers) or None,
         blocks=case.blocks,
     )
-    if plot_path:
-        require_matplotlib()  # after the options are checked, before the work begins
     losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
 
     echo_notes(workload)
@@ -113,13 +108,10 @@ def grad_flow_command(
     if plot_path:
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
-    if json_path:
-        facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
-        facts |= {"seed": asked.seed}
-        facts |= {"learning_rate": optimizer.param_groups[0]["lr"]}
-        write_json(json_path, facts | {"losses": losses} | flow_json(flow))
-    if any(record.nonfinite for record in flow.records):
-        sys.exit(1)
+    facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
+    facts |= {"seed": asked.seed, "learning_rate": optimizer.param_groups[0]["lr"]}
+    is_bad = any(record.nonfinite for record in flow.records)
+    return facts | {"losses": losses} | flow_json(flow), is_bad
 
 
 def _optimizer(

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import torch
 
-from ..core.wording import format_bytes, provenance, write_json
+from ..core.wording import format_bytes, provenance
 from ..plan.available import missing_room
 from ..plan.estimate import Sketch
 from ..plan.optimizers import make_optimizer
@@ -42,20 +42,18 @@ from .options import (
     DTYPES,
     CaseOptions,
     blocks_text,
-    check_blocks,
     dtype_name,
     dtype_to_use,
     echo_notes,
     output_option,
     plot_option,
-    require_matplotlib,
     run_options,
     samples_of,
     settle_blocks,
     training_options,
     typed_options,
 )
-from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen, table
+from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
 
 # Lines of code that a report lists for each owner.
 MOST_LINES = 5
@@ -147,6 +145,14 @@ class DeviceReport:
         history = self.history
         owners = list(self.owned.owners.items())
         free = history.reserved_at_peak - history.peak_allocated
+        steps = []
+        for start, end in self.owned.steps():
+            step = {"first_event": start, "last_event": end}
+            for name in ("allocated", "reserved"):
+                sizes = getattr(history, name)
+                during = sizes[start + 1 : max(end, start) + 2]
+                step[name] = max(during, default=sizes[-1])
+            steps.append(step)
         return {
             "device": history.record.device,
             "events": len(history.record.events),
@@ -159,11 +165,11 @@ class DeviceReport:
             "owners": owners,
             "owners_of_reserved": [*owners, (FREE_OWNER, free)],
             "lines": [
-                {"owner": line.owner, "line": line.line, "bytes": line.num_bytes}
-                | {"blocks": line.num_blocks}
-                for line in self.owned.lines()[:100]
+                {"owner": one.owner, "line": one.line, "bytes": one.num_bytes}
+                | {"blocks": one.num_blocks}
+                for one in self.owned.lines()[:100]
             ],
-            "steps": list(self._steps()),
+            "steps": steps,
             "levers": [
                 {"owner": lever.owner, "change": lever.change}
                 | {"allocated_saved_bytes": lever.allocated_saved}
@@ -177,16 +183,6 @@ class DeviceReport:
             ],
             "notes": list(self.notes),
         }
-
-    def _steps(self) -> Iterator[dict[str, int]]:
-        """Yield the events of each step, and its most allocated and reserved bytes."""
-        for start, end in self.owned.steps():
-            during = slice(start + 1, max(end, start) + 2)
-            row = {"first_event": start, "last_event": end}
-            for name in ("allocated", "reserved"):
-                sizes = getattr(self.history, name)
-                row[name] = max(sizes[during], default=sizes[-1])
-            yield row
 
 
 def _mib(num_bytes: int) -> str:
@@ -246,44 +242,32 @@ def report_snapshot(path: str) -> Report:
 def memory_command(
     spec: str | None,
     snapshot_path: str | None,
-    json_path: str | None,
     plot_path: str | None,
     html_path: str | None,
     on_shapes: bool,
     asked: CaseOptions,
-) -> None:
+) -> Ended:
     """Show what holds the memory of a training step.
 
     Prints the bytes that each layer holds, and the owners of the peak.
 
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
-    _check_usage(spec, snapshot_path)
-    if spec is not None:
-        report = measure_model(spec, asked, on_shapes=on_shapes, is_drawn=bool(plot_path))
+    ignored = [option.opts[0] for option in typed_options() if option.name in MODEL_OPTIONS]
+    if (spec is None) == (snapshot_path is None):
+        raise click.UsageError("give either --model or --snapshot")
+    if snapshot_path is not None and ignored:
+        raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
+    if snapshot_path is not None:
+        report = report_snapshot(snapshot_path)
     else:
-        if plot_path:
-            require_matplotlib()
-        try:
-            report = report_snapshot(str(snapshot_path))
-        except MemoryError as error:
-            raise UnusableInput(str(error)) from error
+        report = measure_model(str(spec), asked, on_shapes=on_shapes)
     click.echo(report.text)
     if plot_path:
         plot_course(report.course(), OWNER_COLOURS, plot_path)
     if html_path:
         write_page(report.course(), html_path)
-    if json_path:
-        write_json(json_path, report.results)
-
-
-def _check_usage(spec: str | None, snapshot: str | None) -> None:
-    """Refuse options that would be ignored."""
-    if (spec is None) == (snapshot is None):
-        raise click.UsageError("give either --model or --snapshot")
-    ignored = [option.opts[0] for option in typed_options() if option.name in MODEL_OPTIONS]
-    if snapshot is not None and ignored:
-        raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
+    return report.results, 0
 
 
 @contextlib.contextmanager
@@ -308,21 +292,14 @@ def _case_to_measure(
         yield replace(sketch.case, batch_size=size), why
 
 
-def measure_model(
-    spec: str, asked: CaseOptions, *, on_shapes: bool, is_drawn: bool = False
-) -> Report:
+def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
     """Measure one training step of a model, to find out what holds its memory."""
-    stack = contextlib.ExitStack()
-    try:
-        case, why = stack.enter_context(_case_to_measure(spec, asked, on_shapes=on_shapes))
+    with _case_to_measure(spec, asked, on_shapes=on_shapes) as (case, why):
         workload = case.workload
         module = case.build()
         batch = case.batch()
-        if is_drawn:
-            check_blocks(case)
-            require_matplotlib()
         case, choice = settle_blocks(case)
-        loss = case.workload.mean_loss
+        loss = workload.mean_loss
         own = workload.optimizer
         optimizer = None if own is None else make_optimizer(own, module)
         profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
@@ -335,25 +312,21 @@ def measure_model(
             accumulated=workload.accumulation > 1,
         )
         timeline = timeline_of(lives)
-    finally:
-        stack.close()
 
     facts = provenance(case.device)
-    seed = case.seed
-    dtype, size = dtype_name(case.dtype), case.batch_size
+    dtype, size, seed = dtype_name(case.dtype), case.batch_size, case.seed
     echo_notes(workload)
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
-    tables = [header, blocks_text(choice), profile.table(), timeline.table()]
-    if why is not None:
-        tables.insert(1, fill_screen(f"run on shapes alone, {why}"))
+    shapes = [] if why is None else [fill_screen(f"run on shapes alone, {why}")]
+    texts = [header, *shapes, blocks_text(choice), profile.table(), timeline.table()]
     workspace = max((one.num_bytes for one in lives.convolutions), default=0)
     if workspace:
-        tables.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
+        texts.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
     if optimizer is not None and (note := host_note(optimizer)) is not None:
-        tables.append(fill_screen(note))
-    facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": size, "seed": seed}
+        texts.append(fill_screen(note))
+    facts |= {"workload": workload.name, "dtype": dtype, "batch_size": size, "seed": seed}
     facts |= {"blocks": choice.to_json(), "on_shapes": why}
     facts["convolution_workspace_bytes"] = workspace
     facts |= {"profile": profile.to_json(), "timeline": timeline.to_json()}
     course = functools.partial(course_of_timeline, timeline, lives.lives)
-    return Report("\n\n".join(tables), facts, course)
+    return Report("\n\n".join(texts), facts, course)

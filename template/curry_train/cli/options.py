@@ -9,7 +9,7 @@ import importlib.util
 import shlex
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import UnusableInput, fill_screen, write_output
+from .screen import JSON_KEY, UnusableInput, fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -76,6 +76,17 @@ def new_folder(stack: contextlib.ExitStack, path: str | None) -> Path:
     return folder
 
 
+def all_of(*options: OptionDecorator) -> OptionDecorator:
+    """Join options, in the order of the page."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:
     """Add `--model` with the same values in every command; `more` ends its help."""
     text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory{more}"
@@ -121,47 +132,47 @@ def training_options(
             click.get_current_context().meta[FACTORY_KEY] = factory_path
             return command(*args, **settings)
 
-        changed: Callable[..., Any] = run
-        for option in _training_inputs(name, more=more, multiple=multiple):
-            changed = option(changed)
-        return changed
+        return inputs(run)
 
+    inputs = all_of(
+        model_option(name, more=f". {more}".rstrip(), multiple=multiple),
+        *PROGRAM_INPUTS,
+        click.option(
+            "--model-config",
+            metavar="FILE",
+            help="A config.json of Hugging Face; --model is a name for it then.",
+        ),
+        output_option(
+            "Write the factory that stands for --script, to use it as --model.",
+            *("--factory", "factory_path"),
+            metavar="FILE",
+        ),
+    )
     return decorate
 
 
-def _training_inputs(name: str, *, more: str, multiple: bool) -> Iterator[OptionDecorator]:
-    """Yield the options of `training_options`, the last of the page first."""
-    yield click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
-    yield output_option(
-        "Write the factory that stands for --script, to use it as --model.",
-        *("--factory", "factory_path"),
-        metavar="FILE",
-    )
-    yield click.option(
-        "--model-config",
-        metavar="FILE",
-        help="A config.json of Hugging Face; --model is a name for it then.",
-    )
-    yield click.option(
-        "--script",
-        metavar="FILE",
-        help="In place of --model: run this script to its first optimizer step, with "
-        "the ARGUMENTS after --.",
-    )
-    yield trainer_option()
-    yield model_option(name, more=f". {more}".rstrip(), multiple=multiple)
-
-
 def trainer_option() -> OptionDecorator:
-    """Add `--trainer`, which stands for `--model`."""
+    """Add `--trainer`, in place of a model or of a script."""
     return click.option(
         "--trainer",
         metavar="FACTORY",
-        help="In place of --model: pkg.module:function that returns a Trainer of Hugging Face or "
-        "Lightning, or an Accelerator with its training.",
+        help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
+        "module, or an Accelerator with its training.",
     )
 
 
+def script_option() -> OptionDecorator:
+    """Add `--script`, in place of a model or of a trainer."""
+    return click.option(
+        "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
+    )
+
+
+PROGRAM_INPUTS = (
+    trainer_option(),
+    script_option(),
+    click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+)
 # The path of --factory in the context of a command.
 FACTORY_KEY = "curry_train.factory_path"
 
@@ -210,7 +221,7 @@ def output_option(
 
 
 def json_option(**settings: Any) -> OptionDecorator:
-    """Add `--json`: write the results as JSON, and where they come from; - is standard output."""
+    """Add `--json`, the path of the results as JSON; - is standard output."""
     return output_option(
         "Write the results as JSON; - is standard output.",
         "--json",
@@ -220,6 +231,15 @@ def json_option(**settings: Any) -> OptionDecorator:
     )
 
 
+def results_option() -> OptionDecorator:
+    """Add `--json`, where a `ScreenCommand` writes the results that the command returns."""
+
+    def note(context: click.Context, option: click.Parameter, path: str | None) -> None:
+        context.meta[JSON_KEY] = _writable(path)
+
+    return json_option(callback=note, expose_value=False)
+
+
 def plot_option(text: str) -> OptionDecorator:
     """Add `--plot`, the path of a PNG."""
 
@@ -227,37 +247,42 @@ def plot_option(text: str) -> OptionDecorator:
         if path is not None and Path(path).suffix != ".png":
             name = Path(path).with_suffix(".png")
             raise click.BadParameter(f"{path}: a picture is a PNG, name it {name}")
+        if path is not None:
+            require_matplotlib()
         return _writable(path)
 
     return output_option(text, "--plot", "plot_path", callback=check)
 
 
-def device_option(**settings: Any) -> OptionDecorator:
+def device_option() -> OptionDecorator:
     """Add `--device`; auto is CUDA where available, else the CPU."""
-    settings = {"default": "auto", "help": "auto is CUDA where available, else the CPU."} | settings
-    return click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), **settings)
+    return click.option(
+        "--device",
+        type=click.Choice(["auto", "cuda", "cpu"]),
+        default="auto",
+        help="auto is CUDA where available, else the CPU.",
+    )
 
 
 def dtype_option(**settings: Any) -> OptionDecorator:
     """Add `--dtype`, the type of weights and batch."""
-    defaults: dict[str, Any] = {
-        "type": click.Choice(list(DTYPES)),
-        "default": "float32",
-        "help": "Type of weights and batch.",
-    }
+    defaults: dict[str, Any] = {"type": click.Choice(list(DTYPES)), "default": "float32"}
+    defaults["help"] = "Type of weights and batch."
     return click.option("--dtype", **defaults | settings)
 
 
-def batch_size_option(**settings: Any) -> OptionDecorator:
+def batch_size_option(default: int | None = None) -> OptionDecorator:
     """Add `--batch-size`, the samples per step."""
-    settings = {"help": "Samples per step."} | settings
-    return click.option("--batch-size", type=click.IntRange(1), **settings)
+    return click.option(
+        "--batch-size", type=click.IntRange(1), default=default, help="Samples per step."
+    )
 
 
-def seed_option(**settings: Any) -> OptionDecorator:
+def seed_option() -> OptionDecorator:
     """Add `--seed`, of weights, batch and dropout."""
-    defaults: dict[str, Any] = {"default": 0, "help": "Seed of weights, batch and dropout."}
-    return click.option("--seed", type=click.IntRange(0), **defaults | settings)
+    return click.option(
+        "--seed", type=click.IntRange(0), default=0, help="Seed of weights, batch and dropout."
+    )
 
 
 def blocks_option() -> OptionDecorator:
@@ -346,62 +371,41 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         asked = CaseOptions(choose_device(device), **own)
         return command(*args, asked=asked, **settings)
 
-    options = (
-        json_option(),
-        seed_option(),
-        batch_size_option(),
-        dtype_option(default=None),
-        blocks_option(),
+    return all_of(
         device_option(),
+        blocks_option(),
+        dtype_option(default=None),
+        batch_size_option(),
+        seed_option(),
+        results_option(),
+    )(run)
+
+
+def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:
+    """Add the options by which a user's program runs some steps in processes of its own."""
+    return all_of(*PROGRAM_INPUTS, steps_option(default_steps, least_steps), ranks_option())
+
+
+def steps_option(default: int, least: int) -> OptionDecorator:
+    return click.option(
+        "--steps",
+        "num_steps",
+        type=click.IntRange(least),
+        default=default,
+        show_default=True,
+        help="Steps of an optimizer, after which the loop ends.",
     )
-    changed: Callable[..., Any] = run
-    for option in options:
-        changed = option(changed)
-    return changed
 
 
-def program_options(default_steps: int | None = None, *, least_steps: int = 1) -> OptionDecorator:
-    """Add the options by which a user's program runs in processes of its own.
-
-    Without a default number of steps `--steps` and `--ranks` are left out.
-    """
-    added = [
-        click.option(
-            "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
-        ),
-        click.option(
-            "--trainer",
-            metavar="FACTORY",
-            help="pkg.module:function that returns a Trainer of Hugging Face, or Lightning's with "
-            "its module.",
-        ),
-        click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-    ]
-    of_steps = [
-        click.option(
-            "--steps",
-            "num_steps",
-            type=click.IntRange(least_steps),
-            default=default_steps,
-            show_default=True,
-            help="Steps of an optimizer, after which the loop ends.",
-        ),
-        click.option(
-            "--ranks",
-            "num_ranks",
-            type=click.IntRange(1),
-            default=1,
-            show_default=True,
-            help="Start so many processes, as torchrun does.",
-        ),
-    ]
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed([*added, *(of_steps if default_steps else [])]):
-            command = option(command)
-        return command
-
-    return decorate
+def ranks_option() -> OptionDecorator:
+    return click.option(
+        "--ranks",
+        "num_ranks",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Start so many processes, as torchrun does.",
+    )
 
 
 def program_of(
@@ -418,8 +422,8 @@ def program_of(
 
 
 def require_matplotlib() -> None:
-    """Raise RuntimeError with the install command if matplotlib is missing."""
+    """Raise an error with the install command if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise RuntimeError(
+        raise UnusableInput(
             "a plot needs matplotlib, which is not installed:\n  pip install 'matplotlib>=3.8'"
         )

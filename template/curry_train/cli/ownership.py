@@ -22,10 +22,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePosixPath
 
-import click
-
 from ..core.wording import did_you_mean
-from .screen import render_template
+from .screen import UnusableInput, render_template
 
 PACKAGE = "curry_train"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
@@ -46,12 +44,6 @@ LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})
 RELATIVE_IMPORT = re.compile(rb"^( *)from \.+(?:\w+\.)*(\w+) import ", re.MULTILINE)
 TEST_IMPORT = re.compile(rb"^from curry_train\.(?:\w+\.)*(\w+) import ", re.MULTILINE)
 PROOF_PATTERN = re.compile(rb"^Proof: `[^`]*`[^\n]*", re.MULTILINE)
-
-
-class ScaffoldError(click.ClickException):
-    """The request can't be fulfilled; nothing was written."""
-
-    exit_code = 2
 
 
 class Kind(Enum):
@@ -184,7 +176,7 @@ class Bundle:
         text = (self.package / "__init__.py").read_text(encoding="utf-8")
         found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
         if found is None:
-            raise ScaffoldError(f"{self.package} has no version; take a whole copy of curry-train")
+            raise UnusableInput(f"{self.package} has no version; take a whole copy of curry-train")
         return found[1]
 
     def find(self, name: str) -> Technique:
@@ -193,7 +185,7 @@ class Bundle:
             if technique.name == name:
                 return technique
         known = [technique.name for technique in self.techniques]
-        raise ScaffoldError(f"no technique is called {name!r}; {did_you_mean(name, known)}")
+        raise UnusableInput(f"no technique is called {name!r}; {did_you_mean(name, known)}")
 
 
 def find_bundle(package: Path = PACKAGE_FOLDER) -> Bundle:
@@ -218,7 +210,7 @@ def closure(package: Path, home: str) -> tuple[str, ...]:
         for node in ast.walk(ast.parse((package / path).read_bytes(), filename=path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 if not node.module:
-                    raise ScaffoldError(f"{path} can't be copied: it imports a whole package")
+                    raise UnusableInput(f"{path} can't be copied: it imports a whole package")
                 folder = PurePosixPath(path).parents[node.level - 1]
                 waiting.append(str(folder / f"{node.module.replace('.', '/')}.py"))
     return tuple(sorted(reached))
@@ -251,7 +243,7 @@ def technique_files(
                 content = RELATIVE_IMPORT.sub(rb"\1from .\2 import ", content)
                 place = f"{directory}/{PurePosixPath(path).name}"
             if files.setdefault(place, content) != content:
-                raise ScaffoldError(f"{path} and another module would both become {place}")
+                raise UnusableInput(f"{path} and another module would both become {place}")
         test = bundle.tests / technique.test
         if technique.kind is Kind.OWNED and test.is_file():
             sibling = f"from {package}.".encode() + rb"\1 import "
@@ -286,7 +278,7 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
             content = render_template(bundle.project / path, **values).encode()
         files[place] = content
     if not files:
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{bundle.project} holds no project to copy; take a whole copy of curry-train"
         )
     if own:
@@ -298,12 +290,12 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
 def check_project_name(name: str) -> None:
     """Refuse a name that pip could not use."""
     if not re.fullmatch(r"[A-Za-z](\w*[A-Za-z0-9])?", name, re.ASCII):
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{name!r} can't be a project's name: give --name ASCII letters, digits and "
             "underscores, such as my_run"
         )
     if name.lower().replace("_", "-") in NEEDED_BY_PROJECTS:
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{name!r} is the name of something that the project needs itself; give another --name"
         )
 
@@ -363,7 +355,7 @@ def build_wheel(bundle: Bundle) -> bytes:
             env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
         )
         if done.returncode:
-            raise ScaffoldError(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
+            raise UnusableInput(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
         return (Path(folder) / wheel_name(bundle)).read_bytes()
 
 

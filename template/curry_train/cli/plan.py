@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,21 +30,21 @@ from ..workloads.workload import Case, Workload
 from .figures import plot_plan
 from .options import (
     DTYPES,
+    all_of,
     blocks_option,
     choose_device,
     dtype_option,
     dtype_to_use,
     echo_notes,
-    json_option,
     output_option,
     parsed,
     plot_option,
-    require_matplotlib,
+    results_option,
     seed_option,
     training_options,
     typed_options,
 )
-from .screen import ScreenCommand, messages_on_screen
+from .screen import Ended, ScreenCommand, messages_on_screen
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -72,57 +71,53 @@ def _reshard(text: str) -> bool | int:
     raise ValueError(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
 
 
-def sharding_options(command: Any) -> Any:
-    """Add the options that say how ranks share the training."""
-    options = (
-        click.option(
-            "--parallel",
-            metavar="KIND",
-            help="How ranks share the training: "
-            f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
-        ),
-        click.option(
-            "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
-        ),
-        click.option(
-            "--mesh",
-            "meshes",
-            multiple=True,
-            callback=parsed(_meshes),
-            metavar="SIZES",
-            help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
-        ),
-        click.option(
-            "--rank",
-            default=0,
-            type=click.IntRange(0),
-            show_default=True,
-            help="The rank to plan for.",
-        ),
-        click.option(
-            "--reshard-after-forward",
-            callback=parsed(_reshard),
-            metavar="HOW",
-            help="Reshard parameters after forward: yes, no, or to how many ranks.  "
-            "[default: as torch does]",
-        ),
-        click.option(
-            "--gather-in",
-            "precision",
-            type=click.Choice([*PRECISIONS]),
-            help="Dtype of gathered parameters.",
-        ),
-        click.option(
-            "--link",
-            "links",
-            callback=parsed(parse_links),
-            metavar="RATES",
-            help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+# How ranks share the training.
+SHARDING_OPTIONS = all_of(
+    click.option(
+        "--parallel",
+        metavar="KIND",
+        help="How ranks share the training: "
+        f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
+    ),
+    click.option(
+        "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
+    ),
+    click.option(
+        "--mesh",
+        "meshes",
+        multiple=True,
+        callback=parsed(_meshes),
+        metavar="SIZES",
+        help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
+    ),
+    click.option(
+        "--rank",
+        default=0,
+        type=click.IntRange(0),
+        show_default=True,
+        help="The rank to plan for.",
+    ),
+    click.option(
+        "--reshard-after-forward",
+        callback=parsed(_reshard),
+        metavar="HOW",
+        help="Reshard parameters after forward: yes, no, or to how many ranks.  "
+        "[default: as torch does]",
+    ),
+    click.option(
+        "--gather-in",
+        "precision",
+        type=click.Choice([*PRECISIONS]),
+        help="Dtype of gathered parameters.",
+    ),
+    click.option(
+        "--link",
+        "links",
+        callback=parsed(parse_links),
+        metavar="RATES",
+        help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
+    ),
+)
 
 
 @click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
@@ -177,7 +172,7 @@ def sharding_options(command: Any) -> Any:
     metavar="PERCENT",
     help="Leave so much free on a GPU; the default is the worst recorded error.",
 )
-@sharding_options
+@SHARDING_OPTIONS
 @blocks_option()
 @click.option(
     "--without",
@@ -200,7 +195,7 @@ def sharding_options(command: Any) -> Any:
 @output_option(
     "Write the planned step as a page for a browser.", "--html", "page_path", metavar="FILE"
 )
-@json_option()
+@results_option()
 def plan_command(
     spec: str,
     budget_bytes: int | None,
@@ -218,9 +213,8 @@ def plan_command(
     out: str | None,
     plot_path: str | None,
     page_path: str | None,
-    json_path: str | None,
     **shared: Any,
-) -> None:
+) -> Ended:
     """Find the fastest way to train within a memory budget.
 
     Exit status: 0 planned, 1 nothing fits, 2 wrong usage.
@@ -240,9 +234,7 @@ def plan_command(
         if gpu is not None:
             fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
             click.echo(fewest.table())
-            if json_path:
-                write_json(json_path, provenance(torch.device("cpu")) | fewest.to_json())
-            sys.exit(fewest.best is None)
+            return provenance(torch.device("cpu")) | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         shared["mesh"] = meshes[0] if meshes else {}
@@ -261,7 +253,7 @@ def plan_command(
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
-        sys.exit(1)
+        return {}, 1
 
     echo_notes(own)
     text = "\n".join([*here, _text(plan, plain, explain=explain)])
@@ -275,10 +267,9 @@ def plan_command(
     if out:
         write_json(out, plan.to_json())
         click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
-    if json_path:
-        results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-        results |= {"plan": plan.to_json(), **(plan.cuda or {})}
-        write_json(json_path, provenance(place) | results)
+    results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
+    results |= {"plan": plan.to_json(), **(plan.cuda or {})}
+    return provenance(place) | results, 0
 
 
 def _own_settings(
@@ -379,8 +370,6 @@ def _find_plan(
         if budget_bytes is None:
             raise ValueError("a plan needs a --budget, such as 24GiB, or a --target")
         global_batch = global_batch or planner.sketch.case.workload.own_batch or 1
-        if plot_path:
-            require_matplotlib()  # before the work begins
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")

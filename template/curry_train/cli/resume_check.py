@@ -14,6 +14,8 @@ import shlex
 import shutil
 import signal
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,12 +25,17 @@ import click
 import torch
 
 from ..core.wording import provenance
-from ..gates.loop_run import ChangedFiles, LoopFailed, run_ranks, run_watched
+from ..gates.loop_run import ChangedFiles, run_ranks, run_watched
 from ..workloads.models import load_object
-from .options import json_option, new_folder, program_of, program_options
+from .options import (
+    PROGRAM_INPUTS,
+    all_of,
+    program_of,
+    results_option,
+    steps_option,
+)
 from .resume_watch import PARTS, StateWatch
-from .runs import end
-from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 from .train import train_command
 
 # Time for a save in the background, so that the step of the resume does not depend on the disk.
@@ -53,14 +60,10 @@ def check_resume(
     log = folder / "changed.jsonl"
 
     def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
-        what = f"without its {mode}" if mode in PARTS else mode
-        show(what)
-        try:
-            found = run_ranks(str(__spec__.name), [mode, str(last), fresh, str(log), *program])
-        except LoopFailed as error:
-            raise UnusableInput(f"{what}: {error}") from error
-        forget(found[0]["steps"], unseeded)
-        return found[0]
+        show(f"without its {mode}" if mode in PARTS else mode)
+        found = run_ranks(str(__spec__.name), [mode, str(last), fresh, str(log), *program])[0]
+        forget(found["steps"], unseeded)
+        return found
 
     # Generators that begin differently in each process. If the training drew from one of them, its
     # batches or parameters would differ too.
@@ -80,7 +83,7 @@ def check_resume(
             raise UnusableInput(
                 f"two starts differ already, {part}: {text}. Seed the program first"
             )
-        saved = LeftFiles(log, folder / "left")
+        saved = LeftFiles(log, folder / "left.tar")
         whole = run("resumed", num_steps - 1, again)
         begun = began_after(straight, whole["steps"], kill_at)
         last = num_steps - begun
@@ -112,30 +115,23 @@ def forget(steps: Steps, generators: set[str]) -> None:
 
 
 class LeftFiles:
-    """Copies of the files of a killed process, restored before each resume."""
+    """An archive of the files of a killed process, which are restored before each resume."""
 
-    def __init__(self, log: Path, folder: Path) -> None:
-        changed = enumerate(ChangedFiles.read_log(log))
-        self._copies = {place: folder / str(number) for number, place in changed}
-        folder.mkdir()
-        for place, copy in self._copies.items():
-            _replace(copy, place)
+    def __init__(self, log: Path, archive: Path) -> None:
+        self._places = list(ChangedFiles.read_log(log))
+        self._archive = archive
+        with tarfile.open(archive, "w") as packed:
+            for place in filter(os.path.lexists, self._places):
+                packed.add(place)
 
     def restore(self) -> None:
-        for place, copy in self._copies.items():
-            _replace(place, copy)
-
-
-def _replace(old: Path, new: Path) -> None:
-    """Make a file or folder a copy of another one, which may not be there."""
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
-    if new.is_dir() and not new.is_symlink():
-        shutil.copytree(new, old, symlinks=True)
-    elif new.exists() or new.is_symlink():
-        shutil.copy2(new, old, follow_symlinks=False)
+        for place in self._places:
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            else:
+                place.unlink(missing_ok=True)
+        with tarfile.open(self._archive) as packed:
+            packed.extractall("/", filter="fully_trusted")
 
 
 def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
@@ -245,15 +241,7 @@ def _resume_trainer(spec: str, log: str) -> None:
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@program_options()
-@click.option(
-    "--steps",
-    "num_steps",
-    type=click.IntRange(3),
-    default=12,
-    show_default=True,
-    help="Steps of an optimizer, after which the loop ends.",
-)
+@all_of(*PROGRAM_INPUTS, steps_option(12, 3))
 @click.option(
     "--kill-at",
     type=click.IntRange(2),
@@ -265,7 +253,7 @@ def _resume_trainer(spec: str, log: str) -> None:
     metavar="WORDS",
     help="Arguments that make the script resume, such as '--resume latest'.",
 )
-@json_option()
+@results_option()
 def resume_check_command(
     script: str | None,
     trainer: str | None,
@@ -273,8 +261,7 @@ def resume_check_command(
     num_steps: int,
     kill_at: int | None,
     resume_with: str,
-    json_path: str | None,
-) -> None:
+) -> Ended:
     """Check that a resumed run is bit-equal.
 
     Without --script or --trainer it is the training of `curry-train train`, with its ARGUMENTS.
@@ -295,19 +282,13 @@ def resume_check_command(
         again = [*start, *shlex.split(resume_with)]
         if kind == "trainer":
             again = ["resumed trainer", *words]
-    with contextlib.ExitStack() as stack:
-        show_message = stack.enter_context(messages_on_screen())
+    with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
         found = check_resume(
-            new_folder(stack, None),
-            start,
-            again,
-            num_steps=num_steps,
-            kill_at=kill_step,
-            show=show_message,
+            Path(folder), start, again, num_steps=num_steps, kill_at=kill_step, show=show
         )
     for line in describe(found):
         click.echo(fill_screen(line, indent="    "))
-    end(json_path, provenance(torch.device("cpu")) | found, well=found["equal"])
+    return provenance(torch.device("cpu")) | found, not found["equal"]
 
 
 def describe(found: dict[str, Any]) -> list[str]:

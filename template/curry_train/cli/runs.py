@@ -4,7 +4,6 @@ Proof: `python -m pytest tests/cli/test_runs_command.py tests/cli/test_export.py
 """
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,15 +13,23 @@ import click
 import torch
 from safetensors.torch import save_file
 
-from ..core.wording import format_bytes, write_json
+from ..core.wording import format_bytes
 from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs, read_manifest
 from ..runs.ranks import DamagedCheckpoint, StateMismatch
 from ..runs.store import SavedRun
-from .options import json_option
-from .screen import LazyGroup, UnusableInput, fill_screen, messages_on_screen, table
+from .options import results_option
+from .screen import (
+    Ended,
+    LazyGroup,
+    ScreenCommand,
+    UnusableInput,
+    fill_screen,
+    messages_on_screen,
+    table,
+)
 
 # Tables of runs and checkpoints, readable at 80 columns, and their rows as JSON.
 
@@ -47,17 +54,17 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     """Return a row for every checkpoint of a run, damaged ones included."""
     empty = dict.fromkeys(("step", "metric", "date", "damaged")) | {"bytes": 0}
     rows = []
-    for saved in run.all_committed():
-        metric = saved.metric
-        date = read_manifest(run.files, saved.folder).about.get("date", "")
-        row = {"kind": saved.kind, "folder": saved.folder, "step": saved.step, "date": str(date)}
-        row |= {"bytes": saved.num_bytes}
-        row |= {"metric": f"{metric.name} {metric.value:.6g}" if metric else None}
-        rows.append(empty | row)
     for kind in CHECKPOINT_KINDS:
+        for saved in run.committed(kind):
+            metric = saved.metric
+            date = read_manifest(run.files, saved.folder).about.get("date", "")
+            row = {"kind": kind, "folder": saved.folder, "step": saved.step, "date": str(date)}
+            row |= {"bytes": saved.num_bytes}
+            row |= {"metric": f"{metric.name} {metric.value:.6g}" if metric else None}
+            rows.append(empty | row)
         for folder, why in run.damaged(kind).items():
             rows.append(empty | {"kind": kind, "folder": folder, "damaged": why})
-    return sorted(rows, key=lambda row: CHECKPOINT_KINDS.index(row["kind"]))
+    return rows
 
 
 def runs_table(rows: list[dict[str, Any]]) -> str:
@@ -91,23 +98,18 @@ MOST_EVENTS = 12  # events to print per attempt
 
 def story(history: History) -> list[dict[str, Any]]:
     """Return a row for each attempt, with its spikes, skips and warnings."""
-    events: list[tuple[int, dict[str, Any]]] = []
-    for kind in STORY_EVENT_KINDS:
-        for event in history.events.get(kind, []):
-            reason = str(event.facts.get("reason", ""))
-            events.append((event.attempt, {"step": event.step, "kind": kind, "reason": reason}))
-    events.sort(key=lambda one: one[1]["step"])
-    return [
-        {
-            "attempt": attempt.number,
-            "began": attempt.kind,
-            "from_step": attempt.step,
-            "to_step": attempt.last_step,
-            "ended": attempt.ended,
-            "events": [event for number, event in events if number == attempt.number],
-        }
-        for attempt in history.attempts
-    ]
+    rows = []
+    for attempt in history.attempts:
+        events: list[dict[str, Any]] = [
+            {"step": one.step, "kind": kind, "reason": str(one.facts.get("reason", ""))}
+            for kind in STORY_EVENT_KINDS
+            for one in history.events.get(kind, [])
+            if one.attempt == attempt.number
+        ]
+        row: dict[str, Any] = {"attempt": attempt.number, "began": attempt.kind}
+        row |= {"from_step": attempt.step, "to_step": attempt.last_step, "ended": attempt.ended}
+        rows.append(row | {"events": sorted(events, key=lambda one: one["step"])})
+    return rows
 
 
 def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -127,8 +129,14 @@ def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 # Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
 
-JSON_OPTION = json_option()
 IN_MODULES = {
+    "list": ("runs:runs_list_command", "List runs and their saved states."),
+    "show": ("runs:show_command", "Show checkpoints, damage, attempts and events of a run."),
+    "verify": ("runs:verify_command", "Verify every file of a run, or of one CHECKPOINT."),
+    "export": (
+        "runs:export_command",
+        "Write the parameters of a checkpoint as Hugging Face safetensors.",
+    ),
     "inspect": (
         "runs_inspect:inspect_command",
         "Inspect anybody's checkpoint without unpickling it.",
@@ -165,10 +173,10 @@ def runs_command() -> None:
     """
 
 
-@runs_command.command("list", example="runs")
+@click.command("list", cls=ScreenCommand, example="runs")
 @click.argument("folder", default="runs")
-@JSON_OPTION
-def runs_list_command(folder: str, json_path: str | None) -> None:
+@results_option()
+def runs_list_command(folder: str) -> Ended:
     """List runs and their saved states.
 
     The files of the saved states in FOLDER are not all read; `verify` reads them.
@@ -178,50 +186,46 @@ def runs_list_command(folder: str, json_path: str | None) -> None:
         raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
     click.echo(runs_table(rows) if rows else f"{folder} holds no run")
-    end(json_path, {"folder": folder, "runs": rows}, well=not any(row["damaged"] for row in rows))
+    return {"folder": folder, "runs": rows}, any(row["damaged"] for row in rows)
 
 
-@runs_command.command("show", example="run-001")
+@click.command("show", cls=ScreenCommand, example="run-001")
 @RUN_ARGUMENT
-@JSON_OPTION
-def show_command(run: str, json_path: str | None) -> None:
+@results_option()
+def show_command(run: str) -> Ended:
     """Show checkpoints, damage, attempts and events of a run."""
     saved = _open(run)
     rows = checkpoint_rows(saved)
     newest = saved.latest()
-    attempts, journal_error = _journal_of(saved)
-
     click.echo(checkpoints_table(rows))
     click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
+
+    attempts: list[dict[str, Any]] = []
+    journal = Path(saved.files.location(""), JOURNAL_FILE_NAME)
+    if journal.exists():
+        try:
+            attempts = story(read_history(journal))
+        except JournalError as error:
+            click.echo(fill_screen(printable(str(error)), indent=""))
     for line in story_lines(attempts):
         click.echo(line)
-    if journal_error:
-        click.echo(journal_error)
-
-    facts = {
-        "run": run,
-        "latest": newest.folder if newest else None,
-        "checkpoints": rows,
-        "attempts": attempts,
-    }
-    end(json_path, facts, well=not any(row["damaged"] for row in rows))
+    latest = newest.folder if newest else None
+    facts = {"run": run, "latest": latest, "checkpoints": rows, "attempts": attempts}
+    return facts, any(row["damaged"] for row in rows)
 
 
-@runs_command.command("verify", example="run-001 latest")
+@click.command("verify", cls=ScreenCommand, example="run-001 latest")
 @RUN_ARGUMENT
 @click.argument("checkpoint", required=False)
-@JSON_OPTION
-def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> None:
+@results_option()
+def verify_command(run: str, checkpoint: str | None) -> Ended:
     """Verify every file of a run, or of one CHECKPOINT.
 
     CHECKPOINT is latest, or a folder such as rollback/step-00000500.dcp.
     """
     saved = _open(run)
-    if checkpoint is None:
-        folders = [row["folder"] for row in checkpoint_rows(saved)]
-    else:
-        folders = [saved.folder_of(checkpoint)]
-
+    folders = [saved.folder_of(checkpoint)] if checkpoint else []
+    folders = folders or [row["folder"] for row in checkpoint_rows(saved)]
     damaged: dict[str, str] = {}
     with messages_on_screen() as show_message:
         for folder in folders:
@@ -233,37 +237,20 @@ def verify_command(run: str, checkpoint: str | None, json_path: str | None) -> N
     for folder, why in damaged.items():
         click.echo(f"damaged: {folder}\n{fill_screen(f'  {why}')}")
     click.echo(f"{len(folders) - len(damaged)} of {len(folders)} checkpoints intact")
-    end(json_path, {"run": run, "damaged": damaged, "checkpoints": len(folders)}, well=not damaged)
-
-
-def _journal_of(saved: SavedRun) -> tuple[list[dict[str, Any]], str]:
-    """Return the attempts in a run's journal, and an error text if it can't be read.
-
-    A run without a journal gives neither.
-    """
-    path = Path(saved.files.location(""), JOURNAL_FILE_NAME)
-    if not path.exists():
-        return [], ""
-    try:
-        return story(read_history(path)), ""
-    except JournalError as error:
-        return [], fill_screen(printable(str(error)), indent="")
+    return {"run": run, "damaged": damaged, "checkpoints": len(folders)}, bool(damaged)
 
 
 def _open(run: str) -> SavedRun:
     """Open a run given by folder, or by name in `runs`."""
-    if is_run(Path(run)):
-        return SavedRun(run)
-    if is_run(Path("runs", run)):
-        return SavedRun(Path("runs", run))
-
+    for place in (Path(run), Path("runs", run)):
+        if is_run(place):
+            return SavedRun(place)
     root = Path(run).parent if Path(run).parent.name else Path("runs")
     names = [path.name for path in root.glob("*/") if is_run(path)]
+    folders = ", ".join(CHECKPOINT_KINDS)
+    advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
     if names:
         advice = describe_existing_runs(Path(run).name, names, root=root)
-    else:
-        folders = ", ".join(CHECKPOINT_KINDS)
-        advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
     raise UnusableInput(printable(f"{run} is no run: {advice}", longest=1000))
 
 
@@ -273,12 +260,6 @@ def is_run(path: Path) -> bool:
         any((path / kind).is_dir() for kind in CHECKPOINT_KINDS)
         or (path / JOURNAL_FILE_NAME).is_file()
     )
-
-
-def end(json_path: str | None, facts: dict[str, Any], *, well: bool) -> None:
-    if json_path:
-        write_json(json_path, facts)
-    sys.exit(0 if well else 1)
 
 
 # Command `runs export`: the parameters as Hugging Face safetensors.
@@ -337,7 +318,7 @@ def export_parameters(
     return sorted(parameters)
 
 
-@runs_command.command("export", example="run-001 latest --out model")
+@click.command("export", cls=ScreenCommand, example="run-001 latest --out model")
 @RUN_ARGUMENT
 @click.argument("checkpoint", default="latest")
 @click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")
@@ -348,15 +329,10 @@ def export_parameters(
     help="A config.json of Hugging Face to put next to them.",
 )
 @click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
-@JSON_OPTION
+@results_option()
 def export_command(
-    run: str,
-    checkpoint: str,
-    out: str,
-    model_config: str | None,
-    strip: str,
-    json_path: str | None,
-) -> None:
+    run: str, checkpoint: str, out: str, model_config: str | None, strip: str
+) -> Ended:
     """Write the parameters of a checkpoint as Hugging Face safetensors.
 
     CHECKPOINT is latest, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp. Its files are
@@ -364,4 +340,4 @@ def export_command(
     """
     names = export_parameters(_open(run), checkpoint, Path(out), config=model_config, strip=strip)
     click.echo(f"{len(names)} tensors in {Path(out, MODEL_FILE_NAME)}")
-    end(json_path, {"out": out, "names": names}, well=True)
+    return {"out": out, "names": names}, 0

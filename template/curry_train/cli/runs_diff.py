@@ -7,109 +7,25 @@ Proof: `python -m pytest tests/cli/test_runs_diff.py`.
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import click
 import numpy
 
-from ..core.wording import format_bytes, format_seconds, write_json
-from ..runs.history import Attempt, History, Steps, read_history
+from ..core.wording import format_bytes, format_seconds
+from ..runs.history import History, Steps, read_history
 from ..runs.journal import finite, printable
-from .options import json_option
-from .screen import ScreenCommand, fill_screen, table
+from .options import results_option
+from .screen import Ended, ScreenCommand, fill_screen, table
 
 SECTIONS = ("config", "code", "environment")
-CODE_FACTS = ("revision", "dirty", "changes", "why")
 # Stands for the value of a key that only the other run has.
 ABSENT_VALUE = "(none)"
 
 
-@dataclass(frozen=True)
-class Change:
-    """One differing setting or fact: its dotted name, and both values as JSON values."""
-
-    name: str
-    a: Any
-    b: Any
-
-
-@dataclass(frozen=True)
-class StepDifference:
-    """A step at which the values of both runs differ."""
-
-    step: int
-    a: float
-    b: float
-
-    def __str__(self) -> str:
-        return f"at step {self.step}: A {self.a:.9g}, B {self.b:.9g}, by {self.b - self.a:+.3g}"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Comparison of losses, or of another metric, at the steps that both runs have."""
-
-    num_common: int
-    num_different: int = 0
-    first_common: int | None = None
-    last_common: int | None = None
-    first: StepDifference | None = None
-    # The step with the largest absolute difference.
-    largest: StepDifference | None = None
-
-    def lines(self, name: str) -> Iterator[str]:
-        if not self.num_common:
-            yield f"{name}: no step in common"
-            return
-        steps = f"common steps, {self.first_common} to {self.last_common}"
-        if self.first is None:
-            yield f"{name}: equal to the bit in {self.num_common} {steps}"
-            return
-        yield f"{name}: {self.num_different} of {self.num_common} {steps}, differ"
-        yield f"  first {self.first}"
-        if self.largest != self.first:
-            yield f"  most {self.largest}"
-
-
-@dataclass(frozen=True)
-class RunDifference:
-    """The whole comparison of two runs, A and B."""
-
-    # Which run continues the other one, and from which step; None if neither does.
-    continued: str | None
-    changes: list[Change]
-    # Sections that a journal does not record, so that they are not compared.
-    unknown: list[str]
-    losses: Comparison
-    metrics: dict[str, Comparison]
-
-    def text(self) -> str:
-        """Return the comparison at most 80 columns wide."""
-        sections = {name.split()[0] for name in self.unknown}
-        sections |= {change.name.split(".")[0] for change in self.changes}
-        same = [name for name in SECTIONS if name not in sections]
-        rows = [["", "A", "B"]]
-        for change in self.changes:
-            rows.append([printable(change.name), _value(change.a), _value(change.b)])
-        lines: list[Any] = [
-            self.continued,
-            self.changes and table(rows, texts=("A", "B")),
-            same and f"the same: {', '.join(same)}",
-            self.unknown and f"not recorded: {', '.join(self.unknown)}",
-            *self.losses.lines("losses"),
-        ]
-        for name, compared in self.metrics.items():
-            lines += compared.lines(printable(name, longest=30))
-        return "\n".join(
-            line if "\n" in line else fill_screen(line) for line in map(str, filter(None, lines))
-        )
-
-
-def difference(a: History, b: History) -> RunDifference:
+def difference(a: History, b: History) -> dict[str, Any]:
     """Compare two runs; steps that were rolled back are left out."""
     runs = (a, b)
     unknown = {
@@ -118,23 +34,19 @@ def difference(a: History, b: History) -> RunDifference:
         for section in SECTIONS
         if not _is_recorded(section, run.facts)
     }
-    facts = [{key: run.facts.get(key) for key in SECTIONS} for run in runs]
-    for fact, run in zip(facts, runs, strict=True):
-        code = fact["code"] or {}
-        fact["code"] = {key: code[key] for key in CODE_FACTS if key in code}
-        for section in unknown.values():
-            fact[section] = None
-        fact["command"] = run.facts.get("command")
-    return RunDifference(
-        continued=continuation(a, b) or continuation(b, a),
-        changes=changes(*(summary(run) | fact for run, fact in zip(runs, facts, strict=True))),
-        unknown=list(unknown),
-        losses=compare_values(a.steps, b.steps, "loss"),
-        metrics={
+    names = [name for name in (*SECTIONS, "command") if name not in unknown.values()]
+    facts = [summary(run) | {name: run.facts.get(name) for name in names} for run in runs]
+    return {
+        "continued": continuation(a, b) or continuation(b, a),
+        "changes": changes(*facts),
+        # Sections that a journal does not record, so that they are not compared.
+        "unknown": list(unknown),
+        "losses": compare_values(a.steps, b.steps, "loss"),
+        "metrics": {
             name: compare_values(a.metrics[name].steps, b.metrics[name].steps, "value")
             for name in sorted(a.metrics.keys() & b.metrics.keys())
         },
-    )
+    }
 
 
 def _is_recorded(section: str, facts: Mapping[str, Any]) -> bool:
@@ -164,70 +76,93 @@ def summary(run: History) -> dict[str, Any]:
 
 
 def continuation(earlier: History, later: History) -> str | None:
-    """Describe how `later` continues `earlier`, which may be the same journal, or return None."""
-    if not earlier.attempts or not earlier.steps:
+    """Describe how `later`, a journal that begins as `earlier` does, goes on, or return None."""
+    openings = [
+        [(attempt.run, attempt.time, attempt.kind, attempt.step) for attempt in run.attempts]
+        for run in (earlier, later)
+    ]
+    number = len(openings[0])
+    if not number or openings[1][:number] != openings[0] or openings[1] == openings[0]:
         return None
-    known = [_opening(attempt) for attempt in earlier.attempts]
-    if [_opening(attempt) for attempt in later.attempts[: len(known)]] == known:
-        # The same journal up to another attempt, or a copy that was continued.
-        opened = later.attempts[len(known) :]
-    else:
-        names = {attempt.run for attempt in earlier.attempts} | {earlier.path.parent.name}
-        own = {attempt.run for attempt in later.attempts} | {later.path.parent.name}
-        opened = [attempt for attempt in later.attempts if attempt.from_run in names - own - {None}]
-    if not opened or opened[0].step > earlier.steps.step[-1]:
-        # Another run may have the name.
-        return None
-    step = opened[0].step
-    if opened[0].kind == "rollback":
-        return f"{later.name} rolled {earlier.name} back to step {step}"
-    return f"{later.name} resumed from {earlier.name} at step {step}"
+    opened = later.attempts[number]
+    if opened.kind == "rollback":
+        return f"{later.name} rolled {earlier.name} back to step {opened.step}"
+    return f"{later.name} resumed from {earlier.name} at step {opened.step}"
 
 
-def _opening(attempt: Attempt) -> tuple[str | None, float, str, int]:
-    return attempt.run, attempt.time, attempt.kind, attempt.step
-
-
-def changes(a: Any, b: Any, *, name: str = "") -> list[Change]:
+def changes(a: Any, b: Any, *, name: str = "") -> list[dict[str, Any]]:
     """List the differing leaves; a mapping that only one side has counts as one leaf."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        found: list[Change] = []
+        found = []
         for key in dict.fromkeys([*a, *b]):
             inner = f"{name}.{key}" if name else str(key)
             found += changes(a.get(key, ABSENT_VALUE), b.get(key, ABSENT_VALUE), name=inner)
         return found
     # 1 differs from true, and equals 1.0.
     is_equal = isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
-    return [] if is_equal else [Change(name, a, b)]
+    return [] if is_equal else [{"name": name, "a": a, "b": b}]
 
 
-def compare_values(a: Steps, b: Steps, name: str) -> Comparison:
+def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:
     """Compare the values at the steps that both have; nan on both sides counts as equal."""
-    common, places_a, places_b = numpy.intersect1d(
-        a.step, b.step, assume_unique=True, return_indices=True
-    )
-    if not len(common):
-        return Comparison(0)
-    values_a = numpy.asarray(a.values[name])[places_a]
-    values_b = numpy.asarray(b.values[name])[places_b]
-    both_nan = numpy.isnan(values_a) & numpy.isnan(values_b)
-    found = [
-        StepDifference(int(common[place]), float(values_a[place]), float(values_b[place]))
-        for place in numpy.flatnonzero((values_a != values_b) & ~both_nan)
+    common, *places = numpy.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
+    values = [
+        numpy.asarray(steps.values[name])[place]
+        for steps, place in zip((a, b), places, strict=True)
     ]
+    both_nan = numpy.isnan(values[0]) & numpy.isnan(values[1])
+    differ = numpy.flatnonzero((values[0] != values[1]) & ~both_nan)
+    found = [
+        {"step": int(common[at]), "a": float(values[0][at]), "b": float(values[1][at])}
+        for at in differ
+    ]
+    with numpy.errstate(invalid="ignore"):
+        sizes = numpy.nan_to_num(abs(values[1] - values[0])[differ], nan=numpy.inf)
+    return {
+        "num_common": len(common),
+        "num_different": len(found),
+        "first_common": int(common[0]) if len(common) else None,
+        "last_common": int(common[-1]) if len(common) else None,
+        "first": found[0] if found else None,
+        # The step with the largest absolute difference.
+        "largest": found[int(sizes.argmax())] if found else None,
+    }
 
-    def amount(one: StepDifference) -> float:
-        size = abs(one.b - one.a)
-        return math.inf if math.isnan(size) else size
 
-    return Comparison(
-        num_common=len(common),
-        num_different=len(found),
-        first_common=int(common[0]),
-        last_common=int(common[-1]),
-        first=found[0] if found else None,
-        largest=max(found, key=amount, default=None),
-    )
+def describe(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the comparison in lines."""
+    if found["continued"]:
+        yield found["continued"]
+    rows = [["", "A", "B"]]
+    for change in found["changes"]:
+        rows.append([printable(change["name"]), *(_value(change[side]) for side in "ab")])
+    if found["changes"]:
+        yield table(rows, texts=("A", "B"))
+    others = [change["name"].split(".")[0] for change in found["changes"]]
+    others += [name.split()[0] for name in found["unknown"]]
+    if same := [name for name in SECTIONS if name not in others]:
+        yield f"the same: {', '.join(same)}"
+    if found["unknown"]:
+        yield f"not recorded: {', '.join(found['unknown'])}"
+    yield from _of_values("losses", found["losses"])
+    for name, compared in found["metrics"].items():
+        yield from _of_values(printable(name, longest=30), compared)
+
+
+def _of_values(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    if not found["num_common"]:
+        yield f"{name}: no step in common"
+        return
+    steps = f"common steps, {found['first_common']} to {found['last_common']}"
+    if not found["num_different"]:
+        yield f"{name}: equal to the bit in {found['num_common']} {steps}"
+        return
+    yield f"{name}: {found['num_different']} of {found['num_common']} {steps}, differ"
+    shown = {"first": found["first"], "most": found["largest"]}
+    for word, one in shown.items():
+        if word == "first" or one != found["first"]:
+            a, b = one["a"], one["b"]
+            yield f"  {word} at step {one['step']}: A {a:.9g}, B {b:.9g}, by {b - a:+.3g}"
 
 
 def _value(value: Any) -> str:
@@ -237,8 +172,8 @@ def _value(value: Any) -> str:
 @click.command("diff", cls=ScreenCommand, example="run-001 run-002")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@json_option()
-def runs_diff_command(a: str, b: str, json_path: str | None) -> None:
+@results_option()
+def runs_diff_command(a: str, b: str) -> Ended:
     """Compare two runs by their journals.
 
     Prints what differs in configuration, code, environment, events and costs, and the first step
@@ -248,6 +183,6 @@ def runs_diff_command(a: str, b: str, json_path: str | None) -> None:
     it. Exit status: 0 compared, 2 a run can't be read.
     """
     found = difference(*(read_history(name, root="runs") for name in (a, b)))
-    click.echo(found.text())
-    if json_path:
-        write_json(json_path, finite({"a": a, "b": b} | asdict(found)))
+    for text in describe(found):
+        click.echo(text if "\n" in text else fill_screen(text))
+    return finite({"a": a, "b": b} | found), 0

@@ -17,7 +17,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
 from ..runs.trainers import Commit, read_commit
-from .options import json_option
-from .runs import end, is_run
-from .screen import ScreenCommand, UnusableInput, fill_screen, table
+from .options import results_option
+from .runs import is_run
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, table
 from .tensor_files import (
     DAMAGE,
     FoundTensor,
@@ -74,8 +74,14 @@ DANGEROUS_WORDS = {
 }
 # So does any other name of the standard library, and these of packages that everybody has; a user's
 # own module may have such a name.
-DANGEROUS_MODULES = ("commands", "pip", "requests", "torch.hub", "torch.jit", "torch.load")
-DANGEROUS_GLOBS = ("torch.utils.cpp_extension.*", "numpy.*io.*", "torch.multiprocessing.*")
+DANGEROUS_NAMES = (
+    *("commands.*", "pip.*", "requests.*", "torch.hub.*", "torch.jit.*", "torch.load"),
+    *("torch.utils.cpp_extension.*", "numpy.*io.*", "torch.multiprocessing.*"),
+)
+
+
+def _matches(name: str, globs: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 def _is_harmless(name: str) -> bool:
@@ -86,32 +92,23 @@ def _is_harmless(name: str) -> bool:
     if module in ("builtins", "__builtin__"):
         return last in HARMLESS_BUILTINS
     # A dotted rest could reach anything that the module has imported.
-    return name in INDEX_GLOBALS or any(
-        name.count(".") == glob.count(".") and fnmatch.fnmatchcase(name, glob)
-        for glob in HARMLESS_NAMES
-    )
+    globs = (glob for glob in HARMLESS_NAMES if glob.count(".") == name.count("."))
+    return name in INDEX_GLOBALS or _matches(name, globs)
 
 
 def _is_dangerous(name: str) -> bool:
     words = name.split(".")
-    return (
-        words[0] in sys.stdlib_module_names
-        or not DANGEROUS_WORDS.isdisjoint(words)
-        or f"{name}.".startswith(tuple(f"{module}." for module in DANGEROUS_MODULES))
-        or any(fnmatch.fnmatchcase(name, glob) for glob in DANGEROUS_GLOBS)
-    )
+    is_of_python = words[0] in sys.stdlib_module_names
+    return is_of_python or bool(DANGEROUS_WORDS & {*words}) or _matches(name, DANGEROUS_NAMES)
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, values: bool = True) -> Inspection:
-    """Inspect a file or a folder; raise FileNotFoundError or OSError if there is none.
-
-    Without `values` the tensors' values are not read, so that NaN and inf are not counted.
-    """
+def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
+    """Inspect a file or a folder; raise FileNotFoundError or OSError if there is none."""
     path = Path(path)
     if path.is_dir():
-        found = _inspect_folder(path, values)
+        found = _inspect_folder(path)
     else:
-        found = read_tensor_file(path, values=values)
+        found = read_tensor_file(path)
         found.num_bytes = path.stat().st_size
         _compare_with_manifest(path, found)
     found.path = str(path)
@@ -160,7 +157,7 @@ SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MISSING_FILES_UNKNOWN = "the folder does not list its files: a missing one can't be told"
 
 
-def _inspect_folder(path: Path, values: bool) -> Inspection:
+def _inspect_folder(path: Path) -> Inspection:
     found = Inspection("folder")
     files = {one.name: one for one in sorted(path.iterdir()) if one.is_file()}
     if len(files) > MOST_FILES:
@@ -178,7 +175,7 @@ def _inspect_folder(path: Path, values: bool) -> Inspection:
         if is_ours:
             del files[MANIFEST_FILE_NAME]
         name = next((name for name in readers if name in files), "")
-        readers.get(name, _read_each)(files, found, values)
+        readers.get(name, _read_each)(files, found)
         if is_ours:
             _compare_with_manifest(path, found)
     except (RunError, RecursionError, *DAMAGE) as error:
@@ -186,13 +183,13 @@ def _inspect_folder(path: Path, values: bool) -> Inspection:
     return found
 
 
-def _read_each(files: Mapping[str, Path], found: Inspection, values: bool) -> None:
+def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
     """Read every file of tensors in a folder whose format lists no files."""
     names = [name for name in files if name.endswith(TENSOR_SUFFIXES)]
     found.format = _folder_format(files)
     only_model = names == ["model.safetensors"]
     for name in names:
-        content = read_tensor_file(files[name], values=values)
+        content = read_tensor_file(files[name])
         found.add(content, prefix="" if only_model else f"{name}: ")
     for name in files:
         if name.endswith(".json") and files[name].stat().st_size:
@@ -218,7 +215,7 @@ def _folder_format(files: Mapping[str, Path]) -> str:
     return "Hugging Face folder" if "config.json" in files else "folder of files"
 
 
-def _read_shards(files: Mapping[str, Path], found: Inspection, values: bool) -> None:
+def _read_shards(files: Mapping[str, Path], found: Inspection) -> None:
     """Read a model of Hugging Face in several files, by its index."""
     found.format = "Hugging Face folder"
     index_name = next(name for name in SHARD_INDEXES if name in files)
@@ -230,7 +227,7 @@ def _read_shards(files: Mapping[str, Path], found: Inspection, values: bool) -> 
         if file_name not in files:
             found.problems.append(f"{file_name:.80} is missing, with {len(keys):,} tensors")
             continue
-        content = read_tensor_file(files[file_name], values=values)
+        content = read_tensor_file(files[file_name])
         missing = keys - {tensor.name for tensor in content.tensors}
         found.add(content)
         if missing:
@@ -251,39 +248,34 @@ class IndexReader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_distributed(files: Mapping[str, Path], found: Inspection, values: bool) -> None:
+def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
     found.format = "torch.distributed.checkpoint"
     data = read_whole(files[DISTRIBUTED_INDEX])
     add_names(data, found)
     metadata = IndexReader(io.BytesIO(data)).load()
-    places = {}
+
+    # The pieces of each tensor that its files hold.
+    pieces: dict[str, list[FoundTensor]] = {}
     for key, place in metadata.storage_data.items():
-        places[key.fqn, key.offset and tuple(key.offset)] = place
+        content = _read_place(files, key.fqn, place)
+        of_key = pieces.setdefault(key.fqn, [])
+        of_key += content.tensors
+        if not hasattr(metadata.state_dict_metadata[key.fqn], "chunks"):
+            content.unknown = []
+        content.tensors, content.values = [], {}
+        found.add(content, prefix=f"{key.fqn:.80}: ")
 
     found.complete = True
     for name, entry in metadata.state_dict_metadata.items():
         if not hasattr(entry, "chunks"):
             found.values[str(name)] = "a pickled value"
-            _add_piece(files, places.get((name, None)), name, None, found, values=False)
             continue
         dtype = str(entry.properties.dtype).removeprefix("torch.")
-        pieces = [
-            _add_piece(
-                files,
-                places.get((name, tuple(chunk.offsets))),
-                name,
-                tuple(chunk.sizes),
-                found,
-                values=values,
-            )
-            for chunk in entry.chunks
-        ]
-        tensor = FoundTensor(str(name), tuple(entry.size), dtype)
-        if values and None not in pieces:
-            tensor.nan = sum(piece.nan or 0 for piece in pieces if piece)
-            tensor.inf = sum(piece.inf or 0 for piece in pieces if piece)
+        own = pieces.get(name, [])
+        nan, inf = (sum(getattr(one, kind) for one in own) for kind in ("nan", "inf"))
+        tensor = FoundTensor(str(name), tuple(entry.size), dtype, nan, inf)
         found.tensors.append(tensor)
-        num_elements = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        num_elements = sum(math.prod(one.shape) for one in own)
         if num_elements != math.prod(tensor.shape):
             found.problems.append(
                 f"{name:.80} has {num_elements:,} of {math.prod(tensor.shape):,} elements"
@@ -291,43 +283,16 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection, values: bool
     found.unknown.append(".metadata has no hash: a changed bit in the index can't be told")
 
 
-def _add_piece(
-    files: Mapping[str, Path],
-    place: Any,
-    name: str,
-    sizes: tuple[int, ...] | None,
-    found: Inspection,
-    *,
-    values: bool,
-) -> FoundTensor | None:
+def _read_place(files: Mapping[str, Path], name: str, place: Any) -> Inspection:
     """Read one piece: a part of a file, which torch.save wrote."""
-    if place is None:
-        found.problems.append(f"{name:.80} is in the index without a place")
-        return None
     file = files.get(str(place.relative_path))
     if file is None:
-        found.problems.append(f"{place.relative_path!s:.80} is missing, with {name:.80}")
-        return None
-    if getattr(place, "transform_descriptors", None):
-        found.unknown.append(f"{name:.80} is compressed: its values can't be told")
-        return None
+        return Inspection(problems=[f"{place.relative_path!s:.80} is missing"])
     if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
-        found.problems.append(f"{name:.80} lies beyond the end of {file.name}: it is cut off")
-        return None
-
+        return Inspection(problems=[f"it lies beyond the end of {file.name}, which is cut off"])
     with open_regular(file) as stream:
         stream.seek(place.offset)
-        content = read_piece(stream.read(place.length), values=values)
-    pieces, content.tensors, content.values = content.tensors, [], {}
-    if sizes is None:
-        content.unknown = []
-    found.add(content, prefix=f"{name:.80}: ")
-    if sizes is None or content.problems:
-        return None
-    if len(pieces) != 1 or pieces[0].shape != sizes:
-        found.problems.append(f"{name:.80}: the file holds another tensor than the index says")
-        return None
-    return pieces[0]
+        return read_piece(stream.read(place.length))
 
 
 # The command, and how it prints what was found.
@@ -339,9 +304,8 @@ MOST_VALUES_SHOWN = 4
 
 @click.command("inspect", cls=ScreenCommand, example="runs/run-001/latest")
 @click.argument("path", metavar="PATH")
-@click.option("--values/--no-values", default=True, help="Count NaN and inf, which reads all.")
-@json_option()
-def inspect_command(path: str, values: bool, json_path: str | None) -> None:
+@results_option()
+def inspect_command(path: str) -> Ended:
     """Inspect anybody's checkpoint without unpickling it.
 
     PATH is a file of torch.save, safetensors or Lightning, or a folder of
@@ -351,7 +315,7 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
     if is_run(Path(path)):
         raise ValueError(f"{path} is a run: give one of its checkpoints, such as {path}/latest")
     try:
-        found = inspect_checkpoint(path, values=values)
+        found = inspect_checkpoint(path)
     except OSError as error:
         raise UnusableInput(f"{path} can't be read ({error.strerror or error})") from error
 
@@ -359,7 +323,7 @@ def inspect_command(path: str, values: bool, json_path: str | None) -> None:
         click.echo(_tensors_table(found))
     for line in inspection_lines(found):
         click.echo(fill_screen(line))
-    end(json_path, found.to_json(), well=found.well)
+    return found.to_json(), bool(found.problems)
 
 
 def inspection_lines(found: Inspection) -> Iterator[str]:
@@ -388,7 +352,7 @@ def _tensors_table(found: Inspection) -> str:
     tensors = sorted(found.tensors, key=lambda one: not (one.nan or one.inf))
     for one in tensors[:MOST_TENSORS_SHOWN]:
         shape = "x".join(map(str, one.shape)) or "scalar"
-        counts = ["?" if number is None else str(number or "") for number in (one.nan, one.inf)]
+        counts = [str(number or "") for number in (one.nan, one.inf)]
         rows.append([printable(one.name), shape, one.dtype, *counts])
     if more := len(tensors[MOST_TENSORS_SHOWN:]):
         rows.append([f"and {more} more, which --json has", "", "", "", ""])

@@ -17,13 +17,12 @@ from unittest import mock
 
 import click
 
-from ..core.wording import write_json
-from ..gates.loop_run import LoopFailed, run_ranks, run_watched
+from ..gates.loop_run import run_ranks, run_watched
 from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
-from .options import json_option, program_of, program_options
-from .screen import ScreenCommand, UnusableInput, fill_screen
+from .options import program_of, program_options, results_option
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen
 
 
 @click.command("record", cls=ScreenCommand, example="--script train.py --out before -- --rate 0.1")
@@ -60,10 +59,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     if Path(out).exists() and any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
     given = [out, json.dumps(options), *program]
-    try:
-        found = run_ranks(str(__spec__.name), given, num_ranks=num_ranks)
-    except LoopFailed as error:
-        raise UnusableInput(str(error)) from error
+    found = run_ranks(str(__spec__.name), given, num_ranks=num_ranks)
     if not all(one.get("steps") for one in found):
         raise UnusableInput("it ended before a step of an optimizer")
 
@@ -107,15 +103,10 @@ Pair = tuple[Run, Run]
     help="Find the setting that makes the difference: COMMAND records into {out}, with one setting "
     "of B at a time. Variables are set for it; {arguments}, {torch}, {numpy} ... are filled in.",
 )
-@json_option()
+@results_option()
 def locate_command(
-    a: str,
-    b: str,
-    names_operation: bool,
-    tolerance: str,
-    command: str | None,
-    json_path: str | None,
-) -> None:
+    a: str, b: str, names_operation: bool, tolerance: str, command: str | None
+) -> Ended:
     """Name the first place at which two recorded runs differ.
 
     A and B are folders that `runs record` or `record_run` has written. Exit status: 0 equal,
@@ -143,10 +134,8 @@ def locate_command(
             click.echo(fill_screen(f"{name}: {result}", indent="  "))
     for note in found.notes:
         click.echo(fill_screen(f"  {note}", indent="    "))
-    if json_path:
-        others = {"rank": rank, "operation": operation, "settings": bisected}
-        write_json(json_path, found.to_json() | others)
-    sys.exit(0 if found.is_equal else 1)
+    others = {"rank": rank, "operation": operation, "settings": bisected}
+    return found.to_json() | others, not found.is_equal
 
 
 def _first(located: Sequence[Located]) -> tuple[int, Located]:

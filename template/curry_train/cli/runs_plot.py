@@ -7,13 +7,12 @@ Proof: `python -m pytest tests/cli/test_runs_plot.py`.
 
 import click
 
-from ..core.wording import write_json
 from ..runs.history import read_history
 from ..runs.journal import finite
 from .figures import plot_runs
-from .options import json_option, output_option
+from .options import output_option, results_option
 from .runs_diff import summary
-from .screen import ScreenCommand
+from .screen import Ended, ScreenCommand
 
 
 @click.command("plot", cls=ScreenCommand, example="run-001 --out run.png")
@@ -25,13 +24,8 @@ from .screen import ScreenCommand
     metavar="STEPS",
     help="Draw the loss as a mean over this many steps.",
 )
-@json_option()
-def runs_plot_command(
-    names: tuple[str, ...],
-    out: str,
-    smooth: int | None,
-    json_path: str | None,
-) -> None:
+@results_option()
+def runs_plot_command(names: tuple[str, ...], out: str, smooth: int | None) -> Ended:
     """Draw runs from their journals.
 
     Draws loss, dev metric, learning rate, memory and events.
@@ -40,8 +34,7 @@ def runs_plot_command(
     """
     histories = [read_history(name, root="runs") for name in dict.fromkeys(names)]
     named = plot_runs(histories, out, smooth=smooth)
-    if json_path:
-        rows = [summary(one) | {"named": one.name in named} for one in histories]
-        write_json(json_path, finite({"out": out, "runs": rows}))
+    rows = [summary(one) | {"named": one.name in named} for one in histories]
     many = "1 run" if len(histories) == 1 else f"{len(histories)} runs"
     click.echo(f"{many} drawn as {out}")
+    return finite({"out": out, "runs": rows}), 0

@@ -12,19 +12,19 @@ from typing import Any, NoReturn
 
 import click
 
-from ..core.wording import three_digits, write_json
-from ..gates.loop_run import LoopFailed, run_ranks, run_watched
+from ..core.wording import three_digits
+from ..gates.loop_run import run_ranks, run_watched
 from ..runs.box import BoxFacts, read_facts
 from ..runs.replay import Replay
-from .options import json_option, program_of, program_options
-from .screen import ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .options import PROGRAM_INPUTS, all_of, program_of, results_option
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
 @click.argument("box", metavar="BOX")
-@program_options()
+@all_of(*PROGRAM_INPUTS)
 @click.option(
     "--times",
     type=click.IntRange(1),
@@ -32,15 +32,14 @@ EXAMPLE = "run/boxes/step-00000003 --script night.py"
     show_default=True,
     help="Repeat it so often, and compare the operations of the repeats.",
 )
-@json_option()
+@results_option()
 def replay_command(
     box: str,
     script: str | None,
     trainer: str | None,
     arguments: tuple[str, ...],
     times: int,
-    json_path: str | None,
-) -> None:
+) -> Ended:
     """Repeat a bad step that a run has kept in a box.
 
     It runs your script, with the ARGUMENTS of the run, from the state of the box to the bad step,
@@ -59,10 +58,9 @@ def replay_command(
     lines += describe(found["step"], first)
     for line in lines:
         click.echo(fill_screen(line, indent="    "))
-    if json_path:
-        result = {key: one for key, one in first.items() if key != "operations"}
-        write_json(json_path, {"box": box, "bad_step": facts.step} | found | {"repeats": result})
-    sys.exit(1 if difference else 0)
+    result = {key: one for key, one in first.items() if key != "operations"}
+    results = {"box": box, "bad_step": facts.step} | found | {"repeats": result}
+    return results, bool(difference)
 
 
 def repeat(
@@ -91,10 +89,7 @@ def repeat(
 
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
     """Return what the first rank has found, or the first one that names an operation."""
-    try:
-        found = run_ranks(str(__spec__.name), [box, str(until), *program], num_ranks=num_ranks)
-    except LoopFailed as error:
-        raise UnusableInput(str(error)) from error
+    found = run_ranks(str(__spec__.name), [box, str(until), *program], num_ranks=num_ranks)
     if not all("steps" in one for one in found):
         raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
     return next((one for one in found if one["origin"]), found[0])

@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/bench/test_savings.py`.
 
 import functools
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -45,13 +44,12 @@ from .options import (
     DTYPES,
     blocks_option,
     blocks_text,
-    check_blocks,
     choose_device,
     device_option,
     dtype_option,
     echo_notes,
-    json_option,
     parsed,
+    results_option,
     samples_of,
     seed_option,
     settle_blocks,
@@ -59,6 +57,7 @@ from .options import (
 )
 from .screen import (
     SCREEN_WIDTH,
+    Ended,
     ScreenCommand,
     fill_screen,
     messages_on_screen,
@@ -230,7 +229,7 @@ def _numbers(values: Sequence[str]) -> list[int]:
 @device_option()
 @dtype_option()
 @seed_option()
-@json_option()
+@results_option()
 def savings_command(
     out: Path,
     models: Sequence[str],
@@ -238,9 +237,8 @@ def savings_command(
     limit: int | None,
     repeats: int,
     device: str,
-    json_path: str | None,
     **options: Any,
-) -> None:
+) -> Ended:
     """Measure what each strategy saves and costs.
 
     Exit status: 0 measured, 1 a strategy changed the training, 2 wrong usage, 3 device not
@@ -274,16 +272,13 @@ def savings_command(
     if any(row.outcome == MEASURED_OUTCOME for row in rows):
         plot_savings(rows, out / "savings.png", device=title)
         written.append(out / "savings.png")
-    if json_path:
-        write_json(json_path, data)
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
         echo_notes(workload)
     click.echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
     click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
     click.echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
     click.echo(f"\nwrote {' and '.join(map(str, written))}")
-    if any(row.is_wrong for row in rows):
-        sys.exit(1)
+    return data, any(row.is_wrong for row in rows)
 
 
 def _cases(
@@ -310,7 +305,6 @@ def _cases(
                 )
                 require_available(workload, make_case)
                 case = make_case(workload)
-                check_blocks(case)
                 name = workload.name if depth is None else f"{workload.name}, depth {depth}"
                 if name not in choices:
                     choices[name] = settle_blocks(case)[1]

@@ -11,34 +11,33 @@ import difflib
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import click
 
+from .main import COMMANDS
 from .merge import (
     LOCK_NAME,
+    STATES,
     Change,
-    Comparison,
-    FileState,
+    CopiedFile,
     Lock,
-    WritePlan,
+    added,
     compare_files,
     copied,
-    make_plan,
+    plan_changes,
     read_lock,
     updated,
     write_changes,
-    write_project,
 )
 from .ownership import (
     DISTRIBUTION_NAME,
     PACKAGE,
     Bundle,
     Kind,
-    ScaffoldError,
     Technique,
     build_wheel,
     check_project_name,
@@ -49,7 +48,7 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import LazyGroup, ScreenCommand, fill_screen
+from .screen import LazyGroup, ScreenCommand, UnusableInput, fill_screen
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
@@ -78,10 +77,9 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
     _check_new_folder(root)
     lock = Lock(bundle.version, name, own)
     compared = compare_files(root, lock, project_files(bundle, name=name, own=own))
-    plan = make_plan(root, lock, compared, copied, more=wheel_changes(bundle, root, lock))
-    if not dry_run:
-        write_project(plan)
-    _echo_plan(plan, what="a new project", dry_run=dry_run)
+    changes = plan_changes(root, lock, compared, added)
+    changes = [*wheel_changes(bundle, root, lock), *changes]
+    _write(root, changes, what="a new project", dry_run=dry_run)
     if not dry_run:
         click.echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
 
@@ -90,12 +88,12 @@ def _check_new_folder(root: Path) -> None:
     """Refuse a place that can't become a new project."""
     is_empty = root.is_dir() and not root.is_symlink() and not any(root.iterdir())
     if os.path.lexists(root) and (not is_empty or root == Path.cwd()):
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{root} exists; name a new folder, use 'curry-train update' for a project, or "
             "'curry-train add' for a repository"
         )
     if not root.parent.is_dir():
-        raise ScaffoldError(f"{root.parent} is not a folder; create it first")
+        raise UnusableInput(f"{root.parent} is not a folder; create it first")
 
 
 def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
@@ -109,9 +107,7 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
         if old != root / path
     ]
     before = (root / path).read_bytes() if (root / path).is_file() else None
-    after = build_wheel(bundle)
-    action = "create" if before is None else "same" if before == after else "replace"
-    return [*changes, Change(path, action, before, after)]
+    return [*changes, copied(path, before, build_wheel(bundle))]
 
 
 # add
@@ -144,22 +140,20 @@ def add_command(
     chosen = bundle.find(technique)
     if chosen.kind is Kind.TOOL or (chosen.kind is Kind.ROOM and not own):
         if own or overwrite:
-            raise ScaffoldError(
+            raise UnusableInput(
                 f"{technique} without its own copy takes neither --own nor --overwrite: "
                 "'curry-train list' shows what is copied"
             )
         _echo_usage(bundle, chosen)
         return
     if directory is None:
-        raise ScaffoldError(
+        raise UnusableInput(
             f"--into is missing: name the package that gets {chosen.name}, "
             "such as --into src/mylib/training"
         )
     target = find_target(directory)
-    plan = plan_addition(bundle, chosen, target, overwrite=overwrite)
-    if not dry_run:
-        write_changes(plan)
-    _echo_plan(plan, what=chosen.name, dry_run=dry_run)
+    changes = plan_addition(bundle, chosen, target, overwrite=overwrite)
+    _write(target.root, changes, what=chosen.name, dry_run=dry_run)
     if chosen.kind is Kind.OWNED:
         click.echo(f"Next:\n  {target.test_command(chosen.test)}")
     module = "runs" if chosen.kind is Kind.ROOM else Path(chosen.home).stem
@@ -196,7 +190,7 @@ def find_target(directory: Path) -> CopyTarget:
     here = Path.cwd()
     directory = Path(os.path.abspath(directory))
     if any((directory / marker).exists() for marker in PROJECT_MARKERS):
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{directory} is a project's root, not a package in it; "
             f"use --into {directory / 'techniques'}"
         )
@@ -213,7 +207,7 @@ def find_target(directory: Path) -> CopyTarget:
     names = directory.relative_to(top.parent).parts
     for name in names or ("",):
         if not is_module_name(name):
-            raise ScaffoldError(
+            raise UnusableInput(
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
@@ -222,11 +216,11 @@ def find_target(directory: Path) -> CopyTarget:
 
 def plan_addition(
     bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
-) -> WritePlan:
+) -> list[Change]:
     """Plan the copy of one technique; refuse files in the way unless `overwrite`."""
     known = read_lock(target.root) or Lock(bundle.version)
     if known.directory not in (None, target.inside_root):
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{target.root / LOCK_NAME} has the techniques of this project in {known.directory}; "
             f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
         )
@@ -243,18 +237,18 @@ def plan_addition(
     init = f"{target.inside_root}/__init__.py"
     if not (target.root / init).exists() or init in known.files:
         files[init] = INIT_TEXT
-    compared = [entry for entry in compare_files(target.root, known, files) if entry.wanted]
-    plan = make_plan(target.root, lock, compared, partial(copied, overwrite=overwrite))
-    refused = {change.path for change in plan.changes if change.is_conflict}
+    compared = [file for file in compare_files(target.root, known, files) if file.wanted]
+    changes = plan_changes(target.root, lock, compared, partial(added, overwrite=overwrite))
+    refused = {change.path for change in changes if change.is_conflict}
     if refused:
         count = "1 file is" if len(refused) == 1 else f"{len(refused)} files are"
         lines = [f"{count} in the way; nothing was written"]
-        lines += [f"  {entry.path}: {entry.state}" for entry in compared if entry.path in refused]
+        lines += [f"  {file.path}: {file.state}" for file in compared if file.path in refused]
         advice = "'curry-train update' merges; --overwrite takes the bundle's version"
         if read_lock(target.root) is None:
             advice = f"keep yours apart with --into {target.directory / 'techniques'}"
-        raise ScaffoldError("\n".join([*lines, advice]))
-    return plan
+        raise UnusableInput("\n".join([*lines, advice]))
+    return changes
 
 
 INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
@@ -292,18 +286,16 @@ def update_command(directory: Path, dry_run: bool) -> None:
     root = Path(os.path.abspath(directory))
     lock = _lock_of(root)
     if _numbers(bundle.version) < _numbers(lock.version):
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{root} is from curry-train {lock.version}, and this is {bundle.version}; "
             "run a version that is as new"
         )
     compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    more = wheel_changes(bundle, root, lock)
+    wheels = wheel_changes(bundle, root, lock)
     lock = replace(lock, version=bundle.version)
-    plan = make_plan(root, lock, compared, updated, more=more)
-    if not dry_run:
-        write_changes(plan)
-    _echo_plan(plan, what="this release of curry-train", dry_run=dry_run)
-    if conflicts := sum(change.is_conflict for change in plan.changes):
+    changes = [*wheels, *plan_changes(root, lock, compared, updated)]
+    _write(root, changes, what="this release of curry-train", dry_run=dry_run)
+    if conflicts := sum(change.is_conflict for change in changes):
         count = "1 file needs" if conflicts == 1 else f"{conflicts} files need"
         click.echo(
             f"{count} you: resolve the lines between <<<<<<< and >>>>>>> of each 'conflict', and "
@@ -330,7 +322,7 @@ def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, bytes]:
 def _lock_of(root: Path) -> Lock:
     lock = read_lock(root)
     if lock is None:
-        raise ScaffoldError(
+        raise UnusableInput(
             f"{root} has no {LOCK_NAME}; name the folder of a project that curry-train wrote to"
         )
     return lock
@@ -357,24 +349,26 @@ def diff_command(directory: Path, patch: bool) -> None:
     lock = _lock_of(root)
     bundle = find_bundle()
     compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    for entry in compared:
-        click.echo(f"{entry.state:<17}{entry.path}")
+    for file in compared:
+        click.echo(f"{file.state:<17}{file.path}")
         if patch:
-            for line in patch_lines(entry):
+            for line in patch_lines(file):
                 click.echo(line, nl=False)
-    counts = Counter(entry.state for entry in compared)
-    summary = ", ".join(f"{counts[state]} {state}" for state in FileState if counts[state])
+    counts = Counter(file.state for file in compared)
+    summary = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     click.echo(fill_screen(f"{_files(len(compared))}: {summary}"))
 
 
-def patch_lines(entry: Comparison) -> Iterator[str]:
+def patch_lines(file: CopiedFile) -> Iterator[str]:
     """Yield the unified diff from the user's file to the bundle's."""
-    if entry.wanted is None or entry.yours == entry.wanted:
+    if file.wanted is None or file.yours == file.wanted:
         return
-    texts = [(side or b"").decode(errors="replace") for side in (entry.yours, entry.wanted)]
-    before, after = (text.splitlines(keepends=True) for text in texts)
-    origin = "/dev/null" if entry.yours is None else f"a/{entry.path}"
-    for line in difflib.unified_diff(before, after, origin, f"b/{entry.path}"):
+    before, after = (
+        (side or b"").decode(errors="replace").splitlines(keepends=True)
+        for side in (file.yours, file.wanted)
+    )
+    origin = "/dev/null" if file.yours is None else f"a/{file.path}"
+    for line in difflib.unified_diff(before, after, origin, f"b/{file.path}"):
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
@@ -401,39 +395,29 @@ def added_size(bundle: Bundle, technique: Technique) -> str:
     return f"add: {count}, {lines:,} lines{tests}"
 
 
-# Messages
-
-
-def _echo_plan(plan: WritePlan, *, what: str, dry_run: bool) -> None:
-    """Print a line for each file that is not as it came, the number of the others, and the end."""
-    for change in plan.changes:
+def _write(root: Path, changes: list[Change], *, what: str, dry_run: bool) -> None:
+    """Write the changes unless it is a dry run, and print a line for each that is not the same."""
+    if not dry_run:
+        write_changes(root, changes)
+    for change in changes:
         if change.action != "same":
             click.echo(f"{change.action:<11}{change.path}")
-    if same := sum(change.action == "same" for change in plan.changes):
+    if same := sum(change.action == "same" for change in changes):
         click.echo(f"{'same':<11}{_files(same)}")
-    if not plan.writes:
-        click.echo(f"Nothing to do: {what} is in {plan.root} already.")
-    else:
+    if writes := sum(change.before != change.after for change in changes):
         done = "Dry run: would write" if dry_run else "Wrote"
-        click.echo(f"{done} {_files(len(plan.writes))} for {what} in {plan.root}.")
+        click.echo(f"{done} {_files(writes)} for {what} in {root}.")
+    else:
+        click.echo(f"Nothing to do: {what} is in {root} already.")
 
 
 def _files(count: int) -> str:
     return f"{count} file" if count == 1 else f"{count} files"
 
 
-COMMANDS: Mapping[str, click.Command] = {
-    "new": new_command,
-    "add": add_command,
-    "update": update_command,
-    "diff": diff_command,
-    "list": list_command,
-}
-
-
 @click.group(
     cls=LazyGroup,
-    commands=dict(COMMANDS),
+    lazy={name: COMMANDS[name] for name in ("new", "add", "update", "diff", "list")},
     example="new my-run",
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -9,28 +9,25 @@ import errno
 import importlib
 import io
 import json
-import multiprocessing
 import os
 import re
-import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import tempfile
 import textwrap
-import threading
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
-from multiprocessing import resource_tracker
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-from unittest import mock
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import click
 from click.shell_completion import CompletionItem
 
-from ..core.wording import did_you_mean
+from ..core.wording import did_you_mean, write_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -56,15 +53,8 @@ _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 
 PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# Code that writes to standard output, whose errors have no file name.
-SITE_FOLDER = Path(str(click.__file__)).parents[1]
-PRINTERS = (str(SITE_FOLDER / "click"), str(SITE_FOLDER / "rich"), f"{PACKAGE_FOLDER}/cli")
-
-# Errors of a file system that leave nothing to write to, whatever the file.
-FULL_OR_READ_ONLY = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO),
-    errno.ENAMETOOLONG,
-}
+# The path of --json in the context of a command.
+JSON_KEY = "curry_train.json_path"
 
 
 class UnusableInput(click.ClickException):
@@ -73,9 +63,13 @@ class UnusableInput(click.ClickException):
     exit_code = 2
 
 
+# The results for --json, and the exit status, or an error to raise once they are written.
+Ended = tuple[Mapping[str, Any], bool | int | UnusableInput]
+
+
 @contextmanager
-def errors_that_fit(outputs: Iterable[Any] = ()) -> Iterator[None]:
-    """End a command in a few lines, also where one of its outputs can't be written."""
+def errors_that_fit() -> Iterator[None]:
+    """End a command in a few lines, also where its output can't be written."""
     try:
         yield
     except click.ClickException as error:
@@ -83,12 +77,12 @@ def errors_that_fit(outputs: Iterable[Any] = ()) -> Iterator[None]:
         error.format_message = lambda: message  # type: ignore[method-assign]
         raise
     except OSError as error:
-        is_output = error.filename is not None and str(error.filename) in map(str, outputs)
-        if error.errno not in FULL_OR_READ_ONLY and not is_output:
+        if error.errno == errno.EPIPE:
             raise
         if error.filename is not None:
             raise UnusableInput(f"{error.filename}: {error.strerror}") from error
-        if not traceback.extract_tb(error.__traceback__)[-1].filename.startswith(PRINTERS):
+        place = traceback.extract_tb(error.__traceback__)[-1].filename
+        if {"click", "rich"}.isdisjoint(Path(place).parts):
             raise UnusableInput(f"{error.strerror} ({place_of(error)})") from error
         # Buffered text is written at the end of the process, and would fail again.
         with suppress(OSError), Path(os.devnull).open("w") as nothing:
@@ -118,37 +112,21 @@ def with_place(error: Exception) -> str:
 
 
 @contextmanager
-def json_on_standard_output(ctx: click.Context) -> Iterator[None]:
-    """Keep standard output for the JSON of `--json -`, and standard error for all else.
-
-    What a factory or a script prints is among that. Ranks print for themselves.
-    """
-    if ctx.params.get("json_path") != "-" or "WORLD_SIZE" in os.environ:
-        yield
-        return
-    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as file:
-        ctx.params["json_path"] = file.name
-        try:
-            with _children_to_standard_error(), redirect_stdout(sys.stderr):
-                yield
-        finally:
-            sys.stdout.write(file.read())
-
-
-@contextmanager
-def _children_to_standard_error() -> Iterator[None]:
-    """Send what other processes print to standard error."""
+def standard_output_kept() -> Iterator[None]:
+    """Send to standard error what is printed, by a factory, a script or other processes too."""
+    sys.stdout.flush()
     try:
         number, other = sys.stdout.fileno(), sys.stderr.fileno()
     except (OSError, ValueError):
         # Standard output is captured in this process.
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
         return
-    sys.stdout.flush()
     kept = os.dup(number)
     os.dup2(other, number)
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     finally:
         os.dup2(kept, number)
         os.close(kept)
@@ -157,62 +135,71 @@ def _children_to_standard_error() -> Iterator[None]:
 class ScreenCommand(click.Command):
     """Show a line for each option, in sections, and one example.
 
-    `example` is what follows the name of the command in a call that works. A ValueError or a
-    RuntimeError ends it with its message and status 2, unless it `keeps_traceback`.
+    `example` is what follows the name of the command in a call that works. A command returns
+    `Ended`: the results, which are written where `--json` has a path, and how it ends, by `leave`.
+    A ValueError or a RuntimeError ends it with its message and status 2, unless it
+    `keeps_traceback`.
     """
 
     def __init__(
         self,
         *args: Any,
-        example: str | None = None,
+        example: str = "",
         keeps_traceback: bool = False,
+        leave: Callable[[int], NoReturn] = sys.exit,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
         self.example = example
         self.keeps_traceback = keeps_traceback
+        self.leave = leave
 
-    def main(self, *args: Any, standalone_mode: bool = True, **settings: Any) -> Any:
-        """Run the command; Ctrl-C ends some at once."""
-        run: Any = super().main
-        if not standalone_mode:
-            return run(*args, standalone_mode=False, **settings)
-        if ENDED_BY_INTERRUPT.isdisjoint({self.name, *sys.argv[1:2]}):
-            return run(*args, **settings)
-        with ended_by_interrupt():
-            return run(*args, **settings)
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
+        """Run the command; a signal ends some at once."""
+        if args is None and not SUPERVISED.isdisjoint({self.name, *sys.argv[1:2]}):
+            supervise()
+        return super().main(args, *rest, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words; a shell leaves the ~ of `--json=~/a.json` and of `runs=~/a`."""
         if not isinstance(self, click.Group):
             home = str(Path.home())
             args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name not in ("--script", "--trainer"):
-                raise
-            raise click.UsageError(
-                f"{ctx.info_name} takes no {error.option_name}, give a factory as --model: "
-                "`curry-train memory --script FILE --factory kept.py` writes one",
-                ctx,
-            ) from error
+        return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with errors_that_fit():
             return super().make_context(*args, **settings)
 
-    def invoke(self, ctx: click.Context) -> Any:
-        with errors_that_fit(ctx.params.values()), json_on_standard_output(ctx):
-            try:
-                return super().invoke(ctx)
-            except (click.exceptions.Exit, click.Abort):
+    def invoke(self, ctx: click.Context) -> None:
+        path = ctx.meta.get(JSON_KEY)
+        with errors_that_fit():
+            with standard_output_kept() if path == "-" else nullcontext():
+                ended = self._ended(ctx)
+            if ended is None:
+                return
+            results, status = ended
+            if path and results:
+                write_json(path, dict(results))
+            if isinstance(status, UnusableInput):
+                raise status
+        self.leave(int(status))
+
+    def _ended(self, ctx: click.Context) -> Ended | None:
+        try:
+            ended: Ended | None = super().invoke(ctx)
+            return ended
+        except (click.exceptions.Exit, click.Abort):
+            raise
+        except (ValueError, OverflowError, RuntimeError) as error:
+            if self.keeps_traceback:
                 raise
-            except (ValueError, OverflowError, RuntimeError) as error:
-                if isinstance(self, click.Group) or self.keeps_traceback:
-                    raise
-                # The input is wrong, or the environment.
-                raise UnusableInput(printable_lines(with_place(error))) from error
+            # The input is wrong, or the environment.
+            from ..runs.journal import printable
+
+            lines = with_place(error).split("\n")
+            message = "\n".join(printable(line, longest=1000) for line in lines)
+            raise UnusableInput(message) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each section; a group has its commands first."""
@@ -231,9 +218,8 @@ class ScreenCommand(click.Command):
                     formatter.write_dl(section)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.example is not None:
-            runner = "python " if ctx.command_path.split()[0].endswith(".py") else ""
-            formatter.write(f"\nExample: {runner}{ctx.command_path} {self.example}".rstrip() + "\n")
+        runner = "python " if ctx.command_path.split()[0].endswith(".py") else ""
+        formatter.write(f"\nExample: {runner}{ctx.command_path} {self.example}".rstrip() + "\n")
 
 
 class LazyGroup(ScreenCommand, click.Group):
@@ -242,20 +228,16 @@ class LazyGroup(ScreenCommand, click.Group):
     `lazy` maps the name of a command to its place, as `module:attribute`, and its summary.
     """
 
-    command_class = ScreenCommand
-
-    def __init__(
-        self, *args: Any, lazy: Mapping[str, tuple[str, str]] | None = None, **settings: Any
-    ) -> None:
-        super().__init__(*args, **settings)
-        self.lazy = lazy or {}
+    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+        super().__init__(*args, keeps_traceback=True, **settings)
+        self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.commands, *self.lazy]
+        return [*self.lazy]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.lazy:
-            return super().get_command(ctx, cmd_name)
+            return None
         module, _, attribute = self.lazy[cmd_name][0].partition(":")
         loaded = importlib.import_module(f".{module}", __package__)
         return cast(click.Command, getattr(loaded, attribute))
@@ -263,119 +245,73 @@ class LazyGroup(ScreenCommand, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        unknown = args[0] not in self.list_commands(ctx) and not args[0].startswith("-")
-        if unknown and not ctx.resilient_parsing:
-            advice = did_you_mean(args[0], self.list_commands(ctx))
+        is_known = args[0] in self.lazy or args[0].startswith("-")
+        if not is_known and not ctx.resilient_parsing:
+            advice = did_you_mean(args[0], self.lazy)
             ctx.fail(f"no command is called {args[0]!r}: {advice}")
         return super().resolve_command(ctx, args)
 
-    def summaries(self, ctx: click.Context) -> list[tuple[str, str]]:
-        """Return name and summary of each command, without importing those that are lazy."""
-        rows = []
-        for name in self.list_commands(ctx):
-            if name in self.lazy:
-                rows.append((name, self.lazy[name][1]))
-            else:
-                rows.append((name, self.commands[name].get_short_help_str(SCREEN_WIDTH)))
-        return rows
-
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a line for each command."""
+        """Write a line for each command, without importing it."""
         with formatter.section(f"Commands, with a page each by {ctx.command_path} COMMAND --help"):
-            formatter.write_dl(self.summaries(ctx))
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.lazy.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [
-            CompletionItem(name, help=summary)
-            for name, summary in self.summaries(ctx)
-            if name.startswith(incomplete)
-        ]
+        found = [CompletionItem(name) for name in self.lazy if name.startswith(incomplete)]
         return found + click.Command.shell_complete(self, ctx, incomplete)
 
 
-# Ctrl-C.
+# Signals.
 
 # Commands that hold nothing worth saving, and that run the user's code in hooks and in processes.
-ENDED_BY_INTERRUPT = {"validate"}
-INTERRUPTED_STATUS = 130
+SUPERVISED = {"validate"}
+# Set in the environment of the process that is supervised.
+SUPERVISED_VARIABLE = "CURRY_TRAIN_SUPERVISED"
 SHOW_CURSOR = "\x1b[?25h"  # which a progress display hides
+SECONDS_TO_END = 2.0
 
 
-def _children() -> set[int]:
-    """Return the processes to end, also one that starts and that multiprocessing can't name yet."""
-    children = {cast(int, child.pid) for child in multiprocessing.active_children()}
-    for path in Path("/proc/self/task").glob("*/children"):
-        children.update(map(int, path.read_text().split()))
-    # It removes what the others leave, and then ends by itself.
-    return children - {vars(resource_tracker._resource_tracker)["_pid"]}
+def supervise() -> None:
+    """Run this command again in a process group of its own, and end with its status.
 
-
-@contextmanager
-def ended_by_interrupt() -> Iterator[None]:
-    """End this process and its workers with status 130 on Ctrl-C, wherever they compute.
-
-    A KeyboardInterrupt may be swallowed: in a hook of autograd, or by a model that catches all
-    errors. So the signal is blocked, in the processes that are started here too, and a thread waits
-    for it. SIGTERM, which a pool sends to its workers, has a handler here alone. Temporary files go
-    into a folder of their own, which is removed.
+    A KeyboardInterrupt may be swallowed, in a hook of autograd or by a model that catches all
+    errors. So Ctrl-C and SIGTERM reach this process alone, which ends the whole group. Temporary
+    files go into a folder of their own, which is removed.
     """
-    if threading.current_thread() is not threading.main_thread() or os.name == "nt":
-        yield
+    if os.environ.pop(SUPERVISED_VARIABLE, None) or os.name == "nt":
         return
-    before = os.environ.get("TMPDIR"), tempfile.tempdir
-    folder = tempfile.mkdtemp(prefix="curry-train-")
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    is_over = threading.Event()
-    # Held while a worker starts, and from the end on: a worker that started after the others were
-    # ended would wait for ever. The handler of SIGTERM may run within a start.
-    starting = threading.RLock()
-    start = multiprocessing.util.spawnv_passfds
 
-    def start_alone(*args: Any) -> int:
-        with starting:
-            return start(*args)
-
-    def wait() -> None:
-        signal.sigwait({signal.SIGINT})
-        if not is_over.is_set():
-            end("interrupted", INTERRUPTED_STATUS)
-
-    def end(word: str, status: int) -> None:
-        starting.acquire()
+    def end(number: int, _: Any) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        # First the process that would report the end of its workers.
+        process.kill()
+        _end_group(process)
+        word = "interrupted" if number == signal.SIGINT else "terminated"
         os.write(2, f"{SHOW_CURSOR if os.isatty(2) else ''}\n{word}\n".encode())
-        for child in _children():
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(status)
+        sys.exit(128 + number)
 
-    waiting = threading.Thread(target=wait, daemon=True)
-    # It unblocks the signals when it starts, as with the first worker (python/cpython#127586). When
-    # this process ends at once it removes what is left, which is nothing to warn of.
-    quiet = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"]))
-    with mock.patch.dict(os.environ, PYTHONWARNINGS=quiet):
-        resource_tracker.ensure_running()
-    started_alone = mock.patch.object(multiprocessing.util, "spawnv_passfds", start_alone)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    on_termination = signal.signal(
-        signal.SIGTERM, lambda number, _: end("terminated", 128 + number)
-    )
-    waiting.start()
-    try:
-        with started_alone:
-            yield
-    finally:
-        is_over.set()
-        signal.pthread_kill(cast(int, waiting.ident), signal.SIGINT)
-        waiting.join()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGTERM, on_termination)
-        tempfile.tempdir = before[1]
-        if before[0] is None:
-            os.environ.pop("TMPDIR", None)
-        else:
-            os.environ["TMPDIR"] = before[0]
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="curry-train-", ignore_cleanup_errors=True) as folder:
+        variables = os.environ | {"TMPDIR": folder, SUPERVISED_VARIABLE: "1"}
+        # The tracker warns of what it removes when the others have been ended.
+        quiet = filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"])
+        variables["PYTHONWARNINGS"] = ",".join(quiet)
+        command = [sys.executable, *sys.orig_argv[1:]]
+        process = subprocess.Popen(command, env=variables, start_new_session=True)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end)
+        status = process.wait()
+        sys.exit(status if status >= 0 else 128 - status)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End all processes of a group; multiprocessing's tracker ignores SIGTERM, and cleans up."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + SECONDS_TO_END
+        with suppress(ProcessLookupError):
+            while time.monotonic() < until:
+                os.killpg(process.pid, number)
+                process.poll()
+                time.sleep(0.02)
 
 
 # Text that commands write and print: templates, paragraphs and tables.
@@ -408,13 +344,6 @@ def render_template(place: Path, **values: Any) -> str:
     )
     environment.filters["literal"] = literal
     return environment.get_template(place.name).render(**values)
-
-
-def printable_lines(text: str) -> str:
-    """Escape what a terminal would act on, such as control characters of a file's name."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\n" else ascii(letter)[1:-1] for letter in text
-    )
 
 
 def fill_screen(text: str, *, indent: str = "  ") -> str:

@@ -9,10 +9,8 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
-import functools
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +19,25 @@ import torch
 from torch import Tensor
 
 from ..config import Config, load_config
-from ..core.wording import provenance, unheard, write_json
+from ..core.digest import digest
+from ..core.wording import provenance, unheard
 from ..data import Dataset
 from ..runs.history import History, read_history
 from ..runs.policy_config import SpikeConfig
 from ..runs.ranks import RunError
 from ..runs.store import SavedRun
-from ..trainer import Hook, TrainingRun, Watch, train_run
-from ..workloads.models import load_workload
+from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
-from .figures import plot_runs
-from .options import (
-    choose_device,
-    json_option,
-    model_option,
-    new_folder,
-    plot_option,
-    require_matplotlib,
-)
+from .options import choose_device, model_option, new_folder, results_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
-from .screen import ScreenCommand, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen
 from .train import open_named_run
-
-# Check that a run recovers from a loss spike, with bad samples planted into the data.
 
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
 # Silenced loggers; the result has the same information.
 SILENCED_LOGGERS = ("curry_train.runs.spike", "curry_train.runs.policy")
-RECOVERED_RUN_NAME = "recovered"
-WITHOUT_RUN_NAME = "without"
-THROUGH_RUN_NAME = "through"
+RUNS = {"recovered": "recovered", "without": "never saw them", "through": "trained through"}
 
 
 @dataclass(frozen=True)
@@ -77,46 +63,14 @@ class PlantedSpike:
                 return tensor
             spoiled = tensor.clone()
             if tensor.is_floating_point():
-                spoiled[rows] = tensor[rows] * PLANTED_VALUE_FACTOR
+                spoiled[rows] *= PLANTED_VALUE_FACTOR
             else:
-                low = int(tensor.min())
-                high = int(tensor.max()) + 1
-                shape = tensor[rows].shape
-                spoiled[rows] = torch.randint(
-                    low, high, shape, generator=generator, dtype=tensor.dtype
-                )
+                ends = int(tensor.min()), int(tensor.max()) + 1
+                drawn = torch.randint(*ends, tensor[rows].shape, generator=generator)
+                spoiled[rows] = drawn.to(tensor.dtype)
             return spoiled
 
         return map_tensors(batch, spoil)
-
-
-@dataclass(frozen=True)
-class SpikeCheck:
-    """Result of `spike_check`."""
-
-    steps: int
-    # First and last bad step.
-    planted: tuple[int, int]
-    patience: int
-    rollbacks: int
-    # Steps from the first bad one to the one in which the spike was found, both counted.
-    found_after: int | None
-    back_to: int | None
-    # Ranges of skipped data positions.
-    skipped: tuple[tuple[int, int], ...]
-    # Last losses of each run.
-    losses: dict[str, float]
-    # Last dev loss of each run, None where it was not measured.
-    dev_losses: dict[str, float | None]
-    # First difference between `recovered` and `without`, None if equal or not compared.
-    difference: str | None
-
-    @property
-    def held(self) -> bool:
-        return self.rollbacks > 0 and self.difference is None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"held": self.held}
 
 
 def spike_check(
@@ -127,57 +81,58 @@ def spike_check(
     at: int,
     num_windows: int,
     config: str | None = None,
-    watch: Sequence[Watch] = (),
-) -> SpikeCheck:
+    show: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
     """Train with these configuration words in `folder` and check the recovery.
 
     The samples of `num_windows` windows are bad, from that of step `at` on.
     """
     given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
     spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
-    plant = _Plant(at, num_windows)
 
     def train_as(name: str, *more_words: str) -> History:
-        _train(load_config(config, [*given, *more_words, f"name={name}"]), plant, watch)
+        settings = load_config(config, [*given, *more_words, f"name={name}"])
+        _train(settings, at, num_windows, show)
         return read_history(folder / f"{name}-001")
 
     with unheard(*SILENCED_LOGGERS):
-        recovered = train_as(RECOVERED_RUN_NAME)
-        runs = {RECOVERED_RUN_NAME: recovered}
+        runs = {"recovered": train_as("recovered")}
         spikes, rollbacks, skips = (
-            recovered.events.get(kind, []) for kind in ("spike", "rollback", "skip")
+            runs["recovered"].events.get(kind, []) for kind in ("spike", "rollback", "skip")
         )
-        skipped = tuple((event.facts["start"], event.facts["stop"]) for event in skips)
+        skipped = [[event.facts["start"], event.facts["stop"]] for event in skips]
         if rollbacks:
-            skip_word = f"data.skip={[list(pair) for pair in skipped]}"
-            runs[WITHOUT_RUN_NAME] = train_as(WITHOUT_RUN_NAME, "spike.action=none", skip_word)
-            runs[THROUGH_RUN_NAME] = train_as(THROUGH_RUN_NAME, "spike.action=none")
+            words_without = ("spike.action=none", f"data.skip={skipped}")
+            runs["without"] = train_as("without", *words_without)
+            runs["through"] = train_as("through", "spike.action=none")
 
-    difference = None
-    if rollbacks:
-        difference = _difference(folder, recovered, runs[WITHOUT_RUN_NAME])
-    return SpikeCheck(
-        steps=steps,
-        planted=(at, at + num_windows - 1),
-        patience=spike.patience,
-        rollbacks=len(rollbacks),
-        found_after=spikes[0].step - at + 1 if spikes else None,
-        back_to=rollbacks[0].step if rollbacks else None,
-        skipped=skipped,
-        losses={name: run.steps.values["loss"][-1] for name, run in runs.items()},
-        dev_losses={name: _dev_loss(run) for name, run in runs.items()},
-        difference=difference,
-    )
+    difference = _difference(folder, runs["recovered"], runs["without"]) if rollbacks else None
+    return {
+        "steps": steps,
+        # First and last bad step.
+        "planted": [at, at + num_windows - 1],
+        "patience": spike.patience,
+        "rollbacks": len(rollbacks),
+        # Steps from the first bad one to the one in which the spike was found, both counted.
+        "found_after": spikes[0].step - at + 1 if spikes else None,
+        "back_to": rollbacks[0].step if rollbacks else None,
+        # Ranges of data positions.
+        "skipped": skipped,
+        "losses": {name: run.steps.values["loss"][-1] for name, run in runs.items()},
+        "dev_losses": {name: _dev_loss(run) for name, run in runs.items()},
+        # First difference between `recovered` and `without`, None if equal or not compared.
+        "difference": difference,
+        "held": bool(rollbacks) and difference is None,
+    }
 
 
 def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
     """Return the watchdog's settings; raise ValueError if it could not judge these windows."""
-    steps = config.steps
     spike = config.spike
     last = at + num_windows - 1
-    if not 1 <= at <= last <= steps:
+    if last > config.steps:
         raise ValueError(
-            f"bad windows {at} to {last} are not all among the {steps} steps: lower --at"
+            f"bad windows {at} to {last} are not all among the {config.steps} steps: lower --at"
         )
     if not spike.rolls_back:
         raise ValueError("the check needs spike.action=rollback")
@@ -189,24 +144,20 @@ def check_settings(config: Config, *, at: int, num_windows: int) -> SpikeConfig:
     return spike
 
 
-class _Plant:
-    """Make the samples at the positions of some windows bad, the same ones in each run."""
+def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None]) -> None:
+    """Train on the data of a configuration, in which the samples of some windows are bad."""
 
-    def __init__(self, at: int, num_windows: int) -> None:
-        self.at = at
-        self.num_windows = num_windows
+    @contextlib.contextmanager
+    def show_steps(run: TrainingRun) -> Iterator[Hook]:
+        yield lambda report: show(f"{run.folder.name}: step {report.step} of {report.steps}")
 
-    def __call__(self, stream: Any, seed: int) -> None:
-        size = stream.batch_size
-        positions = range((self.at - 1) * size, (self.at - 1 + self.num_windows) * size)
-        bad = frozenset(int(sample) for sample in stream.order(list(positions)))
-        stream.dataset = PlantedSpike(stream.dataset, bad, seed)
-
-
-def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Watch]) -> None:
     with open_named_run(config) as run:
-        plant(run.stream, config.seed)
-        trained = train_run(run, watch=watch)
+        stream = run.stream
+        size = stream.batch_size
+        positions = range((at - 1) * size, (at - 1 + num_windows) * size)
+        bad = frozenset(int(sample) for sample in stream.order(list(positions)))
+        stream.dataset = PlantedSpike(stream.dataset, bad, config.seed)
+        trained = train_run(run, watch=[show_steps])
     report = trained.report
     if not report.finished:
         raise RunError(
@@ -216,7 +167,7 @@ def _train(config: Config, plant: Callable[[Any, int], None], watch: Sequence[Wa
 
 
 def _dev_loss(run: History) -> float | None:
-    """Return the last dev loss."""
+    """Return the last dev loss, None where it was not measured."""
     values = [course.steps.values["value"] for course in run.metrics.values()]
     return values[0][-1] if values else None
 
@@ -225,47 +176,28 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
     """Name the first difference of the recovered run from one that never saw the samples."""
     if recovered.steps.step != without.steps.step:
         return "the recovered run is of other steps than the run that never saw the samples"
-    if found := compare_values(recovered.steps, without.steps, "loss").first:
+    if found := compare_values(recovered.steps, without.steps, "loss")["first"]:
         return (
-            f"the loss of step {found.step} is {found.a!r} recovered and {found.b!r} in the run "
-            "that never saw the samples"
+            f"the loss of step {found['step']} is {found['a']!r} recovered and {found['b']!r} in "
+            "the run that never saw the samples"
         )
-    names = (RECOVERED_RUN_NAME, WITHOUT_RUN_NAME)
-    return different_tensor(*(final_tensors(folder / f"{name}-001") for name in names))
+    states = []
+    for name in ("recovered", "without"):
+        saved = SavedRun(folder / f"{name}-001")
+        newest = saved.latest()
+        assert newest is not None  # a run saves its end
+        states.append(saved_tensors(saved, newest.folder))
+    return different_tensor(*states)
 
 
-def final_tensors(run: Path) -> dict[str, Tensor]:
-    """Read every tensor of the newest saved state of a run."""
-    saved = SavedRun(run)
-    newest = saved.latest()
-    if newest is None:
-        raise ValueError(f"{run} has no saved state")
-
-    return saved_tensors(saved, newest.folder)
-
-
-def different_tensor(straight: dict[str, Tensor], resumed: dict[str, Tensor]) -> str | None:
+def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tensor]) -> str | None:
     """Name the first tensor of two final states that is not the same in every bit."""
     if missing := sorted(straight.keys() ^ resumed.keys()):
         return f"{missing[0]} is in one of the two final states alone"
-    for name, first in straight.items():
-        second = resumed[name]
-        if (
-            first.shape != second.shape
-            or first.dtype != second.dtype
-            or not _same_bits(first, second)
-        ):
+    for name, tensor in straight.items():
+        if digest(tensor) != digest(resumed[name]):
             return f"{name} differs in the final state"
     return None
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return torch.equal(
-        *(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
-    )
-
-
-# Command `runs spike-check`: plant bad samples and check the recovery from the spike.
 
 
 @click.command("spike-check", cls=ScreenCommand, example="--steps 18 batch_size=4")
@@ -286,14 +218,13 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
     show_default=True,
     help="Number of steps with bad samples.",
 )
-@plot_option("Draw loss, dev loss and events of the runs as PNG.")
 @click.option(
     "--runs",
     "keep_path",
     type=click.Path(file_okay=False),
-    help="Keep the runs in this new folder.",
+    help="Keep the runs in this new folder, for `runs plot`.",
 )
-@json_option()
+@results_option()
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def spike_check_command(
     model: str | None,
@@ -301,11 +232,9 @@ def spike_check_command(
     steps: int,
     at: int | None,
     windows: int,
-    plot_path: str | None,
     keep_path: str | None,
-    json_path: str | None,
     words: tuple[str, ...],
-) -> None:
+) -> Ended:
     """Check the recovery from a loss spike.
 
     Plants bad samples and trains with the watchdog, without the skipped samples, and through the
@@ -318,66 +247,37 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
     if model:
         given.append(f"model={model}")
-
+    sizes: dict[str, Any] = {"steps": steps, "at": at, "num_windows": windows, "config": config}
     with contextlib.ExitStack() as stack:
         folder = new_folder(stack, keep_path)
-        settings = load_config(config, ["spike.action=rollback", *given, f"steps={steps}"])
-        check_settings(settings, at=at, num_windows=windows)
-        load_workload(settings.model)  # a wrong model is reported before a missing package
-        if plot_path:
-            require_matplotlib()
-        facts = provenance(choose_device(settings.device))
         show = stack.enter_context(messages_on_screen())
-        result = spike_check(
-            *(folder, given),
-            steps=steps,
-            at=at,
-            num_windows=windows,
-            config=config,
-            watch=[functools.partial(_show_steps, show)],
-        )
-        if plot_path:
-            drawn = [read_history(folder / f"{name}-001", name=name) for name in result.losses]
-            plot_runs(drawn, plot_path)
-
-    for line in describe_spike_check(result):
+        found = spike_check(folder, given, **sizes, show=show)
+    for line in describe(found):
         click.echo(fill_screen(line, indent=""))
-    if plot_path:
-        click.echo(f"drawn as {plot_path}")
-    if json_path:
-        write_json(json_path, facts | result.to_json())
-    sys.exit(0 if result.held else 1)
+    device = choose_device(load_config(config, given).device)
+    return provenance(device) | found, not found["held"]
 
 
-def describe_spike_check(found: SpikeCheck) -> Iterator[str]:
+def describe(found: Mapping[str, Any]) -> Iterator[str]:
     """Describe the result in lines."""
-    first, last = found.planted
-    yield f"planted: bad samples in steps {first} to {last} of {found.steps}"
-    if not found.rollbacks:
+    first, last = found["planted"]
+    yield f"planted: bad samples in steps {first} to {last} of {found['steps']}"
+    if not found["rollbacks"]:
         yield (
-            f"NOT found: no {found.patience} steps in a row (spike.patience) had a loss above the "
-            "limit (spike.threshold, spike.least_rise); --plot draws the losses"
+            f"NOT found: no {found['patience']} steps in a row (spike.patience) had a loss above "
+            "the limit (spike.threshold, spike.least_rise); `runs plot` draws those of --runs"
         )
         return
-    skipped = ", ".join(f"{start} to {stop - 1}" for start, stop in found.skipped)
-    yield f"found {found.found_after} steps after the first, with patience {found.patience}"
-    times = "once" if found.rollbacks == 1 else f"{found.rollbacks} times"
-    yield f"went back to step {found.back_to}, {times}, without the samples at positions {skipped}"
-    for name, words in (
-        (RECOVERED_RUN_NAME, "recovered"),
-        (WITHOUT_RUN_NAME, "never saw them"),
-        (THROUGH_RUN_NAME, "trained through"),
-    ):
-        dev = found.dev_losses[name]
+    skipped = ", ".join(f"{start} to {stop - 1}" for start, stop in found["skipped"])
+    yield f"found {found['found_after']} steps after the first, with patience {found['patience']}"
+    times = "once" if found["rollbacks"] == 1 else f"{found['rollbacks']} times"
+    back = f"went back to step {found['back_to']}, {times}"
+    yield f"{back}, without the samples at positions {skipped}"
+    for name, words in RUNS.items():
+        dev = found["dev_losses"][name]
         dev_loss = "" if dev is None else f", dev loss {dev:.4f}"
-        yield f"{words:>15}: loss {found.losses[name]:.4f}{dev_loss}"
-    if found.difference is None:
+        yield f"{words:>15}: loss {found['losses'][name]:.4f}{dev_loss}"
+    if found["difference"] is None:
         yield "equal to the bit to the run that never saw them"
     else:
-        yield f"NOT equal to the run that never saw them: {found.difference}"
-
-
-@contextlib.contextmanager
-def _show_steps(show: Callable[[str], None], run: TrainingRun) -> Iterator[Hook]:
-    """Show the step of the run that is trained."""
-    yield lambda report: show(f"{run.folder.name}: step {report.step} of {report.steps}")
+        yield f"NOT equal to the run that never saw them: {found['difference']}"

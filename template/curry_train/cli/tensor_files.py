@@ -43,13 +43,13 @@ NUM_LEGACY_PICKLES = 5
 
 @dataclass
 class FoundTensor:
-    """One tensor of a file; `nan` and `inf` are None where its values were not counted."""
+    """One tensor of a file, with its numbers of NaN and inf."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    nan: int | None = None
-    inf: int | None = None
+    nan: int
+    inf: int
 
 
 @dataclass
@@ -88,11 +88,11 @@ class Inspection:
 
     @property
     def num_nan(self) -> int:
-        return sum(one.nan or 0 for one in self.tensors)
+        return sum(one.nan for one in self.tensors)
 
     @property
     def num_inf(self) -> int:
-        return sum(one.inf or 0 for one in self.tensors)
+        return sum(one.inf for one in self.tensors)
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self) | {"names": sorted(self.names)}
@@ -154,35 +154,35 @@ def read_whole(path: Path) -> bytes:
     return data
 
 
-def read_tensor_file(path: Path, *, values: bool = True) -> Inspection:
-    """Read one file of tensors; without `values`, NaN and inf are not counted."""
+def read_tensor_file(path: Path) -> Inspection:
+    """Read one file of tensors."""
     with open_regular(path) as stream:
-        return _read(stream, path, values)
+        return _read(stream, path)
 
 
-def read_piece(data: bytes, *, values: bool = True) -> Inspection:
+def read_piece(data: bytes) -> Inspection:
     """Read a part of a file, as torch.save wrote it."""
-    return _read(io.BytesIO(data), None, values)
+    return _read(io.BytesIO(data), None)
 
 
-def _read(stream: BinaryIO, path: Path | None, values: bool) -> Inspection:
+def _read(stream: BinaryIO, path: Path | None) -> Inspection:
     """Read a file in the format that its first bytes show."""
     found = Inspection()
     head = stream.read(16)
     stream.seek(0)
     try:
         if head.startswith(b"PK\x03\x04"):
-            _read_zip(stream, path, found, values)
+            _read_zip(stream, path, found)
         elif head.startswith(LEGACY_MAGIC):
             found.format = "torch.save file (before torch 1.6)"
             found.unknown.append("this format has no hash: a changed bit can't be told")
             pickled = stream.read(MOST_PICKLE_BYTES)
             stream.seek(0)
-            _add_tree(_load(stream, pickled, found, NUM_LEGACY_PICKLES), found, values)
+            _add_tree(_load(stream, pickled, found, NUM_LEGACY_PICKLES), found)
         elif head[8:9] == b"{" and path is not None:
             found.format = "safetensors"
             found.unknown.append("safetensors has no hash: a changed bit can't be told")
-            _read_safetensors(path, found, values)
+            _read_safetensors(path, found)
         elif head.startswith(b"\x80") and path is not None:
             found.format = "pickle"
             found.unknown.append("a pickle has no hash and no tensors: what it holds can't be told")
@@ -237,7 +237,7 @@ def _torch_load(source: Any, inert: Sequence[Any]) -> Any:
 # The zip format of torch.save: one record for each storage, with its CRC-32.
 
 
-def _read_zip(stream: Any, path: Path | None, found: Inspection, values: bool) -> None:
+def _read_zip(stream: Any, path: Path | None, found: Inspection) -> None:
     found.format = "torch.save file"
     with zipfile.ZipFile(stream) as archive:
         _check_records(archive, found)
@@ -262,7 +262,7 @@ def _read_zip(stream: Any, path: Path | None, found: Inspection, values: bool) -
     tree = _load(path or stream, pickled, found)
     if type(tree) is dict and "pytorch-lightning_version" in tree:
         found.format = "Lightning checkpoint"
-    _add_tree(tree, found, values)
+    _add_tree(tree, found)
 
 
 def _check_records(archive: zipfile.ZipFile, found: Inspection) -> None:
@@ -292,24 +292,24 @@ def _check_records(archive: zipfile.ZipFile, found: Inspection) -> None:
         found.problems.append(f"{differ[0]!r:.80}{more}: another CRC-32 than was saved")
 
 
-def _read_safetensors(path: Path, found: Inspection, values: bool) -> None:
+def _read_safetensors(path: Path, found: Inspection) -> None:
     with safe_open(path, framework="pt") as file:
         for key, value in (file.metadata() or {}).items():
             found.values[f"__metadata__.{key}"] = repr(value)[:80]
         for name in file.keys():  # noqa: SIM118 - it is no dictionary
-            found.tensors.append(_found(name, file.get_tensor(name), values))
+            found.tensors.append(_found(name, file.get_tensor(name)))
 
 
 # Tensors and other values in what torch.load returned.
 
 
-def _add_tree(tree: Any, found: Inspection, values: bool) -> None:
+def _add_tree(tree: Any, found: Inspection) -> None:
     """Collect tensors and other values from nested containers, by dotted keys."""
     for number, (name, node) in enumerate(_leaves(tree, "", 0)):
         if number > MOST_KEYS:
             raise ValueError("it has too many keys to be listed")
         if isinstance(node, Tensor):
-            found.tensors.append(_found(name, node.detach(), values))
+            found.tensors.append(_found(name, node.detach()))
         else:
             found.values[name] = _in_words(node)
 
@@ -342,15 +342,14 @@ def _in_words(node: Any) -> str:
     return repr(node)[:80] if type(node) is not int or abs(node) < 2**70 else "an integer"
 
 
-def _found(name: str, tensor: Tensor, values: bool) -> FoundTensor:
-    found = FoundTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    if values:
-        if tensor.layout is torch.sparse_coo:
-            tensor = tensor._values()
-        elif tensor.layout is not torch.strided:
-            tensor = tensor.values()
-        found.nan, found.inf = _count_nonfinite(tensor)
-    return found
+def _found(name: str, tensor: Tensor) -> FoundTensor:
+    held = tensor
+    if tensor.layout is torch.sparse_coo:
+        held = tensor._values()
+    elif tensor.layout is not torch.strided:
+        held = tensor.values()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return FoundTensor(name, tuple(tensor.shape), dtype, *_count_nonfinite(held))
 
 
 def _count_nonfinite(tensor: Tensor) -> tuple[int, int]:

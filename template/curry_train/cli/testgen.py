@@ -20,7 +20,6 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..core.blocks import find_blocks
 from ..gates.verdict import no_such_gate
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
@@ -31,6 +30,7 @@ from .options import (
     dtype_option,
     model_option,
     output_option,
+    script_option,
     seed_option,
     settle_blocks,
     trainer_option,
@@ -65,8 +65,6 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     own_size = None if workload.is_divisible else workload.own_batch
     size = own_size or options["batch_size"]
     case = Case(workload, batch_size=size, seed=options["seed"], blocks=options["blocks"])
-    if case.blocks is not None:
-        find_blocks(case.build(), case.blocks)
     source = spec.removeprefix(TRAINER_PREFIX)
     file = source.rpartition(":")[0]
     is_file = file.endswith(".py")
@@ -147,7 +145,7 @@ def _path_expression(path: Path, out: Path) -> str:
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
 @model_option("model")
 @trainer_option()
-@click.option("--script", metavar="FILE", help="Check the loop of this script in a test.")
+@script_option()
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(

@@ -22,7 +22,7 @@ from torch import nn
 from ..config import Config, DataConfig, load_config
 from ..core.generators import seeded
 from ..core.timing import NoSuchDevice
-from ..core.wording import format_bytes, format_count, format_duration, provenance, write_json
+from ..core.wording import format_bytes, format_count, format_duration, provenance
 from ..data import (
     BYTE_VOCABULARY_SIZE,
     Dataset,
@@ -58,10 +58,10 @@ from .options import (
     DTYPES,
     DeviceMissing,
     choose_device,
-    json_option,
     model_option,
+    results_option,
 )
-from .screen import ScreenCommand, UnusableInput, wrapped
+from .screen import Ended, ScreenCommand, UnusableInput, wrapped
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 
@@ -164,7 +164,13 @@ def _vocabulary(module: nn.Module) -> int | None:
 STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 
 
-@click.command("train", cls=ScreenCommand, keeps_traceback=True, example="steps=20 microbatch=4")
+@click.command(
+    "train",
+    cls=ScreenCommand,
+    keeps_traceback=True,
+    leave=leave,
+    example="steps=20 microbatch=4",
+)
 @click.option(
     "--config",
     "path",
@@ -182,7 +188,7 @@ STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 @click.option("--batch-size", type=click.IntRange(1), help="Samples per step; same as batch_size=.")
 @click.option("--seed", type=click.IntRange(0), help="Same as seed=.")
 @click.option("--record-memory", is_flag=True, help="Write a snapshot if a GPU is out of memory.")
-@json_option()
+@results_option()
 @click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
@@ -194,10 +200,9 @@ def train_command(
     batch_size: int | None,
     seed: int | None,
     record_memory: bool,
-    json_path: str | None,
     show_config: bool,
     words: tuple[str, ...],
-) -> None:
+) -> Ended | None:
     """Train a model by its configuration.
 
     Exit status: 0 done, 1 a loss or gradient was not finite, a state could not be saved or a GPU is
@@ -215,13 +220,10 @@ def train_command(
                 config = load_config(path, [*words, *given])
                 if show_config:
                     click.echo(config.to_yaml(), nl=False)
-                    return
+                    return None
                 if config.log.tensorboard:
                     require_tensorboard()
-                shows = functools.partial(
-                    show_progress, every=config.log.every, err=json_path == "-"
-                )
-                watch: list[Watch] = [shows]
+                watch: list[Watch] = [functools.partial(show_progress, every=config.log.every)]
                 if config.log.tensorboard:
                     watch.append(write_tensorboard)
                 opening = open_named_run(config, resume=resume, record_memory=record_memory)
@@ -237,14 +239,13 @@ def train_command(
         # Training can't go on, or its state can't be saved.
         click.echo(wrapped(f"Error: {error}"), err=True)
         leave(1)
-    _tell(config, trained, json_path)
-    leave(STATUSES.get(trained.report.ended_by, 0))
+    return _results(config, trained), STATUSES.get(trained.report.ended_by, 0)
 
 
-def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
-    """Print how the run ended, on the first rank, and write it as JSON."""
+def _results(config: Config, trained: Trained) -> dict[str, Any]:
+    """Print how the run ended, and return it; both on the first rank."""
     if os.environ.get("RANK", "0") != "0":
-        return
+        return {}
     report = trained.report
     last = report.last
     saved = f"saved as {trained.folder / trained.saved.folder}" if trained.saved else "not saved"
@@ -259,23 +260,22 @@ def _tell(config: Config, trained: Trained, json_path: str | None) -> None:
         message = (
             f"{why} after step {report.step}, {saved}\ngo on with --resume {trained.folder.name}"
         )
-    click.echo(message, err=json_path == "-")
+    click.echo(message)
 
-    if json_path:
-        ended = {"step": report.step, "ended_by": report.ended_by, "run": str(trained.folder)}
-        figures = {}
-        if last is not None:
-            figures = {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
-        write_json(json_path, provenance(choose_device(config.device)) | ended | figures)
+    ended = {"step": report.step, "ended_by": report.ended_by, "run": str(trained.folder)}
+    figures = {}
+    if last is not None:
+        figures = {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
+    return provenance(choose_device(config.device)) | ended | figures
 
 
 # Progress of a run: lines on the console, and TensorBoard.
 
 
 @contextlib.contextmanager
-def show_progress(run: TrainingRun, *, every: int = 10, err: bool = False) -> Iterator[Hook]:
+def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
     """Print a line every `every` steps, and for the first step, the last one and each dev loss."""
-    click.echo(describe_training(run), err=err)
+    click.echo(describe_training(run))
     first = run.first_step + 1
     after_first = 0.0
 
@@ -291,7 +291,7 @@ def show_progress(run: TrainingRun, *, every: int = 10, err: bool = False) -> It
         if first < report.step < report.steps:
             left = f"  {format_duration(seconds_per_step * (report.steps - report.step))} left"
         step = f"{report.step:>{len(str(report.steps))}}/{report.steps}"
-        click.echo(f"step {step}  {figures(report, run)}{left}", err=err)
+        click.echo(f"step {step}  {figures(report, run)}{left}")
 
     yield line
 

@@ -6,10 +6,10 @@ Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 import fnmatch
 import functools
 import inspect
-import sys
+import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.measure import heap_kept
-from ..core.wording import format_duration, format_seconds, provenance, write_json
+from ..core.wording import format_duration, format_seconds, provenance
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import (
     CONTRACTS,
@@ -59,105 +59,105 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import ScreenCommand, UnusableInput, fill_screen, progress_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, progress_on_screen
 
-# Terminal tables of gate results: a line per technique or per gate.
-
-
-@dataclass(frozen=True)
-class FirstLook:
-    """The blocks of a model, and what was found before its gates ran."""
-
-    choice: BlockChoice
-    findings: tuple[FailureCause, ...]
-
-    def lines(self) -> list[str]:
-        """Return the notes on the blocks and, numbered, each cause."""
-        causes = list(dict.fromkeys(finding.text for finding in self.findings))
-        notes = [line for line in self.choice.lines() if line not in causes]
-        return [*notes, *(f"cause {at}: {cause}" for at, cause in enumerate(causes, 1))]
-
-    def findings_json(self) -> list[dict[str, Any]]:
-        return [asdict(finding) for finding in self.findings]
-
-    def short(self, reason: str) -> str:
-        """Return the number of a cause in place of its text, which stands with the model."""
-        causes = list(dict.fromkeys(finding.text for finding in self.findings))
-        return f"cause {causes.index(reason) + 1}" if reason in causes else reason
-
+# Lines of verdicts: one per technique or per gate.
 
 VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
 NAME_WIDTH = 28  # of a technique or gate, before what is printed of it
 
 
-class VerdictLines:
-    """Prints verdicts as they come: a line per technique, or per gate with its figures."""
+@dataclass(frozen=True)
+class FirstLook:
+    """The blocks of a model, what was found before its gates ran, and the time of a forward."""
 
-    def __init__(self, console: Console, looks: Mapping[str, FirstLook], *, by_gate: bool) -> None:
-        self._console = console
-        self._looks = looks
-        self._by_gate = by_gate
-        self._workload = ""
-        self._technique = ""
-        self._group: list[Verdict] = []
-        self.rows: list[GateRow] = []
+    choice: BlockChoice
+    findings: tuple[FailureCause, ...]
+    forward_seconds: float
 
-    def add(self, row: GateRow) -> None:
-        self.rows.append(row)
-        technique = technique_of(row.verdict.gate)
-        if row.workload != self._workload or technique != self._technique:
-            self.end_group()
-        if row.workload != self._workload:
-            self._print_columns(row.workload, "\n".join(self._looks[row.workload].lines()), "dim")
-        self._workload = row.workload
-        self._technique = technique
-        self._group.append(row.verdict)
-        if self._by_gate:
-            self._print_gate(row.verdict, self._looks[row.workload])
+    @property
+    def causes(self) -> list[str]:
+        return list(dict.fromkeys(finding.text for finding in self.findings))
 
-    def findings(self, workload: str) -> tuple[FailureCause, ...]:
-        return self._looks[workload].findings
+    def lines(self) -> list[str]:
+        """Return the notes on the blocks and, numbered, each cause."""
+        notes = [line for line in self.choice.lines() if line not in self.causes]
+        return [*notes, *(f"cause {at}: {cause}" for at, cause in enumerate(self.causes, 1))]
 
-    def end_group(self) -> None:
-        """Print the line of a technique, of which all verdicts are there."""
-        if self._group and not self._by_gate:
-            counted = _counted(self._group, self._looks[self._workload])
-            self._print_columns(f"  {self._technique}", counted)
-        self._group = []
+    def short(self, reason: str) -> str:
+        """Return the number of a cause in place of its text, which stands with the model."""
+        is_cause = reason in self.causes
+        return escape(f"cause {self.causes.index(reason) + 1}" if is_cause else reason)
 
-    def _print_gate(self, verdict: Verdict, seen: FirstLook) -> None:
-        mark = VERDICT_MARKS[verdict.passed]
-        text = f"{mark}: {escape(seen.short(verdict.hint))}"
-        if verdict.required == TO_RUN and not verdict.ran:
-            text = f"{mark} before your model ran: {escape(seen.short(_cause(verdict)))}"
-        elif verdict.passed is not None:
-            ran = " + ".join(verdict.ran) or "nothing"
-            text = f"{mark} [dim]on {ran}[/]: {escape(verdict.measured)}"
-        self._print_columns(f"  {verdict.gate}", text)
 
-    def _print_columns(self, name: str, text: str, style: str = "") -> None:
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(min_width=NAME_WIDTH, no_wrap=True)
-        grid.add_row(name, Text.from_markup(text, style=style))
-        self._console.print(grid)
+def print_verdicts(
+    console: Console, rows: Iterable[GateRow], looks: Mapping[str, FirstLook], *, by_gate: bool
+) -> list[GateRow]:
+    """Print verdicts as they come: a line per technique, or per gate with its figures."""
+    printed: list[GateRow] = []
+    for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
+        first = looks[workload]
+        _print_columns(console, workload, "\n".join(map(escape, first.lines())), "dim")
+        techniques = itertools.groupby(of_workload, key=lambda row: technique_of(row.verdict.gate))
+        for technique, group in techniques:
+            verdicts = []
+            for row in group:
+                printed.append(row)
+                verdicts.append(row.verdict)
+                if by_gate:
+                    text = _of_gate(row.verdict, first)
+                    _print_columns(console, f"  {row.verdict.gate}", text)
+            if not by_gate:
+                _print_columns(console, f"  {technique}", _counted(verdicts, first))
+    return printed
 
-    def print_end(self, notes: Sequence[str]) -> None:
-        """Print the details of the gates that failed, the counts, and what of the user's ran."""
-        self.end_group()
-        failed = [row for row in self.rows if row.verdict.passed is False]
-        causes: dict[tuple[str, ...], list[GateRow]] = {}
-        for row in failed:
+
+def _print_columns(console: Console, name: str, text: str, style: str = "") -> None:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(min_width=NAME_WIDTH, no_wrap=True)
+    grid.add_row(name, Text.from_markup(text, style=style))
+    console.print(grid)
+
+
+def _of_gate(verdict: Verdict, first: FirstLook) -> str:
+    mark = VERDICT_MARKS[verdict.passed]
+    if verdict.required == TO_RUN and not verdict.ran:
+        raised = f"{verdict.measured}; " if verdict.measured.startswith("raised") else ""
+        return f"{mark} before your model ran: {first.short(raised + verdict.hint)}"
+    if verdict.passed is None:
+        return f"{mark}: {first.short(verdict.hint)}"
+    ran = " + ".join(verdict.ran) or "nothing"
+    return f"{mark} [dim]on {ran}[/]: {escape(verdict.measured)}"
+
+
+def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
+    counts = Counter(verdict.passed for verdict in verdicts)
+    counted = ", ".join(
+        f"{counts[passed]} {mark}" for passed, mark in VERDICT_MARKS.items() if counts[passed]
+    )
+    reasons = {first.short(verdict.hint) for verdict in verdicts if verdict.passed is None}
+    if len(reasons) > 1:
+        return f"{counted} for {len(reasons)} reasons"
+    return ": ".join([counted, *reasons])
+
+
+def print_end(console: Console, rows: Sequence[GateRow], notes: Sequence[str]) -> None:
+    """Print once what failed alike and what to do, the counts, and what of the user's ran."""
+    causes: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in rows:
+        if row.verdict.passed is False:
             facts = (row.verdict.measured, row.verdict.required, row.verdict.hint)
-            causes.setdefault((row.workload, *facts), []).append(row)
-        for rows in causes.values():
-            _print_detail(self._console, rows)
-        counts = Counter(row.verdict.passed for row in self.rows)
-        counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
-        more = "" if self._by_gate else "; --figures shows what each measured"
-        self._console.print(f"\n{counted}{more}")
-        for line in (coverage(self.rows), *notes):
-            if line:
-                self._console.print(line)
+            causes.setdefault((row.workload, *facts), []).append(row.verdict.gate)
+    for (workload, *texts), gates in causes.items():
+        console.print(f"\n{workload}, {', '.join(gates)}: {VERDICT_MARKS[False]}")
+        for label, text in zip(("measured", "required", "what to do"), texts, strict=True):
+            filled = fill_screen(f"  {label}: {text}", indent="    ")
+            console.print(filled, markup=False, soft_wrap=True)
+    counts = Counter(row.verdict.passed for row in rows)
+    counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
+    console.print("\n" + "; ".join([counted, *notes]))
+    if counts[True] + counts[False]:
+        console.print(coverage(rows))
 
 
 def coverage(rows: Sequence[GateRow]) -> str:
@@ -173,47 +173,10 @@ def coverage(rows: Sequence[GateRow]) -> str:
     models = len({row.workload for row in rows})
     gates = "1 gate" if counts["model"] == 1 else f"{counts['model']} gates"
     on_model = f"{gates} ran your {'model' if models == 1 else f'{models} models'}"
-    return ", ".join([on_model, *counted]) if verdicts else ""
+    return ", ".join([on_model, *counted])
 
 
-def _counted(verdicts: Sequence[Verdict], seen: FirstLook) -> str:
-    counts = Counter(verdict.passed for verdict in verdicts)
-    counted = ", ".join(
-        f"{counts[passed]} {mark}" for passed, mark in VERDICT_MARKS.items() if counts[passed]
-    )
-    reasons = dict.fromkeys(
-        seen.short(verdict.hint) for verdict in verdicts if verdict.passed is None
-    )
-    if len(reasons) > 1:
-        return f"{counted} for {len(reasons)} reasons"
-    return f"{counted}: {escape(next(iter(reasons)))}" if reasons else counted
-
-
-def list_claims(gates: Sequence[Gate]) -> str:
-    """Return a line for each claim of these gates: its name, its gate, and the claim."""
-    names = {gate.name for gate in gates}
-    rows = [claim for claim in claims() if claim.gate in names]
-    return "\n".join(f"{claim.name}  {claim.gate}  {claim.text}" for claim in rows)
-
-
-def _cause(verdict: Verdict) -> str:
-    """Return why a gate could not run, in which `could not be measured` adds nothing."""
-    raised = verdict.measured if verdict.measured.startswith("raised") else ""
-    return f"{raised}; {verdict.hint}" if raised else verdict.hint
-
-
-def _print_detail(console: Console, rows: Sequence[GateRow]) -> None:
-    """Print what failed, and what to do, once for all gates that failed alike."""
-    verdict = rows[0].verdict
-    gates = ", ".join(row.verdict.gate for row in rows)
-    console.print(f"\n{rows[0].workload}, {gates}: {VERDICT_MARKS[verdict.passed]}")
-    facts = {"measured": verdict.measured, "required": verdict.required, "what to do": verdict.hint}
-    for label, text in facts.items():
-        filled = fill_screen(f"  {label}: {text}", indent="    ")
-        console.print(filled, markup=False, soft_wrap=True)
-
-
-# Command line of a project.
+# What is run.
 
 
 def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) -> tuple[Gate, ...]:
@@ -228,7 +191,10 @@ def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) 
 
     chosen: set[str] = set()
     for pattern in patterns:
-        matching = [gate.name for gate in gates if _matches(gate, pattern)]
+        globs = (pattern, f"{pattern}/*")
+        matching = [
+            gate.name for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs)
+        ]
         if not matching:
             raise UnusableInput(no_such_gate(pattern, [gate.name for gate in discover()]))
         chosen.update(matching)
@@ -256,19 +222,18 @@ def load_implementations(
         raise UnusableInput(" ".join(str(error).split())) from error
 
 
-def _matches(gate: Gate, pattern: str) -> bool:
-    return fnmatch.fnmatch(gate.name, pattern) or gate.name.startswith(f"{pattern}/")
-
-
-def list_contracts(gates: Sequence[Gate]) -> str:
-    """Return what `--impl` takes for these gates, by its name, and how it is called."""
-    names = {name for gate in gates for name in gate.takes}
-    lines = ["What --impl takes, by its name, and how the gates call it:"]
-    for contract in CONTRACTS.values():
-        if contract.name in names:
-            lines.append(f"  {contract.name}{inspect.signature(contract.call)}")
-            lines.append(fill_screen(f"      {contract.promise}", indent="      "))
-    return "\n".join(lines if names else [])
+def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
+    """Yield each claim of these gates, and what `--impl` takes for them and how it is called."""
+    names = {gate.name for gate in gates}
+    for claim in claims():
+        if claim.gate in names:
+            yield f"{claim.name}  {claim.gate}  {claim.text}"
+    taken = [one for one in CONTRACTS.values() if any(one.name in gate.takes for gate in gates)]
+    if taken:
+        yield "\nWhat --impl takes, by its name, and how the gates call it:"
+    for contract in taken:
+        yield f"  {contract.name}{inspect.signature(contract.call)}"
+        yield fill_screen(f"      {contract.promise}", indent="      ")
 
 
 @click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
@@ -306,11 +271,10 @@ def validate_command(
     implementations: tuple[str, ...],
     asked: CaseOptions,
     shrink: int | None,
-    json_path: str | None,
     figures: bool,
     thorough: bool,
     list_only: bool,
-) -> None:
+) -> Ended | None:
     """Measure every gate on a model.
 
     Exit status: 0 all gates held, 1 a gate failed, 2 wrong usage or no gate applies, 3 device
@@ -319,44 +283,48 @@ def validate_command(
     given = load_implementations(implementations, patterns)
     gates = choose_gates(patterns, given)
     if list_only:
-        names = "\n".join(gate.name for gate in gates)
-        click.echo(f"{list_claims(gates)}\n\n{list_contracts(gates)}" if figures else names)
-        return
+        lines = list_with_claims(gates) if figures else (gate.name for gate in gates)
+        click.echo("\n".join(lines))
+        return None
     gates, left_out = quick_gates(gates, () if thorough else patterns, thorough=thorough)
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
-    specs = [prefix + spec for spec in models or BUILTIN_WORKLOADS]
+    specs = models or BUILTIN_WORKLOADS
 
     console = Console(highlight=False)
     facts = provenance(asked.device)
-    forward_seconds = 0.0
-    cases = []
-    looks: dict[str, FirstLook] = {}
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
-    loaded = [load_that_fits(spec, make_case).workload for spec in specs]
-    for workload in _named_once(loaded):
-        case, looks[workload.name], seconds = _look(make_case(workload))
-        cases.append(case)
-        forward_seconds += seconds
+    loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
+    looked_at = [_look(make_case(workload)) for workload in _named_once(loaded)]
+    cases = [case for case, _ in looked_at]
+    looks = {case.workload.name: first for case, first in looked_at}
 
-    is_long = _announce_time(console, forward_seconds, gates, shrinks=bool(shrink))
-    if is_long:
+    seconds = FORWARDS_IN_A_STEP * sum(first.forward_seconds for first in looks.values())
+    if is_long := seconds * sum(gate.steps for gate in gates) >= LONG_SECONDS:
+        _announce_time(console, seconds, gates, shrinks=bool(shrink))
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
     settings = _print_settings(console, cases, facts, asked.seed)
     for one in given:
         console.print(f"{one.spec} in place of our {one.name}", style="dim")
         settings.setdefault("implementations", {})[one.name] = one.spec
-    lines = VerdictLines(console, looks, by_gate=bool(figures or patterns or is_long))
-    settings["seconds"] = _measure(cases, gates, given, lines)
-    notes = [f"add --thorough for {gate.name}, which takes longer" for gate in left_out]
-    for spec, case in zip(specs, cases, strict=True):
-        spec = spec.removeprefix(prefix)
-        for verdict in loop_verdicts(spec) if is_taken(spec) else ():
-            lines.add(GateRow(case.workload.name, verdict))
-    lines.print_end(notes)
-    if json_path:
-        settings["left_out"] = [gate.name for gate in left_out]
-        write_json(json_path, facts | settings | _as_json(lines.rows, looks))
-    _end(lines.rows, patterns)
+
+    by_gate = bool(figures or patterns or is_long)
+    began = time.perf_counter()
+    with heap_kept():
+        measured = _measured(cases, gates, given, looks)
+        rows = print_verdicts(console, measured, looks, by_gate=by_gate)
+    settings["seconds"] = round(time.perf_counter() - began, 1)
+    loops = (
+        GateRow(case.workload.name, verdict)
+        for spec, case in zip(specs, cases, strict=True)
+        if is_taken(spec)
+        for verdict in loop_verdicts(spec)
+    )
+    rows += print_verdicts(console, loops, looks, by_gate=by_gate)
+    notes = [] if by_gate else ["--figures shows what each measured"]
+    notes += [f"--thorough runs {gate.name} too, which takes longer" for gate in left_out]
+    print_end(console, rows, notes)
+    settings["left_out"] = [gate.name for gate in left_out]
+    return facts | settings | _as_json(rows, looks), _status(rows, patterns)
 
 
 # A run that takes longer is announced, and a line is printed for each gate as it ends.
@@ -366,21 +334,14 @@ FORWARDS_IN_A_STEP = 3
 
 
 def _announce_time(
-    console: Console, forward_seconds: float, gates: Sequence[Gate], *, shrinks: bool
-) -> bool:
-    """Print how long the gates take, if that is long; return whether it is.
-
-    `forward_seconds` is what a forward of each model took, added up.
-    """
+    console: Console, seconds: float, gates: Sequence[Gate], *, shrinks: bool
+) -> None:
+    """Print how long the gates take, of which a step takes so many seconds."""
     num_steps = sum(gate.steps for gate in gates)
-    seconds = FORWARDS_IN_A_STEP * forward_seconds
-    total = num_steps * seconds
-    if total < LONG_SECONDS:
-        return False
-    steps = f"{num_steps} steps of {format_seconds(seconds)}, {format_duration(total)} in all"
+    total = format_duration(num_steps * seconds)
+    steps = f"{num_steps} steps of {format_seconds(seconds)}, {total} in all"
     console.print(f"about {steps}: a line for each gate, short gates first")
     console.print(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
-    return True
 
 
 def _print_settings(
@@ -408,29 +369,24 @@ def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[st
         claimed = {"claims": of_gate.get(row.verdict.gate, [])}
         results.append({"workload": row.workload} | row.verdict.to_json() | claimed)
     return {
-        "blocks": {name: seen.choice.to_json() for name, seen in looks.items()},
-        "findings": {name: seen.findings_json() for name, seen in looks.items()},
+        "blocks": {name: first.choice.to_json() for name, first in looks.items()},
+        "findings": {name: [*map(asdict, first.findings)] for name, first in looks.items()},
         "results": results,
     }
 
 
-def _end(rows: Sequence[GateRow], patterns: Sequence[str]) -> None:
-    """End with status 1 if a gate failed, and with 2 if none applied."""
+def _status(rows: Sequence[GateRow], patterns: Sequence[str]) -> int | UnusableInput:
+    """Return 1 if a gate failed, and an error with the reasons if none applied."""
     if any(row.verdict.passed is False for row in rows):
-        sys.exit(1)
-    if not any(row.verdict.passed for row in rows):
-        raise UnusableInput(_why_nothing_was_checked(rows, patterns))
-
-
-def _why_nothing_was_checked(rows: Sequence[GateRow], patterns: Sequence[str]) -> str:
-    """Explain in one line why no gate applied, because that counts as wrong usage."""
+        return 1
+    if any(row.verdict.passed for row in rows):
+        return 0
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
     models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
-    return (
-        f"nothing was checked: of {', '.join(patterns) or 'all gates'} no gate applies to {models}"
-    )
+    asked = ", ".join(patterns) or "all gates"
+    return UnusableInput(f"nothing was checked: of {asked} no gate applies to {models}")
 
 
 def _named_once(workloads: Sequence[Workload]) -> list[Workload]:
@@ -442,48 +398,45 @@ def _named_once(workloads: Sequence[Workload]) -> list[Workload]:
     ]
 
 
-def _measure(
+def _measured(
     cases: Sequence[Case],
     gates: Sequence[Gate],
     given: Sequence[Implementation],
-    lines: VerdictLines,
-) -> float:
-    """Run the gates and print each line as soon as its verdicts are there; return the seconds."""
-    start = time.perf_counter()
-    with heap_kept(), progress_on_screen() as progress:
+    looks: Mapping[str, FirstLook],
+) -> Iterator[GateRow]:
+    """Run the gates, and yield each row as soon as its verdict is there."""
+    rows = measure_rows(cases, gates, implementations=given)
+    with progress_on_screen() as progress:
         task = progress.add_task("", total=len(cases) * sum(gate.steps for gate in gates))
-        names = [(case.workload.name, gate) for case in cases for gate in gates]
-        rows = measure_rows(cases, gates, implementations=given)
-        for workload, gate in names:
-            progress.update(task, description=f"{workload}: {gate.name}")
+        for case, gate in itertools.product(cases, gates):
+            progress.update(task, description=f"{case.workload.name}: {gate.name}")
             row = next(rows)
-            lines.add(replace(row, verdict=explained(row.verdict, lines.findings(row.workload))))
+            yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
             progress.advance(task, gate.steps)
-    return round(time.perf_counter() - start, 1)
 
 
-def _look(case: Case) -> tuple[Case, FirstLook, float]:
-    """Choose the blocks, find what several gates would fail on, and time a forward.
+def _look(case: Case) -> tuple[Case, FirstLook]:
+    """Choose the blocks, time a forward, and find what several gates would fail on.
 
     A model that can't run keeps the blocks of its containers. A pattern that matches no module is
     an error (ValueError).
     """
     check_blocks(case)
-    # The user's model may raise anything, which each gate reports.
-    try:
-        case, choice = settle_blocks(case)
-    except Exception as error:  # noqa: BLE001
-        note = f"no forward could be recorded: {first_line(error)}"
-        choice = BlockChoice((), None, None, (note,))
-    if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
-        choice = BlockChoice((), None, None, (ONE_BLOCK,))
+    choice = None
+    findings: tuple[FailureCause, ...] = ()
     seconds = 0.0
     try:
+        case, choice = settle_blocks(case)
         module, batch = case.build(), case.batch()
         began = time.perf_counter()
         # Its number is there when the device is done.
         case.workload.mean_loss(module, batch).item()
         seconds = time.perf_counter() - began
-        return case, FirstLook(choice, look(case)), seconds
-    except Exception:  # noqa: BLE001
-        return case, FirstLook(choice, ()), seconds
+        findings = look(case)
+    # The user's model may raise anything, which each gate reports.
+    except Exception as error:  # noqa: BLE001
+        note = f"no forward could be recorded: {first_line(error)}"
+        choice = choice or BlockChoice((), None, None, (note,))
+    if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
+        choice = replace(choice, notes=(ONE_BLOCK,))
+    return case, FirstLook(choice, findings, seconds)
