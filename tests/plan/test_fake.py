@@ -151,6 +151,26 @@ def test_rms_norm_keeps_its_input_and_a_number_for_each_row(entry):
         assert found == kept if kept else found >= 3 * 2 * 96 * 64
 
 
+@pytest.mark.parametrize("entry", [F.dropout, torch.dropout, torch.nn.Dropout.forward])
+def test_dropout_keeps_a_byte_for_each_number(entry):
+    def run(p=0.1, train=True):
+        if entry is torch.nn.Dropout.forward:
+            return torch.nn.Dropout(p).train(train)(x)
+        return entry(x, p, train)
+
+    with pretended(kernels="cuda"), LiveStorages() as storages:
+        x = torch.empty(4, 64, dtype=torch.bfloat16, requires_grad=True)
+        before = storages.bytes_alive
+        y = run()
+        held = storages.bytes_alive - before
+        y.sum().backward()
+        assert x.grad.dtype is torch.bfloat16
+        assert run(train=False) is x
+        nothing = run(p=1.0)
+    assert held == 4 * 64 * (2 + 1)
+    assert nothing.shape == (4, 64)
+
+
 def test_torchs_checkpoint_recomputes_an_rms_norm_as_it_ran():
     layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.GELU())
     shapes_alone = Workload("own", lambda: Checkpointed(layer), rows_of_64, square)

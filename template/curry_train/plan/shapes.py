@@ -156,7 +156,7 @@ def has_values(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
 
 
-# Stand-ins on fake CPU tensors for CUDA's attention, RMS norm and autocast.
+# Stand-ins on fake CPU tensors for CUDA's attention, RMS norm, dropout and autocast.
 
 HALF_PRECISION_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -233,11 +233,20 @@ def _rms_norm(
     return output
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keep a byte for each number, as CUDA's fused kernel does; the CPU keeps the scaled mask."""
+    if inplace or not training or not 0 < p < 1:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, training)[0]
+
+
 _PLAIN_ATTENTION = F.scaled_dot_product_attention
 STAND_INS: Mapping[Any, Callable[..., Any]] = {
     _PLAIN_ATTENTION: _attention,
     F.rms_norm: _rms_norm,
     torch.rms_norm: _rms_norm,
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
 }
 _FLOAT32_LAYER_FUNCTIONS = (
     "layer_norm",
