@@ -286,22 +286,6 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     assert "--trainer their_trainers:accelerator" in out.read_text()
 
 
-REFUSING = (
-    ("train", "--script"),
-    ("train", "--trainer"),
-    ("runs estimate", "--trainer"),
-    ("runs spike-check", "--trainer"),
-)
-
-
-@pytest.mark.parametrize(("command", "option"), REFUSING)
-def test_commands_that_need_a_factory_say_how_to_get_one(command, option):
-    ended = CliRunner().invoke(main, [*command.split(), option, "train.py"])
-    assert ended.exit_code == 2
-    name = command.split()[-1]
-    assert f"{name} takes no {option}, give a factory as --model: `curry-train" in ended.stderr
-
-
 def test_a_model_and_a_trainer_at_once_are_refused():
     ended = CliRunner().invoke(main, ["bench", "--model", "mlp", "--trainer", "a:b"])
     assert ended.exit_code == 2
