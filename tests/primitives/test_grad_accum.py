@@ -151,8 +151,8 @@ def uneven_data_on_rank():
     return results
 
 
-def test_ranks_with_uneven_data_or_without_a_wrapper_raise_instead_of_hanging():
-    for results in run_on_ranks(f"{__file__}:uneven_data_on_rank", timeout=60):
+def test_ranks_with_uneven_data_or_without_a_wrapper_raise_instead_of_hanging(answers):
+    for _, _, results in answers:
         assert results[0] == 4
         assert "window 1 has" in results[1]
         assert "window 0 has" in results[2]
@@ -330,9 +330,18 @@ def of_rank(kind):
     return found
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
-def test_two_ranks_have_the_gradients_of_the_large_batch(kind):
-    for found in run_on_ranks(f"{__file__}:of_rank", kind=kind):
+def all_on_this_rank():
+    return [of_rank("DDP"), of_rank("FSDP2"), uneven_data_on_rank()]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return run_on_ranks(f"{__file__}:all_on_this_rank", timeout=60)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["DDP", "FSDP2"])
+def test_two_ranks_have_the_gradients_of_the_large_batch(kind, answers):
+    for found in (answer[kind] for answer in answers):
         assert all(way["error"] < 1e-12 for way in found.values()), found
         assert found["each False"]["syncs"] == 1, found
         assert found["each True"]["syncs"] == 3, found

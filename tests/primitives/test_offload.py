@@ -16,11 +16,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trained_on_ranks import compare_on_ranks
 
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.primitives import offload
 from curry_train.primitives.offload import (
     HostCopies,
@@ -461,26 +459,3 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
     assert copies.stream not in (None, torch.cuda.current_stream())
     before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))
     assert after.held_bytes < 0.5 * before.held_bytes
-
-
-# Offload is applied before DDP and FSDP2, and changes nothing else.
-
-
-def gradients_on_ranks():
-    return compare_on_ranks("transformer", offload_blocks, report=moved_bytes)
-
-
-def moved_bytes(model):
-    report = offload_report(model)
-    in_parameters, _ = report.skipped["parameter or buffer"]
-    return [report.moved_bytes, report.brought_back_bytes, in_parameters]
-
-
-def test_two_ranks_have_the_same_gradients_and_move_the_same_bytes():
-    for found in run_on_ranks(f"{__file__}:gradients_on_ranks"):
-        for figures in found.values():
-            assert figures["syncs"][0] == figures["syncs"][1] > 0
-            assert figures["differences"] == [0.0]
-            ((moved, brought_back, _),) = figures["reports"]
-            assert moved == brought_back > 0
-        assert found["ddp"]["reports"] == found["fsdp2"]["reports"]

@@ -1,4 +1,4 @@
-"""Policies, regions and recomputed timesteps under DDP and FSDP2.
+"""Policies, regions, offload and recomputed timesteps under DDP and FSDP2.
 
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
@@ -13,27 +13,52 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trained_on_ranks import compare_on_ranks
 
 from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.primitives.offload import Offloaded, offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.snn_timesteps import recompute_timesteps
 
 
-def blocks_on_ranks():
-    return compare_on_ranks("transformer", apply_sac, apply_regions)
+def moved_bytes(model):
+    """Return the bytes that a model with offload has moved, and those of parameters."""
+    if not any(isinstance(module, Offloaded) for module in model.modules()):
+        return None
+    report = offload_report(model)
+    in_parameters, _ = report.skipped["parameter or buffer"]
+    return [report.moved_bytes, report.brought_back_bytes, in_parameters]
 
 
-def timesteps_on_ranks():
-    return compare_on_ranks("snn", recompute_timesteps)
+def all_on_this_rank():
+    blocks = (apply_sac, apply_regions, offload_blocks)
+    return {
+        "blocks": compare_on_ranks("transformer", *blocks, report=moved_bytes),
+        "timesteps": compare_on_ranks("snn", recompute_timesteps),
+        "collectives": collectives_on_ranks(),
+        "parts": sharded_parts_on_ranks(),
+    }
 
 
-@pytest.mark.parametrize("of_rank", ["blocks_on_ranks", "timesteps_on_ranks"])
-def test_two_ranks_have_the_same_gradients_and_as_many_collectives(of_rank):
-    for found in run_on_ranks(f"{__file__}:{of_rank}"):
-        for figures in found.values():
+@pytest.fixture(scope="module")
+def answers():
+    return run_on_ranks(f"{__file__}:all_on_this_rank")
+
+
+@pytest.mark.parametrize("of_rank", ["blocks", "timesteps"])
+def test_two_ranks_have_the_same_gradients_and_as_many_collectives(of_rank, answers):
+    for found in answers:
+        for figures in found[of_rank].values():
             assert figures["syncs"][0] > 0
             assert len(set(figures["syncs"])) == 1
             assert set(figures["differences"]) == {0.0}
+
+
+def test_offload_moves_the_same_bytes_under_ddp_and_fsdp2(answers):
+    for found in answers:
+        kinds = found["blocks"].values()
+        ((moved, brought_back, _), _) = reports = [figures["reports"][-1] for figures in kinds]
+        assert moved == brought_back > 0
+        assert reports[0] == reports[1]
 
 
 class Reducing(nn.Module):
@@ -74,8 +99,8 @@ def collectives_on_ranks():
     return [calls, equal]
 
 
-def test_collectives_are_kept_or_repeated_on_all_ranks_alike():
-    for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
+def test_collectives_are_kept_or_repeated_on_all_ranks_alike(answers):
+    for calls, equal in (found["collectives"] for found in answers):
         assert calls == [2, 2, 4]
         assert equal == [True, True]
 
@@ -117,5 +142,5 @@ def sharded_parts_on_ranks():
     return [plain == recomputed for plain, recomputed in steps]
 
 
-def test_parts_of_a_recomputed_block_may_be_sharded():
-    assert run_on_ranks(f"{__file__}:sharded_parts_on_ranks") == [[True, True]] * 2
+def test_parts_of_a_recomputed_block_may_be_sharded(answers):
+    assert [found["parts"] for found in answers] == [[True, True]] * 2
