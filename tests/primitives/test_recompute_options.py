@@ -105,7 +105,12 @@ class Overwriting(nn.Module):
         return self.last(self.first(x).add_(1))
 
 
-def test_a_changed_kept_output_may_be_allowed():
+def test_a_changed_kept_output_is_an_error_unless_it_is_allowed():
+    """Of three dimensions, since torch makes an unsafe view of such a product."""
+    refused = chain(Overwriting)
+    apply_sac(refused, "save_matmuls")
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        refused(X[None]).sum().backward()
     allowed = chain(Overwriting)
     apply_sac(allowed, "save_matmuls", allow_cache_entry_mutation=True)
     allowed(X).sum().backward()
