@@ -4,7 +4,10 @@ python -m pytest tests/primitives/test_memory_budget.py
 """
 
 import copy
+import os
 import pickle
+import shutil
+import subprocess
 import threading
 
 import pytest
@@ -26,6 +29,8 @@ from compiled_models import (
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.core.measure import FlopCount, LiveStorages
 from curry_train.core.measure_compiled import (
@@ -259,3 +264,65 @@ def test_an_error_of_the_compiler_is_reported_in_one_line(monkeypatch):
         match=r"^aot_eager can't compile Block_\w+: KeyError: .*; leave the block out",
     ):
         step(bounded(block_class(), 0.5))
+
+
+needs_cpp = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler"
+)
+
+
+@pytest.mark.long
+@needs_cpp
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_inductor_draws_once_at_zero_and_torchs_own_setting_draws_again(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    block = block_class(dropout)
+    models = [build(block).to(device) for _ in range(2)]
+    for model, budget in zip(models, (1.0, 0.0), strict=True):
+        memory_budget(model, budget, batch=rows().to(device), loss=loss)
+    batch = rows().to(device)
+    assert compare(*[step(model, batch) for model in models]).holds
+    assert saved_bytes(models[1], batch, loss) < 0.5 * saved_bytes(models[0], batch, loss)
+    if device == "cpu":  # as long as this holds, draws must be kept
+        alone = by_torch_alone(block_class(dropout), 0.0, backend="inductor")
+        assert not compare(step(models[0]), step(alone), tolerance=0.05).holds
+
+
+IN_A_PROCESS = """
+import sys
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from curry_train.core.measure_compiled import saved_bytes
+from curry_train.primitives.compile_budget import memory_budget
+
+for budget in map(float, sys.argv[1:]):
+    block = nn.Sequential(nn.Linear(16, 16), nn.Sigmoid(), nn.Linear(16, 16), nn.Sigmoid())
+    model = nn.Sequential(block)
+    memory_budget(model, budget, blocks="0")
+    # The cache is written once backward is compiled too.
+    model(torch.ones(64, 16)).sum().backward()
+    print(saved_bytes(model, torch.ones(64, 16), lambda model, batch: model(batch).sum()))
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.long
+@needs_cpp
+def test_the_compilers_cache_distinguishes_budgets_across_processes(tmp_path):
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "template")}
+
+    def run(*budgets):
+        command = [warm_python(), "-c", IN_A_PROCESS, *budgets]
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+        )
+        return list(map(int, done.stdout.split()))
+
+    most, least, hits = run("1.0", "0.0")
+    assert most > least
+    assert hits == 0
+    assert run("0.0") == [least, 1]
