@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from .generators import untouched
@@ -71,30 +69,6 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
             alive += event.nbytes()
             peak = max(peak, alive)
     return Memory(held, peak)
-
-
-def saved_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    """Count bytes that autograd saves for backward, less parameters, buffers and the batch.
-
-    This is fast, but misses tensors kept outside autograd, such as those that selective recompute
-    caches.
-    """
-    inputs = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
-    excluded = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in (*module.parameters(), *module.buffers(), *inputs)
-    }
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in excluded:
-            saved[address] = tensor
-        return tensor
-
-    with untouched(module), saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss(module, batch)
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
