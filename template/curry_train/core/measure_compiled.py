@@ -54,15 +54,8 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
         # The statistics of CUDA's allocator cover compiled code already.
         return measure_memory(module, batch, loss)
 
-    with untouched(module):
-        loss(module, batch).backward()
-        module.zero_grad(set_to_none=True)
-        gc.collect()
-        with _profiled(memory=True) as events:
-            _step(module, batch, loss)
-
     alive = held = peak = 0
-    for event in events:
+    for event in _events_of_step(module, batch, loss):
         if event.name() == FORWARD_END_EVENT:
             held = alive
         elif event.name() == ALLOCATION_EVENT:
@@ -77,12 +70,7 @@ def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     Matrix products that the compiler emits as kernels of its own, as it does with `max-autotune`,
     are not recorded as operations, and are not counted.
     """
-    with untouched(module):
-        loss(module, batch).backward()
-        module.zero_grad(set_to_none=True)
-        with _profiled(memory=True, shapes=True) as events:
-            _step(module, batch, loss)
-
+    events = _events_of_step(module, batch, loss, shapes=True)
     allocation_times: dict[int, list[int]] = defaultdict(list)
     for event in events:
         if event.name() == ALLOCATION_EVENT and event.nbytes() > 0:
@@ -109,36 +97,36 @@ def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     return Flops(forward, total.flops - forward)
 
 
-def _step(module: nn.Module, batch: Any, loss: Loss) -> None:
-    value = loss(module, batch)
-    with record_function(FORWARD_END_EVENT):
-        pass
-    value.backward()
-
-
-@contextmanager
-def _profiled(*, memory: bool = False, shapes: bool = False) -> Iterator[list[Any]]:
-    """Yield a list that is filled with events, sorted by start time, when the context ends."""
+def _events_of_step(
+    module: nn.Module, batch: Any, loss: Loss, *, shapes: bool = False
+) -> list[Any]:
+    """Return the profiler's events of a second step, sorted by start time."""
     before = {name: os.environ.get(name) for name in QUIET_ENVIRONMENT}
     os.environ.update(
         {name: value for name, value in QUIET_ENVIRONMENT.items() if before[name] is None}
     )
-    events: list[Any] = []
     try:
-        with profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=memory,
-            record_shapes=shapes,
-            acc_events=True,
-        ) as profiled:
-            yield events
+        with untouched(module):
+            loss(module, batch).backward()
+            module.zero_grad(set_to_none=True)
+            gc.collect()
+            with profile(
+                activities=[ProfilerActivity.CPU],
+                profile_memory=True,
+                record_shapes=shapes,
+                acc_events=True,
+            ) as profiled:
+                value = loss(module, batch)
+                with record_function(FORWARD_END_EVENT):
+                    pass
+                value.backward()
     finally:
-        for name, value in before.items():
-            if value is None:
+        for name, setting in before.items():
+            if setting is None:
                 del os.environ[name]
 
     results: Any = profiled.profiler
-    events += sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
+    return sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 def _counted(name: str) -> Any:
