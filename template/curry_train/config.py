@@ -5,7 +5,7 @@
 It is checked before anything else happens: unknown keys, wrong types and impossible combinations
 are errors that name the key.
 
-Proof: `python -m pytest tests/trainer/test_config.py tests/trainer/test_schedule.py`.
+Proof: `python -m pytest tests/trainer/test_config.py`.
 """
 
 import math

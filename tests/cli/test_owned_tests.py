@@ -51,16 +51,13 @@ FAULTS = {
         (ACTIVE, "torch.is_grad_enabled()"),
     ],
     "snn-timesteps": [
-        ("self.drawn_from.restore()", "pass"),
+        ("set_generator_states(self.drawn_from)", "pass"),
         (
-            "state = self.loop.run(state, timesteps, self.schedule)",
-            "state = self.loop.run(state, timesteps, self.schedule).detach()",
+            "state = _take_steps(self.step, timesteps, state, self.collected)",
+            "state = _take_steps(self.step, timesteps, state, self.collected).detach()",
         ),
         ("with self.before, generators_kept()", "with generators_kept()"),
-        (
-            "for inside in schedule.chunks[:-1]:",
-            "for inside in ():",
-        ),
+        ("for size in sizes[:-1]:", "for size in ():"),
     ],
     "chunked-loss": [
         ("factor = gradient / divisor", "factor = gradient.sign() / divisor"),

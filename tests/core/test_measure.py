@@ -18,6 +18,7 @@ from curry_train.core.measure import (
     measure_memory,
     recompute_flops,
 )
+from curry_train.core.measure_compiled import measure_allocated
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -107,3 +108,171 @@ def test_recomputed_flops_equal_those_of_the_forward():
         lambda module, batch: checkpoint(module, batch, use_reentrant=False).square().sum(),
     )
     assert recompute_flops(plain, flops) == plain.forward
+
+
+WIDTH = 64
+ROWS = 100
+
+
+def residual(layers, x):
+    for layer in layers:
+        x = x + torch.tanh(layer(x))
+    return x
+
+
+def three_uses(layers, x):
+    y = layers[0](x)
+    return torch.tanh(y) + torch.sigmoid(y) + F.gelu(y)
+
+
+def square_by_product(layers, x):
+    y = layers[0](x)
+    return torch.tanh(y * y)
+
+
+def four_sums(layers, x):
+    y = layers[0](x)
+    return torch.relu(layers[1](y) + layers[2](y) + layers[1](y) + layers[2](y))
+
+
+def gathered(layers, x):
+    columns = torch.zeros(ROWS, 8, dtype=torch.long)
+    return torch.tanh(torch.gather(torch.tanh(layers[0](x)), 1, columns))
+
+
+def indexed(layers, x):
+    return torch.tanh(layers[0](x))[torch.arange(50)]
+
+
+def masked(layers, x):
+    """The backward of masked_fill makes a new tensor in eager mode too."""
+    y = torch.tanh(layers[0](x))
+    return y.masked_fill(y.detach() > 0, 0.0)
+
+
+def variance_and_mean(layers, x):
+    """The formula of one node adds two terms, and makes a new tensor in eager mode too."""
+    variance, mean = torch.var_mean(torch.tanh(layers[0](x)), 1)
+    return variance + mean
+
+
+def expanded(layers, x):
+    """The first gradient is a view, to which nothing is added in place."""
+    y = torch.tanh(layers[0](x))
+    return y.sum(0).expand(ROWS, WIDTH) * y + y
+
+
+class Doubled(torch.autograd.Function):
+    """Add in a backward written in Python, which makes a new tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        product = gradient * x
+        product = product + gradient
+        return 2 * product
+
+
+def of_a_function(layers, x):
+    return torch.tanh(Doubled.apply(torch.tanh(layers[0](x))))
+
+
+MODELS = (
+    residual,
+    three_uses,
+    square_by_product,
+    four_sums,
+    gathered,
+    indexed,
+    masked,
+    variance_and_mean,
+    expanded,
+    of_a_function,
+)
+
+
+class Model(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        return self.run(self.layers, x)
+
+
+@pytest.mark.parametrize("run", MODELS, ids=lambda run: run.__name__)
+def test_the_peak_is_that_of_the_cpus_own_allocations(run):
+    model = Model(run)
+    x = torch.randn(ROWS, WIDTH)
+    assert measure_memory(model, x, square_sum) == measure_allocated(model, x, square_sum)
+
+
+@pytest.mark.parametrize("run", [four_sums, gathered], ids=lambda run: run.__name__)
+def test_without_the_correction_the_peak_is_too_high(monkeypatch, run):
+    model = Model(run)
+    x = torch.randn(ROWS, WIDTH)
+    monkeypatch.setattr(LiveStorages, "_sum_of", lambda *_: None)
+    real = measure_allocated(model, x, square_sum).peak_bytes
+    assert measure_memory(model, x, square_sum).peak_bytes > real
+
+
+def test_a_gradient_that_someone_holds_is_not_added_to_in_place():
+    held = []
+
+    def run(layers, x):
+        y = torch.tanh(layers[0](x))
+        y.register_hook(held.append)
+        z = torch.tanh(y)
+        z.register_hook(held.append)
+        return torch.tanh(z + torch.sigmoid(y))
+
+    model = Model(run)
+    x = torch.randn(ROWS, WIDTH)
+    real = measure_allocated(model, x, square_sum)
+    held.clear()
+    assert measure_memory(model, x, square_sum) == real
+
+
+def test_a_sum_has_one_record_whose_bytes_end_with_it():
+    model = Model(three_uses)
+    x = torch.randn(ROWS, WIDTH)
+    with LiveStorages() as storages:
+        square_sum(model, x).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert storages.bytes_alive == sum(gradient.nbytes for gradient in gradients)
+    del gradients
+    model.zero_grad(set_to_none=True)
+    assert storages.bytes_alive == 0
+    assert all(life.died is not None for life in storages.lives)
+
+
+class Dropped(torch.autograd.Function):
+    """Hand on a tensor, and drop its gradient."""
+
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return None
+
+
+def test_a_sum_that_is_dropped_before_the_next_operation_counts_once():
+    x = torch.randn(WIDTH, requires_grad=True)
+    with LiveStorages() as storages:
+        y = Dropped.apply(x)
+        (y.sin() + y.cos()).sum().backward()
+        del y
+    assert storages.bytes_alive == 0
+    # Each storage is made once and freed once, and in this order.
+    events = {}
+    for life, is_made in storages.events:
+        events.setdefault(id(life), []).append(is_made)
+    assert events == {id(life): [True, False] for life in storages.lives}

@@ -25,8 +25,8 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 # Thousands of Python tokens that a reader of each folder has to hold at most. Lower a number when
 # its folder has become lighter; a capability that is added takes out what it makes superfluous.
 BUDGETS = {
-    f"{PACKAGE}/core": 15,
-    f"{PACKAGE}/primitives": 46,
+    f"{PACKAGE}/core": 14,
+    f"{PACKAGE}/primitives": 45,
     f"{PACKAGE}/runs": 60,
     f"{PACKAGE}/workloads": 22,
     f"{PACKAGE}/plan": 56,

@@ -1,7 +1,9 @@
-"""Policies, regions and recomputed timesteps under DDP and FSDP2.
+"""Policies, regions, offload and recomputed timesteps under DDP and FSDP2.
 
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
+
+import itertools
 
 import pytest
 import torch
@@ -10,30 +12,112 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from trained_on_ranks import compare_on_ranks
 
-from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
+from curry_train.primitives.offload import Offloaded, offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.snn_timesteps import recompute_timesteps
+from curry_train.workloads import load_workload
+from curry_train.workloads.workload import Case
 
 
-def blocks_on_ranks():
-    return compare_on_ranks("transformer", apply_sac, apply_regions)
+def compare_on_ranks(name, *techniques, report=lambda model: None):
+    """Compare the second step of a built-in model with each technique to the plain one.
+
+    Returns for `ddp` and `fsdp2` the collectives of each step, the plain one first, the largest
+    difference of its gradients for each technique, and what `report` gives for its model.
+    """
+    case = Case(load_workload(name))
+    batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
+    found = {}
+    for kind in ("ddp", "fsdp2"):
+        syncs, gradients, reports = [], [], []
+        for technique in (lambda model: None, *techniques):
+            model = case.build()
+            technique(model)
+            wrapped = _wrapped(model, kind)
+            for _ in range(2):
+                wrapped.zero_grad()
+                with GradientSyncs() as counted:
+                    case.workload.mean_loss(wrapped, batch).backward()
+            syncs.append(counted.num_calls)
+            gradients.append(
+                [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in wrapped.parameters()]
+            )
+            reports.append(report(model))
+        differences = [
+            max((one - other).abs().max().item() for one, other in zip(*pair, strict=True))
+            for pair in zip(itertools.repeat(gradients[0]), gradients[1:], strict=False)
+        ]
+        found[kind] = {"syncs": syncs, "differences": differences, "reports": reports}
+    return found
 
 
-def timesteps_on_ranks():
-    return compare_on_ranks("snn", recompute_timesteps)
+def _wrapped(model, kind):
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in getattr(model, "layers", ()):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.parametrize("of_rank", ["blocks_on_ranks", "timesteps_on_ranks"])
-def test_two_ranks_have_the_same_gradients_and_as_many_collectives(of_rank):
-    for found in run_on_ranks(f"{__file__}:{of_rank}"):
-        for figures in found.values():
+def moved_bytes(model):
+    """Return the bytes that a model with offload has moved, and those of parameters."""
+    if not any(isinstance(module, Offloaded) for module in model.modules()):
+        return None
+    report = offload_report(model)
+    in_parameters, _ = report.skipped["parameter or buffer"]
+    return [report.moved_bytes, report.brought_back_bytes, in_parameters]
+
+
+def all_on_this_rank():
+    blocks = (apply_sac, apply_regions, offload_blocks)
+    return {
+        "blocks": compare_on_ranks("transformer", *blocks, report=moved_bytes),
+        "timesteps": compare_on_ranks("snn", recompute_timesteps),
+        "collectives": collectives_on_ranks(),
+        "parts": sharded_parts_on_ranks(),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return run_on_ranks(f"{__file__}:all_on_this_rank")
+
+
+@pytest.mark.parametrize("of_rank", ["blocks", "timesteps"])
+def test_two_ranks_have_the_same_gradients_and_as_many_collectives(of_rank, answers):
+    for found in answers:
+        for figures in found[of_rank].values():
             assert figures["syncs"][0] > 0
             assert len(set(figures["syncs"])) == 1
             assert set(figures["differences"]) == {0.0}
+
+
+def budget_on_this_rank():
+    # Imported here because this imports the compiler, which takes seconds.
+    from curry_train.primitives import memory_budget
+
+    return compare_on_ranks(
+        "transformer", lambda model: memory_budget(model, 0.2, backend="aot_eager")
+    )
+
+
+@pytest.mark.long
+def test_two_ranks_have_the_same_gradients_with_a_memory_budget():
+    for found in run_on_ranks(f"{__file__}:budget_on_this_rank"):
+        assert [figures["differences"] for figures in found.values()] == [[0.0], [0.0]]
+
+
+def test_offload_moves_the_same_bytes_under_ddp_and_fsdp2(answers):
+    for found in answers:
+        kinds = found["blocks"].values()
+        ((moved, brought_back, _), _) = reports = [figures["reports"][-1] for figures in kinds]
+        assert moved == brought_back > 0
+        assert reports[0] == reports[1]
 
 
 class Reducing(nn.Module):
@@ -74,8 +158,8 @@ def collectives_on_ranks():
     return [calls, equal]
 
 
-def test_collectives_are_kept_or_repeated_on_all_ranks_alike():
-    for calls, equal in run_on_ranks(f"{__file__}:collectives_on_ranks"):
+def test_collectives_are_kept_or_repeated_on_all_ranks_alike(answers):
+    for calls, equal in (found["collectives"] for found in answers):
         assert calls == [2, 2, 4]
         assert equal == [True, True]
 
@@ -117,5 +201,5 @@ def sharded_parts_on_ranks():
     return [plain == recomputed for plain, recomputed in steps]
 
 
-def test_parts_of_a_recomputed_block_may_be_sharded():
-    assert run_on_ranks(f"{__file__}:sharded_parts_on_ranks") == [[True, True]] * 2
+def test_parts_of_a_recomputed_block_may_be_sharded(answers):
+    assert [found["parts"] for found in answers] == [[True, True]] * 2

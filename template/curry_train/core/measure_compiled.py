@@ -20,10 +20,8 @@ from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from .generators import untouched
@@ -56,15 +54,8 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
         # The statistics of CUDA's allocator cover compiled code already.
         return measure_memory(module, batch, loss)
 
-    with untouched(module):
-        loss(module, batch).backward()
-        module.zero_grad(set_to_none=True)
-        gc.collect()
-        with _profiled(memory=True) as events:
-            _step(module, batch, loss)
-
     alive = held = peak = 0
-    for event in events:
+    for event in _events_of_step(module, batch, loss):
         if event.name() == FORWARD_END_EVENT:
             held = alive
         elif event.name() == ALLOCATION_EVENT:
@@ -73,42 +64,13 @@ def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
     return Memory(held, peak)
 
 
-def saved_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    """Count bytes that autograd saves for backward, less parameters, buffers and the batch.
-
-    This is fast, but misses tensors kept outside autograd, such as those that selective recompute
-    caches.
-    """
-    inputs = [leaf for leaf in tree_iter(batch) if isinstance(leaf, Tensor)]
-    excluded = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in (*module.parameters(), *module.buffers(), *inputs)
-    }
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in excluded:
-            saved[address] = tensor
-        return tensor
-
-    with untouched(module), saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss(module, batch)
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-
-
 def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     """Count FLOPs as `count_flops` does, for a step that may be compiled.
 
     Matrix products that the compiler emits as kernels of its own, as it does with `max-autotune`,
     are not recorded as operations, and are not counted.
     """
-    with untouched(module):
-        loss(module, batch).backward()
-        module.zero_grad(set_to_none=True)
-        with _profiled(memory=True, shapes=True) as events:
-            _step(module, batch, loss)
-
+    events = _events_of_step(module, batch, loss, shapes=True)
     allocation_times: dict[int, list[int]] = defaultdict(list)
     for event in events:
         if event.name() == ALLOCATION_EVENT and event.nbytes() > 0:
@@ -135,36 +97,36 @@ def count_executed_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
     return Flops(forward, total.flops - forward)
 
 
-def _step(module: nn.Module, batch: Any, loss: Loss) -> None:
-    value = loss(module, batch)
-    with record_function(FORWARD_END_EVENT):
-        pass
-    value.backward()
-
-
-@contextmanager
-def _profiled(*, memory: bool = False, shapes: bool = False) -> Iterator[list[Any]]:
-    """Yield a list that is filled with events, sorted by start time, when the context ends."""
+def _events_of_step(
+    module: nn.Module, batch: Any, loss: Loss, *, shapes: bool = False
+) -> list[Any]:
+    """Return the profiler's events of a second step, sorted by start time."""
     before = {name: os.environ.get(name) for name in QUIET_ENVIRONMENT}
     os.environ.update(
         {name: value for name, value in QUIET_ENVIRONMENT.items() if before[name] is None}
     )
-    events: list[Any] = []
     try:
-        with profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=memory,
-            record_shapes=shapes,
-            acc_events=True,
-        ) as profiled:
-            yield events
+        with untouched(module):
+            loss(module, batch).backward()
+            module.zero_grad(set_to_none=True)
+            gc.collect()
+            with profile(
+                activities=[ProfilerActivity.CPU],
+                profile_memory=True,
+                record_shapes=shapes,
+                acc_events=True,
+            ) as profiled:
+                value = loss(module, batch)
+                with record_function(FORWARD_END_EVENT):
+                    pass
+                value.backward()
     finally:
-        for name, value in before.items():
-            if value is None:
+        for name, setting in before.items():
+            if setting is None:
                 del os.environ[name]
 
     results: Any = profiled.profiler
-    events += sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
+    return sorted(results.kineto_results.events(), key=lambda event: event.start_ns())
 
 
 def _counted(name: str) -> Any:

@@ -21,7 +21,7 @@ from ..core.measure import LiveStorages
 from ..core.measure_compiled import (
     CompileFailed,
     holds_compiled_code,
-    saved_bytes,
+    measure_allocated,
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
@@ -214,7 +214,8 @@ def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdi
         try:
             bound_blocks(module, budget, blocks=names)
             steps.append(_step(case, module))
-            saved.append(saved_bytes(module, case.batch(), case.workload.mean_loss))
+            loss = case.workload.mean_loss
+            saved.append(measure_allocated(module, case.batch(), loss).held_bytes)
         except RuntimeError as error:
             why = str(error) if isinstance(error, CompileFailed) else _limit_of_torch(case, names)
             if not why:

@@ -112,12 +112,7 @@ class DrawingOnce(CustomPartitionerFn):
 
     def uuid(self) -> str:
         """Return the part of the compiler's cache key that identifies this partitioner."""
-        return _fingerprint()
-
-
-@functools.cache
-def _fingerprint() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> GraphPair:

@@ -380,7 +380,11 @@ class Activations:
         if not self._training:
             # The training loop calls parts of the model directly, so `_leave` does not run.
             self._listen(output)
-        outputs = {id(tensor): tensor for tensor in tensors_in(output) if countable(tensor)}
+        outputs = {
+            id(tensor): tensor
+            for tensor in tensors_in(output)
+            if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+        }
         if not outputs:
             return
 
@@ -389,11 +393,6 @@ class Activations:
         with torch.no_grad(), _disable_current_modes():
             for tensor in outputs.values():
                 self.sums.row(name).add_(sums_of(tensor).to(self.sums.table))
-
-
-def countable(tensor: Tensor) -> bool:
-    """Return whether a tensor is floating-point or complex, and has values."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
 
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:

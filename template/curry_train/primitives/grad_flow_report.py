@@ -186,13 +186,23 @@ def _rms(record: StepFlow, name: str) -> float:
     return 0.0 if gradient is None else gradient.rms
 
 
-def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
-    dead: dict[str, float] = {}
+def _medians(
+    recent: Sequence[StepFlow], figure: Callable[[LayerFlow], float | None]
+) -> dict[str, float]:
+    """Return the median of a figure over the records, for each layer that has it."""
+    medians = {}
     for name in recent[-1].layers:
-        activations = [record.layers[name].activation for record in recent]
-        fractions = [spread.zero for spread in activations if spread is not None]
-        if fractions and statistics.median(fractions) > DEAD_ZERO_FRACTION:
-            dead[name] = statistics.median(fractions)
+        values = [figure(record.layers[name]) for record in recent]
+        if known := [value for value in values if value is not None]:
+            medians[name] = statistics.median(known)
+    return medians
+
+
+def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
+    zero = _medians(
+        recent, lambda layer: None if layer.activation is None else layer.activation.zero
+    )
+    dead = {name: share for name, share in zero.items() if share > DEAD_ZERO_FRACTION}
     if not dead:
         return []
     names = sorted(dead, key=lambda name: -dead[name])
@@ -204,15 +214,8 @@ def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
 def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
     """Find layers whose weights move too far, and layers whose weights hardly move."""
     last = recent[-1]
-    ratios: dict[str, float] = {}
-    for name in last.layers:
-        updates = [record.layers[name].update for record in recent]
-        known = [
-            update.ratio for update in updates if update is not None and update.ratio is not None
-        ]
-        if known and not _holds_another(name, last):
-            ratios[name] = statistics.median(known)
-
+    medians = _medians(recent, lambda layer: None if layer.update is None else layer.update.ratio)
+    ratios = {name: ratio for name, ratio in medians.items() if not _holds_another(name, last)}
     near = sorted(
         (name for name in ratios if ratios[name] < UPDATE_RATIO_RANGE[0]), key=ratios.__getitem__
     )

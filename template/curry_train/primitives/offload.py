@@ -7,7 +7,7 @@
 Each storage is moved once, however many views of it are saved. Parameters, buffers and small
 tensors stay on the device.
 
-Proof: `python -m pytest tests/primitives/test_offload_contract.py`.
+Proof: `python -m pytest tests/primitives/test_offload.py`.
 """
 
 import functools

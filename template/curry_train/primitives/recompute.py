@@ -332,13 +332,11 @@ def _layers(cache: Any, index: int | None = None) -> list[Any]:
 def _require_unread(block: nn.Module, cache: Any) -> None:
     indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
     own_index = next((index for index in indices if isinstance(index, int)), 0)
-    given_before = block in _left_out.get(cache, ())
-    if given_before or any(map(_is_filled, _layers(cache, own_index))):
-        reason = "it has been given before" if given_before else "holds keys already"
+    if block in _left_out.get(cache, ()) or any(map(_is_filled, _layers(cache, own_index))):
         raise ValueError(
-            f"{type(block).__name__} gets a cache that {reason}, and a block that is recomputed in "
-            "backward can't add to a cache: train without past_key_values, or leave this block out "
-            "with blocks="
+            f"{type(block).__name__} gets a cache that it has been given before or that holds keys "
+            "already, and a block that is recomputed in backward can't add to a cache: train "
+            "without past_key_values, or leave this block out with blocks="
         )
 
 

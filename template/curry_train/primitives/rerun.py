@@ -2,7 +2,7 @@
 
 Function modes, and the state that a block reads beside its inputs.
 
-Proof: `python -m pytest tests/primitives/test_block_state.py`.
+Proof: `python -m pytest tests/primitives/test_recompute_options.py`.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -182,7 +182,12 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
     buffers of these blocks, such as a bias that balances the load, may change between forward and
     backward.
     """
-    found = dict(_recomputing(model))
+    # The blocks that run a second time.
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if {RECOMPUTE_ATTRIBUTE, SEGMENT_ATTRIBUTE} & vars(module).keys()
+    }
     if blocks is None:
         names = [name for name, block in found.items() if has_router(block)]
     else:
@@ -200,13 +205,6 @@ def has_router(block: nn.Module) -> bool:
     """Check the classes and the attributes of a block, such as `experts`, for names of routers."""
     found = [(name, type(module).__name__) for name, module in block.named_modules()]
     return any(ROUTING_NAME.search(name) for names in found for name in names)
-
-
-def _recomputing(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the blocks that run a second time, with their names."""
-    for name, module in model.named_modules():
-        if {RECOMPUTE_ATTRIBUTE, SEGMENT_ATTRIBUTE} & vars(module).keys():
-            yield name, module
 
 
 def _wrap(block: nn.Module) -> None:

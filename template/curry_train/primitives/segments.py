@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from ..core.measure import is_out_of_memory
 from ..core.wording import require_whole
 from .recompute import RecomputeOptions, run_checkpointed
 
@@ -91,7 +92,7 @@ class Segment:
                     ValueError,
                     torch.jit.Error,
                 ) as error:
-                    if number == 0 or not self.starting or _lacks_memory(error):
+                    if number == 0 or not self.starting or is_out_of_memory(error):
                         raise
                     raise ChainBroken(
                         f"{self.names[number]} can't take the output of {self.names[number - 1]}: "
@@ -209,10 +210,6 @@ def _stream(output: Any, block: nn.Module) -> Tensor:
             "return a tensor, or a tuple that starts with one"
         )
     return first
-
-
-def _lacks_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
 
 
 def _same(arguments: Any, others: Any) -> bool:

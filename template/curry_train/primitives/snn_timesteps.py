@@ -263,7 +263,7 @@ def _checked_run(
     inputs = [
         _copies(timesteps[min(index, len(timesteps) - 1)]) for index in range(NUM_CHECKED_STEPS)
     ]
-    tensors = [tensor for module in modules for tensor in _tensors_of(module)]
+    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     # The storages that are there anyway, and those that autograd saves: held here, so that no
     # address comes again.
     storages = _storages([tensors, inputs])
@@ -305,11 +305,6 @@ def _checked_run(
         results += tree_leaves(drawn_to)
     # The first timestep may hold other bytes, because it starts from the initial state.
     return results, Costs(_bytes_of(_storages(state)) + drawn_bytes, held[2] - held[1])
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _storages(tree: Any) -> dict[int, Any]:

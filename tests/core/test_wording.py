@@ -1,0 +1,188 @@
+"""Parse sizes of memory, refuse wrong ones with a message, and write records.
+
+python -m pytest tests/core/test_wording.py
+"""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from curry_train.bench.savings import choose_strategies, load_with_depth
+from curry_train.bench.steps import find_lever
+from curry_train.core.wording import (
+    did_you_mean,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_mebibytes,
+    format_percent,
+    format_seconds,
+    nearest,
+    parse_bytes,
+    three_digits,
+    unheard,
+    write_json,
+)
+from curry_train.primitives.sac import make_policy
+from curry_train.primitives.strategies import CheckpointConfig
+from curry_train.workloads.models import load_workload
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 25_769_803_776),
+        ("24GB", 24_000_000_000),
+        ("512MiB", 536_870_912),
+        ("1.5 KiB", 1536),
+        (" 2tib ", 2_199_023_255_552),
+        ("9000000", 9_000_000),
+        (f"1{'0' * 400}B", 10**400),
+    ],
+)
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("-2GiB", "must be at least 1 byte"),
+        ("0.1B", "must be at least 1 byte"),
+        ("abc", "write a number and a unit, such as 24GiB"),
+        ("GiB", "write a number and a unit"),
+        ("1e3MiB", "write a number and a unit"),
+        ("24", r"has no unit: write 24GiB \(2\*\*30 bytes each\) or 24GB"),
+        ("1048575", r"has no unit: write 1048575MiB"),
+        ("24576", r"has no unit: write 24576MiB \(2\*\*20 bytes each\) or 24576MB"),
+        ("24G", "has the unit 'G': use one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"),
+    ],
+)
+def test_an_invalid_size_is_refused_in_one_line(text, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        parse_bytes(text)
+    assert "\n" not in str(raised.value)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.50 KiB"),
+        (50 * 2**20, "50.0 MiB"),
+        (2**40, "1.00 TiB"),
+        (2**52, "4096 TiB"),
+    ],
+)
+def test_sizes_are_written(size, text):
+    assert format_bytes(size) == text
+
+
+@given(st.integers(1, 2**50))
+def test_a_printed_size_parses_to_the_digits_shown(size):
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.006)
+
+
+def test_json_has_a_row_a_line(tmp_path):
+    rows = [{"name": name, "peaks": list(range(40))} for name in "ab"]
+    record = {"date": "2026-11-24", "rows": rows, "none": {}}
+    write_json(str(tmp_path / "run.json"), record)
+    text = (tmp_path / "run.json").read_text()
+    assert json.loads(text) == record
+    assert len(text.splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("form", "number", "text"),
+    [
+        (three_digits, 0.1234, "0.12"),
+        (three_digits, 12.34, "12.3"),
+        (three_digits, 1234.5, "1234"),
+        (format_count, 7, "7.00"),
+        (format_count, 950, "950"),
+        (format_count, 1234, "1234"),
+        (format_count, 41_234, "41.2k"),
+        (format_count, 2.5e6, "2.50M"),
+        (format_count, 3e9, "3.00G"),
+        (format_mebibytes, 0, "0.00"),
+        (format_mebibytes, 2**20 // 50, "0.02"),
+        (format_mebibytes, 1536 * 2**10, "1.50"),
+        (format_mebibytes, 3 * 2**30, "3072"),
+        (format_seconds, 0.01234, "12.3 ms"),
+        (format_seconds, 1.5, "1.50 s"),
+        (format_percent, 0.256, "26%"),
+        (format_percent, 0.0567, "5.7%"),
+        (format_percent, None, "-"),
+        (format_duration, 0, "0:00"),
+        (format_duration, 61, "1:01"),
+        (format_duration, 3725, "1:02:05"),
+    ],
+)
+def test_a_figure_has_three_digits_and_its_unit(form, number, text):
+    assert form(number) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("transfomer", "transformer"),
+        ("MLP", "mlp"),
+        ("grad_acum", "grad-accum"),
+        ("grad accum", "grad-accum"),
+        ("memory-budget", "memory_budget"),
+        ("bert", None),
+    ],
+)
+def test_the_nearest_name_ignores_case_and_dashes(name, meant):
+    known = ("mlp", "transformer", "resnet", "grad-accum", "memory_budget")
+    assert nearest(name, known) == meant
+    message = did_you_mean(name, known)
+    assert message == (f"did you mean {meant!r}?" if meant else f"there are {', '.join(known)}")
+    assert did_you_mean("bert", known, otherwise="use one of ours") == "use one of ours"
+
+
+@pytest.mark.parametrize(
+    ("refuse", "meant"),
+    [
+        (lambda: load_workload("transfomer"), "transformer"),
+        (lambda: load_with_depth("transfomer", 2), "transformer"),
+        (lambda: choose_strategies(["regoins"]), "regions"),
+        (lambda: CheckpointConfig(strategy="sequental"), "sequential"),
+        (lambda: CheckpointConfig.from_config({"stratgy": "full"}), "strategy"),
+        (lambda: find_lever("sac_matmul"), "sac_matmuls"),
+        (lambda: make_policy("save_matmul"), "save_matmuls"),
+    ],
+)
+def test_a_misspelled_name_is_refused_with_a_suggestion(refuse, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
+        refuse()
+
+
+def test_suggestions_need_no_torch(pytestconfig):
+    program = "import sys, curry_train.core.wording; print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=pytestconfig.rootpath / "template", capture_output=True
+    )
+    assert (ran.returncode, ran.stdout) == (0, b"False\n"), ran.stderr
+
+
+def test_only_the_named_loggers_are_silent_and_only_inside_the_context(caplog):
+    first, second = logging.getLogger("quiet.first"), logging.getLogger("quiet.second")
+
+    def fails():
+        with unheard("quiet.first"):
+            first.warning("not heard")
+            second.warning("heard")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    first.warning("heard again")
+    assert [record.message for record in caplog.records] == ["heard", "heard again"]

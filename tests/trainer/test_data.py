@@ -1,0 +1,342 @@
+"""Datasets of tokens: samples, documents, masks, and files.
+
+Run with `python -m pytest tests/trainer/test_data.py`.
+"""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from curry_train.cli.train import open_named_data
+from curry_train.config import load_config
+from curry_train.data import (
+    Order,
+    Stream,
+    Tokens,
+    layout_of,
+    open_tokens,
+    read_library_text,
+    split_dev,
+)
+from curry_train.workloads import load_workload
+from curry_train.workloads.workload import Case, WorkloadError
+
+EXAMPLE = {
+    "tokens": torch.zeros(1, 4, dtype=torch.int64),
+    "targets": torch.zeros(1, 4, dtype=torch.int64),
+}
+LAYOUT, LENGTH = layout_of(EXAMPLE)
+
+
+def tokens(*arrays, **options):
+    return Tokens(
+        [numpy.asarray(array) for array in arrays], length=LENGTH, layout=LAYOUT, **options
+    )
+
+
+def test_targets_are_the_tokens_that_follow_and_samples_do_not_overlap():
+    data = tokens(range(10, 20))
+    batch = data.batch([0, 1])
+    assert len(data) == 2
+    assert batch["tokens"].tolist() == [[10, 11, 12, 13], [14, 15, 16, 17]]
+    assert batch["targets"].tolist() == [[11, 12, 13, 14], [15, 16, 17, 18]]
+
+
+def test_samples_do_not_cross_from_one_array_to_the_next():
+    data = tokens(range(5), range(100, 109))
+    assert len(data) == 1 + 2
+    assert data.batch([0, 1, 2])["targets"].tolist() == [
+        [1, 2, 3, 4],
+        [101, 102, 103, 104],
+        [105, 106, 107, 108],
+    ]
+
+
+def test_documents_are_padded_and_no_target_is_from_the_next_one():
+    data = tokens(range(12), documents=[[0, 3, 4]])
+    batch = data.batch([0, 1, 2])
+    assert (
+        len(data) == 3
+    )  # the documents of 3 and 8 tokens, the latter in two samples; a single token has no target
+    assert batch["tokens"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7], [8, 9, 10, 0]]
+    assert batch["targets"].tolist() == [[1, 2, -100, -100], [5, 6, 7, 8], [9, 10, 11, -100]]
+
+
+def test_targets_outside_of_the_mask_are_not_learned():
+    data = tokens(range(9), masks=[numpy.array([0, 0, 1, 1, 0, 1, 0, 0, 1])])
+    assert data.batch([0, 1])["targets"].tolist() == [[-100, 2, 3, -100], [5, -100, -100, 8]]
+
+
+def test_hugging_face_gets_labels_that_it_shifts_itself():
+    example = {"input_ids": EXAMPLE["tokens"], "labels": EXAMPLE["tokens"], "use_cache": False}
+    layout, length = layout_of(example | {"attention_mask": EXAMPLE["tokens"]})
+    batch = Tokens([numpy.arange(12)], length=length, layout=layout, documents=[[0, 3, 4]]).batch(
+        [0, 1]
+    )
+    assert batch["use_cache"] is False
+    assert batch["input_ids"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7]]
+    assert batch["labels"].tolist() == [[-100, 1, 2, -100], [-100, 5, 6, 7]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+    assert "attention_mask" not in layout_of(example)[0](*[EXAMPLE["tokens"]] * 3)
+
+
+def test_a_model_without_token_input_is_refused_with_its_input():
+    with pytest.raises(ValueError, match=r"this one takes a tuple: use data\.source=workload"):
+        layout_of(load_workload("mlp").batch(1))
+    with pytest.raises(ValueError, match="a mapping of pixels"):
+        layout_of({"pixels": torch.zeros(1)})
+
+
+def test_a_token_outside_of_the_vocabulary_is_named_with_its_place():
+    with pytest.raises(
+        ValueError, match=r"array 0 has token 9 at 3, but the model's vocabulary has 9 tokens: "
+    ):
+        tokens([1, 2, 3, 9, 4], vocabulary=9).batch([0])
+
+
+def test_files_are_mapped_in_order_with_their_masks_and_documents(tmp_path):
+    numpy.save(tmp_path / "b.npy", numpy.arange(100, 109, dtype="uint16"))
+    numpy.save(tmp_path / "a.npy", numpy.arange(9, dtype="uint32"))
+    for name in "ab":
+        numpy.save(tmp_path / f"{name}.documents.npy", numpy.array([0, 5]))
+        numpy.save(tmp_path / f"{name}.mask.npy", numpy.ones(9, dtype=bool))
+    data = open_tokens(str(tmp_path / "*.npy"), length=4, layout=LAYOUT, documents=True, mask=True)
+    assert [type(array) for array in data.arrays] == [numpy.memmap] * 2
+    assert data.batch(range(4))["tokens"].tolist() == [
+        [0, 1, 2, 3],
+        [5, 6, 7, 0],
+        [100, 101, 102, 103],
+        [105, 106, 107, 0],
+    ]
+
+
+def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
+    numpy.arange(60_000, 60_009, dtype="uint16").tofile(tmp_path / "raw.bin")
+    monkeypatch.chdir(tmp_path)
+    assert open_tokens("raw.bin", length=4, layout=LAYOUT).batch([1])["targets"].tolist() == [
+        [60005, 60006, 60007, 60008]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("write", "options", "message"),
+    [
+        (None, {}, r"no token file matches .*numpy\.save"),
+        (numpy.arange(4), {}, r"for a sample of 4 tokens and a target: .*0\.npy 4"),
+        (
+            numpy.ones(9),
+            {},
+            r"0\.npy holds float64 of shape \(9,\): tokens must be a one-dimensional array",
+        ),
+        (numpy.arange(9), {"mask": True}, r"0\.mask\.npy does not exist"),
+        (numpy.array([{}]), {}, "holds no array that can be mapped"),
+    ],
+)
+def test_invalid_token_files_are_refused(tmp_path, write, options, message):
+    if write is not None:
+        numpy.save(tmp_path / "0.npy", write, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        open_tokens(str(tmp_path / "0.npy"), length=4, layout=LAYOUT, **options)
+
+
+def test_mask_of_another_length_and_documents_out_of_order_are_refused():
+    with pytest.raises(ValueError, match="array 0 has 9 tokens, but its mask has 8"):
+        tokens(range(9), masks=[numpy.ones(8)])
+    with pytest.raises(ValueError, match="must begin in rising order inside its 9 tokens"):
+        tokens(range(9), documents=[[0, 7, 3]])
+    with pytest.raises(ValueError, match="must begin in rising order"):
+        tokens(range(9), documents=[[0, 12]])
+
+
+def test_library_text_is_that_of_this_python():
+    text = read_library_text()
+    assert text.dtype == numpy.uint8
+    assert len(text) > 2_000_000
+    assert b"def dataclass(" in text.tobytes()
+
+
+def test_a_python_without_sources_gets_a_message_with_the_fix(tmp_path):
+    with pytest.raises(
+        RuntimeError, match=r"holds no Python sources to train on .* data\.source=tokens"
+    ):
+        read_library_text(tmp_path)
+
+
+class Numbers:
+    """A dataset whose batch is the list of its samples."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def batch(self, samples):
+        return [int(sample) for sample in samples]
+
+
+def stream(size=100, batch_size=8, microbatch=2, **options):
+    return Stream(Numbers(size), batch_size=batch_size, microbatch=microbatch, **options)
+
+
+def chained(parts):
+    return list(itertools.chain.from_iterable(parts))
+
+
+def windows(source, count):
+    """Return the samples of each window, in the order of this rank."""
+    per_window = source.microbatches_per_window
+    parts = list(itertools.islice(source, count * per_window))
+    return [
+        chained(parts[start : start + per_window]) for start in range(0, len(parts), per_window)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_trains_on_the_same_samples_in_each_window(ranks):
+    alone = windows(stream(), 20)
+    shared = [windows(stream(ranks=ranks, rank=rank), 20) for rank in range(ranks)]
+    for number, window in enumerate(alone):
+        assert sorted(window) == sorted(chained(mine[number] for mine in shared))
+
+
+def test_a_stream_goes_on_from_a_position_with_another_number_of_ranks():
+    whole = windows(stream(), 12)
+    begun = stream()
+    windows(begun, 5)
+    assert begun.position == 40
+    rest = [windows(stream(ranks=2, rank=rank, position=begun.position), 7) for rank in range(2)]
+    assert [sorted(window) for window in whole[5:]] == [
+        sorted(a + b) for a, b in zip(*rest, strict=True)
+    ]
+
+
+def test_position_moves_with_the_last_microbatch_of_a_window():
+    """Move the position only then: a state saved between windows repeats and loses no sample."""
+    source = stream()
+    seen = [source.position for _ in itertools.islice(source, 9)]
+    assert seen == [0, 0, 0, 8, 8, 8, 8, 16, 16]
+
+
+@given(
+    ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=4),
+    start=st.integers(0, 70),
+    batch=st.sampled_from([4, 8]),
+)
+@settings(max_examples=80, deadline=None)
+def test_exactly_the_skipped_positions_are_left_out(ranges, start, batch):
+    skipped = [(first, first + length) for first, length in ranges]
+    source = stream(batch_size=batch, shuffle=False, size=1000, skipped=skipped, position=start)
+    inside = {place for first, stop in skipped for place in range(first, stop)}
+    wanted = [place for place in range(start, start + 400) if place not in inside]
+    assert chained(windows(source, 10)) == wanted[: 10 * batch]
+    assert set(range(wanted[10 * batch - 1] + 1, source.position)) <= inside
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"batch_size": 9},
+            r"a window of 9 samples can't be cut into microbatches of 2 on 1 ranks: .* 2 x 1 = 2",
+        ),
+        ({"ranks": 3}, r"multiple of 2 x 3 = 6"),
+        ({"skipped": [(5, 5)]}, "can't skip positions 5 to 5"),
+    ],
+)
+def test_impossible_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        stream(**options)
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**70), epoch=st.integers(0, 50))
+@settings(max_examples=20, deadline=None)
+def test_every_epoch_has_every_sample_once(size, seed, epoch):
+    found = Order(size, seed=seed)(numpy.arange(epoch * size, (epoch + 1) * size))
+    assert sorted(found) == list(range(size))
+
+
+def test_a_position_has_the_same_sample_in_any_range():
+    order = Order(1000, seed=3)
+    positions = numpy.arange(5000)
+    together = order(positions)
+    alone = [int(order([position])[0]) for position in positions[::97]]
+    assert alone == together[::97].tolist()
+
+
+def test_order_of_a_seed_never_changes():
+    """Keep the order, so that a run resumed with a later version sees the same samples."""
+    assert Order(100, seed=0)(range(10)).tolist() == [37, 34, 32, 2, 27, 68, 75, 67, 39, 78]
+    assert Order(100, seed=0)(range(100, 110)).tolist() == [21, 16, 5, 74, 39, 27, 95, 70, 67, 59]
+
+
+def test_unshuffled_data_keeps_its_order():
+    assert Order(3, shuffle=False)(range(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_empty_data_are_refused():
+    with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
+        Order(0)
+
+
+def opened(model, *words, vocabulary=None):
+    config = load_config(None, words).data
+    whole = open_named_data(config, Case(load_workload(model)), vocabulary=vocabulary)
+    return split_dev(whole, config.dev_fraction)
+
+
+def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
+    train, dev = opened("training_models:tiny", "data.dev_fraction=0.25")
+    assert len(dev) == round((len(train) + len(dev)) / 4)
+    assert (train.start, train.stop, dev.stop) == (0, dev.start, len(train) + len(dev))
+    assert train.batch([0])["tokens"].shape == (1, 16)
+
+
+def test_the_length_defaults_to_the_models_own():
+    train, _ = opened("training_models:tiny", "data.length=5")
+    assert train.batch([0])["tokens"].shape == (1, 5)
+
+
+def test_files_of_tokens_are_read(tmp_path):
+    numpy.save(tmp_path / "0.npy", numpy.arange(200) % 50)
+    train, dev = opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
+    assert (len(train), len(dev)) == (11, 1)
+    assert train.batch([1])["tokens"].tolist() == [list(range(16, 32))]
+
+
+def test_a_users_own_dataset_is_found_by_its_name():
+    train, dev = opened(
+        "training_models:line", "data.source=training_models:points", "data.dev_fraction=0.1"
+    )
+    assert (len(train), len(dev)) == (180, 20)
+    points, halves = train.batch([0, 199 - 20])
+    assert points.shape == (2, 2)
+    assert halves.tolist() == [0, 1]
+
+
+def test_text_with_more_tokens_than_the_vocabulary_is_refused():
+    with pytest.raises(
+        WorkloadError, match="text needs a vocabulary of 256 bytes, and transformer has 100 tokens"
+    ):
+        opened("training_models:few_tokens", vocabulary=100)
+
+
+def test_too_few_samples_to_train_on_are_refused(tmp_path):
+    numpy.save(tmp_path / "0.npy", numpy.arange(20))
+    with pytest.raises(
+        ValueError,
+        match=r"data\.dev_fraction=0\.05 of 1 samples leaves none to train on or to measure",
+    ):
+        opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
+
+
+def test_an_error_in_the_users_dataset_names_the_users_line():
+    with pytest.raises(
+        WorkloadError,
+        match="training_models:broken: the factory raised RuntimeError: no weights here",
+    ):
+        opened("training_models:tiny", "data.source=training_models:broken")
