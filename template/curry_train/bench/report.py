@@ -169,10 +169,6 @@ def measure_levers(
     and HFU: FLOP/s, or "measured"; None looks it up by the name of the device. `tell` receives
     progress messages.
     """
-    if rounds < 1 or warmup < 0:
-        raise ValueError(
-            f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
-        )
     setups = [(PLAIN_LEVER, case), *((lever, case) for lever in levers)]
     for other in against:
         named = replace(PLAIN_LEVER, name=other.spec or other.name)
