@@ -487,9 +487,10 @@ def time_of_window(
 def count_window(step: StepEstimate, steps: int) -> dict[str, dict[str, int]]:
     """Count the collectives of `steps` microbatches by kind, with their bytes."""
     assert step.course is not None, "only a step of one rank of several has a course"
-    counts = step.course.by_kind()
-    for kind, count in (step.middle_course or step.course).by_kind().items() if steps > 1 else ():
-        total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
-        for name, number in count.items():
-            total[name] += (steps - 1) * number
+    counts: dict[str, dict[str, int]] = {}
+    for course, times in ((step.course, 1), (step.middle_course or step.course, steps - 1)):
+        for one in course.collectives.values():
+            count = counts.setdefault(one.kind, {"calls": 0, "bytes": 0})
+            count["calls"] += times
+            count["bytes"] += times * one.nbytes
     return counts
