@@ -31,6 +31,7 @@ from ..core.measure import (
     local_tensors,
     operands,
     operation_flops,
+    tensors_in,
 )
 from ..workloads.optimizers import copy_optimizer, parameters_of
 from .optimizers import ValuesInSteps, take_eagerly
@@ -246,9 +247,9 @@ class StepLives(RankStorages):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
             (PARAMETERS_GROUP, [*parameters, *_attributes_of(parameters)]),
-            (OPTIMIZER_STATE_GROUP, tensors_of(self.optimizer.state)),
+            (OPTIMIZER_STATE_GROUP, tensors_in(self.optimizer.state)),
             (GRADIENTS_GROUP, gradients),
-            (BATCH_GROUP, [*self.module.buffers(), *tensors_of(batch)]),
+            (BATCH_GROUP, [*self.module.buffers(), *tensors_in(batch)]),
         ):
             for tensor in tensors:
                 self.follow(tensor, owner=(owner, REST_LAYER))
@@ -264,7 +265,7 @@ class StepLives(RankStorages):
     def take(self) -> None:
         """Run the last phase, the optimizer step."""
         take_eagerly(self.optimizer)
-        self.own(OPTIMIZER_STATE_GROUP, tensors_of(self.optimizer.state))
+        self.own(OPTIMIZER_STATE_GROUP, tensors_in(self.optimizer.state))
         self.end_phase()
 
     def end_phase(self) -> None:
@@ -420,8 +421,3 @@ def _attributes_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
             found += value.values()
         elif type(value).__name__ in STATES_OF_PARAMETERS:
             found += vars(value).values()
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """List the tensors in nested containers."""
-    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

@@ -35,7 +35,7 @@ from .profiler import (
     Point,
     Timeline,
 )
-from .record import OptimizerState, StepLives, tensors_of
+from .record import OptimizerState, StepLives
 
 
 def record_step_storages(
@@ -84,7 +84,7 @@ def record_step_storages(
         gc.collect()
         before = 0
         if device.type == "cuda":
-            own = _bytes_of([*module.parameters(), *module.buffers(), *tensors_of(batch)], device)
+            own = _bytes_of([*module.parameters(), *module.buffers(), *tensors_in(batch)], device)
             before = torch.cuda.memory_allocated(device) - own
 
         original, optimizer = optimizer, copy_optimizer(optimizer, stepped)
