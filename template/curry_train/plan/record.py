@@ -325,13 +325,6 @@ class OptimizerState:
         The state tensors are shared between steps, since they have no values. An optimizer that
         makes them anew in each step gets copies, whose release is part of the step.
         """
-
-        def again(value: Tensor) -> Tensor:
-            # Its step counts have values.
-            if type(value) is Tensor:
-                return value.clone()
-            return torch.empty_like(value) if self._is_replaced else value
-
         parameters = [one for one in parameters_of(optimizer) if one.requires_grad]
         key = _layouts(parameters)
         if key not in self._states:
@@ -347,7 +340,8 @@ class OptimizerState:
                 if isinstance(value, Tensor)
             )
         for parameter, state in zip(parameters, self._states[key], strict=True):
-            optimizer.state[parameter].update(tree_map_only(Tensor, again, state))
+            given = tree_map_only(Tensor, torch.empty_like, state) if self._is_replaced else state
+            optimizer.state[parameter].update(given)
 
     def _take_first(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
