@@ -49,7 +49,7 @@ def real():
     """Measure real ranks on gloo."""
     target = f"{Path(ranks.__file__).resolve()}:measure_all"
     names = [*COMPARED, MISTAKE, RIGHT]
-    return run_on_ranks(target, names=names)
+    return run_on_ranks(target, names=names, repeats=3)
 
 
 @pytest.mark.parametrize("name", COMPARED)

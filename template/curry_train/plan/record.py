@@ -370,12 +370,12 @@ class OptimizerState:
         return storages.events
 
 
-def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+def _layouts(tensors: Sequence[Tensor]) -> Layouts:
     """Return class, shape, stride and dtype of each tensor, and of its part on this rank."""
     found: list[Any] = []
     for tensor in tensors:
-        parts = [] if tensor is None else local_tensors(tensor)
-        found.append((type(tensor), *((one.shape, one.stride(), one.dtype) for one in parts)))
+        parts = ((one.shape, one.stride(), one.dtype) for one in local_tensors(tensor))
+        found.append((type(tensor), *parts))
     return tuple(found)
 
 
