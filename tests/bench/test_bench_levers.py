@@ -87,9 +87,6 @@ def test_a_misspelled_lever_raises_an_error_that_suggests_the_right_one(text, me
             "accumulate=4",
             "can't be cut into 4 microbatches: use --batch-size 4 or more",
         ),
-        (Case(mlp(), dtype=torch.bfloat16), "bf16", "in torch.bfloat16 already"),
-        (Case(mlp(), dtype=torch.bfloat16), "autocast", "has nothing to do"),
-        (Case(mlp()), "bf16+autocast", "has nothing to do"),
         (Case(mlp()), "timesteps", "has no method unroll"),
     ],
 )

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.core.generators import seeded
-from curry_train.workloads.workload import Workload, default_workload
+from curry_train.workloads.workload import Workload
 
 
 class Block(nn.Module):
@@ -69,37 +68,6 @@ ROUTED = Workload(
     lambda size: torch.randn(size, 8),
     lambda module, batch: module(batch).square().sum(),
 )
-
-
-def of_hugging_face(build):
-    with seeded(0):
-        return default_workload(build.__name__, build, build())
-
-
-def llama():
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-    )  # takes seconds, which ranks that plan for other models should not spend
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    )
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64)
-    )
 
 
 class MomentsMadeAnew(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
-MODELS = ("transformer", "resnet", "snn")
+MODELS = ("transformer", "snn")
 
 
 def bytes_after_backward(workload, strategy):

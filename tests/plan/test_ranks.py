@@ -3,7 +3,6 @@
 python -m pytest tests/plan/test_ranks.py
 """
 
-import contextlib
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -39,11 +38,9 @@ COMPARED = (
     "ddp, window",
     "tp",
 )
-# Mistakes in a program, each next to the program without it.
-MISTAKES = {
-    "fsdp2, norms left out": "fsdp2",
-    "fsdp2, window, never synced": "fsdp2, window",
-}
+# A mistake in a program, and the program without it.
+MISTAKE = "fsdp2, window, never synced"
+RIGHT = "fsdp2, window"
 predicted = functools.cache(predict)
 
 
@@ -51,8 +48,8 @@ predicted = functools.cache(predict)
 def real():
     """Measure real ranks on gloo."""
     target = f"{Path(ranks.__file__).resolve()}:measure_all"
-    names = [*COMPARED, *MISTAKES, "fsdp2, window"]
-    return run_on_ranks(target, names=names)
+    names = [*COMPARED, MISTAKE, RIGHT]
+    return run_on_ranks(target, names=names, repeats=3)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -60,14 +57,11 @@ def test_the_peak_of_a_rank_equals_that_of_a_real_process_to_the_byte(real, name
     assert predicted(name, 2, 0) == real[0][name]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_changes_the_predicted_peak_as_it_changes_that_of_a_real_process(real, name):
-    never = pytest.warns(UserWarning, match="the optimizer steps without them")
-    with never if "never synced" in name else contextlib.nullcontext():
-        found = predicted(name, 2, 0)
-    right = MISTAKES[name]
-    change = found - predicted(right, 2, 0)
-    assert change == real[0][name] - real[0][right] != 0
+def test_a_mistake_changes_the_predicted_peak_as_it_changes_that_of_a_real_process(real):
+    with pytest.warns(UserWarning, match="the optimizer steps without them"):
+        found = predicted(MISTAKE, 2, 0)
+    change = found - predicted(RIGHT, 2, 0)
+    assert change == real[0][MISTAKE] - real[0][RIGHT] != 0
 
 
 def test_uneven_shards_are_those_of_the_rank_that_is_asked_for(real):
@@ -77,7 +71,7 @@ def test_uneven_shards_are_those_of_the_rank_that_is_asked_for(real):
 
 def owners(world, *, rank):
     # Every first dimension is a multiple of 1,024, so that no parameter is padded.
-    model = small(depth=2, dim=1024, vocabulary=2048, hidden=2048, heads=8, kv_heads=8)
+    model = small(depth=1, dim=1024, vocabulary=2048, hidden=2048, heads=8, kv_heads=8)
     with Sketch(model, sharding=Sharding("fsdp2", world, rank=rank)) as sketch:
         return sketch.step(1).timeline
 
@@ -87,7 +81,7 @@ def test_state_is_divided_by_64_to_1024_ranks_and_what_is_gathered_stays():
     many = owners(1024, rank=1023)
     for group in (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP):
         # AdamW counts its steps in a tensor of 4 bytes for each parameter, which stays.
-        numbers = 4 * 21 if group == OPTIMIZER_STATE_GROUP else 0
+        numbers = 4 * 12 if group == OPTIMIZER_STATE_GROUP else 0
         assert few.owners[group][0] - numbers == 16 * (many.owners[group][0] - numbers)
     assert max(many.owners[GATHERED_GROUP]) == max(few.owners[GATHERED_GROUP])
 

@@ -61,14 +61,6 @@ def test_a_model_without_experts_states_no_routing():
     assert found.settings["routing"] is None
 
 
-@pytest.mark.long
-def test_a_plan_of_ranks_with_experts_is_for_even_routing_and_states_the_worst():
-    workload, sharding = program("shared")
-    found = plan(workload, 2**30, microbatch=8, global_batch=8, sharding=sharding, **QUICK)
-    peaks = found.settings["routing"]
-    assert peaks["even_bytes"] == found.peak_bytes < peaks["worst_bytes"]
-
-
 def test_the_fewest_gpus_state_what_the_worst_routing_lacks():
     # Each GPU has 16,384 tokens, of which all may meet on one.
     card = replace(PROFILES["h100"], memory_bytes=2**30, usable_bytes=720 * 2**20)

@@ -169,37 +169,29 @@ def measure_levers(
     and HFU: FLOP/s, or "measured"; None looks it up by the name of the device. `tell` receives
     progress messages.
     """
-    if rounds < 1 or warmup < 0:
-        raise ValueError(
-            f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
-        )
     setups = [(PLAIN_LEVER, case), *((lever, case) for lever in levers)]
     for other in against:
         named = replace(PLAIN_LEVER, name=other.spec or other.name)
         setups.append((named, replace(case, workload=other)))
     batch = case.batch()
     rows: list[Figures] = []
-    steps: list[TrainingStep | None] = []
+    alive: list[tuple[Figures, TrainingStep]] = []
     with seeded(case.seed):
         for lever, own in setups:
             tell(f"{lever.name}: memory and FLOPs")
-            row, step = Figures(lever.name), None
+            row = Figures(lever.name)
+            rows.append(row)
             try:
-                like = steps[0] if steps and own is case else None
+                like = alive[0][1] if alive and own is case else None
                 step = TrainingStep(own, lever, batch=batch, optimizer=optimizer, like=like)
                 _measure(step, row, case, peak)
                 row.model_flops = rows[0].executed_flops if like else row.executed_flops
+                alive.append((row, step))
             except WorkloadError:
                 raise
             except (ValueError, RuntimeError, NonFiniteWindow) as error:
                 row.outcome, row.why = failure(error, own)
-                step = None
-            rows.append(row)
-            steps.append(step)
             require_plain(rows[0], case)
-        plain = steps[0]
-        assert plain is not None
-        alive = [(row, step) for row, step in zip(rows, steps, strict=True) if step is not None]
 
         def start_equal() -> None:
             for _, step in alive:
@@ -209,10 +201,9 @@ def measure_levers(
         turns: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "clock": clock, "tell": tell}
         time_setups(alive, case, before=start_equal, **turns)
         require_plain(rows[0], case)
-    for row, step in zip(rows, steps, strict=True):
-        if step is not None:
-            is_same = step.case.workload is case.workload and not step.lever.changes_precision
-            complete_figures(row, rows[0], precision=case.dtype if is_same else None)
+    for row, step in alive:
+        is_same = step.case.workload is case.workload and not step.lever.changes_precision
+        complete_figures(row, rows[0], precision=case.dtype if is_same else None)
     return Bench(
         workload=case.workload.name,
         device=str(case.device),
@@ -221,7 +212,7 @@ def measure_levers(
         batch_size=case.batch_size,
         rounds=rounds,
         warmup=warmup,
-        unit=plain.unit,
+        unit=alive[0][1].unit,
         rows=rows,
         notes=timing_notes(rows),
     )

@@ -208,8 +208,6 @@ def measure_savings(
     With `limit` in bytes, the largest batch that fits it is searched too. `depth` is only recorded
     in the rows.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}")
     rows = [
         SavingsRow(name, workload=case.workload.name, batch_size=case.batch_size, depth=depth)
         for name in choose_strategies(strategies)

@@ -35,15 +35,17 @@ from ..workloads.workload import Case, WorkloadError, batch_size
 
 # Levers: named changes to a training step, such as a strategy, accumulation or precision.
 
-LEVER_HELP = {
-    "accumulate=K": "the same batch in K microbatches",
-    "bf16": "weights and batch in bfloat16",
-    "autocast": "weights in float32, autocast to bfloat16",
-    "compile[:BACKEND]": "the whole model by torch.compile",
-    "chunked_loss": "the loss of the output layer in chunks",
-    "plan=FILE": "a plan that `curry-train plan --out` wrote",
-}
-OPTION_NAMES = ("accumulate", "bf16", "autocast", "compile", "chunked_loss", "plan")
+# The same batch in K microbatches, weights in bfloat16 or autocast to it, the whole model by
+# torch.compile, the loss of the output layer in chunks, and what `curry-train plan --out` wrote.
+OPTION_LEVERS = (
+    "accumulate=K",
+    "bf16",
+    "autocast",
+    "compile[:BACKEND]",
+    "chunked_loss",
+    "plan=FILE",
+)
+OPTION_NAMES = [re.split(r"[=\[]", one)[0] for one in OPTION_LEVERS]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def find_lever(text: str) -> Lever:
 
 def list_levers() -> list[str]:
     """List the levers of this project, as `find_lever` takes them."""
-    return [*STRATEGIES, *LEVER_HELP]
+    return [*STRATEGIES, *OPTION_LEVERS]
 
 
 def _with(lever: Lever, name: str, value: str | None) -> Lever:
@@ -240,13 +242,6 @@ class TrainingStep:
         learning_rate: float = 0.0,
         like: "TrainingStep | None" = None,
     ) -> None:
-        if lever.dtype is not None and lever.dtype == case.dtype:
-            raise ValueError(f"the plain step is in {case.dtype} already")
-        if lever.autocast is not None and (lever.dtype or case.dtype) == lever.autocast:
-            raise ValueError(
-                f"autocast to {lever.autocast} has nothing to do: the weights have that dtype "
-                "already"
-            )
         self.case = replace(case, dtype=lever.dtype or case.dtype)
         self.lever = lever
         self.device = case.device

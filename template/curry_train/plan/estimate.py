@@ -57,7 +57,7 @@ from .rank_step import (
     record_rank_step,
 )
 from .rank_time import Links, RankSeconds, StepCourse, time_of_course
-from .record import OptimizerSteps, RankStorages, StepLives
+from .record import OptimizerState, RankStorages, StepLives
 from .shapes import (
     LARGEST_DRAW,
     NEEDS_VALUES_ERRORS,
@@ -205,7 +205,7 @@ class Sketch:
         # Answers to the optimizer's reads while it steps on tensors without values.
         self._values = ValuesInSteps()
         # None where the second step differs from the first one.
-        self._optimizer_steps: OptimizerSteps | None = None
+        self._state: OptimizerState | None = None
         self._plain: dict[tuple[int, bool, bool], StepEstimate] = {}
         self.sharding = sharding or Sharding()
         # The mesh of a sharding over several ranks.
@@ -232,7 +232,7 @@ class Sketch:
                     self._force_routing(module, stack)
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
-                    self._optimizer_steps = OptimizerSteps(self._values)
+                    self._state = OptimizerState(self._values)
                 self._try_optimizer(module)
                 self._settle_blocks()
                 self._stack = stack.pop_all()
@@ -248,7 +248,7 @@ class Sketch:
             if self.sharding.is_shared:
                 raise ValueError(FROM_SHAPES_ALONE.format(self.why_real))
             self._stack = contextlib.ExitStack()
-            self._optimizer_steps = None
+            self._state = None
             self.case = Case(self._load(), **self._options)
             self._stack.enter_context(self.draws)
             self._settle_blocks()
@@ -269,8 +269,8 @@ class Sketch:
         """Take a step without values; raises one of `NEEDS_VALUES_ERRORS` if it needs them."""
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
         self.host_note = host_note(optimizer)
-        if self._optimizer_steps is not None:
-            self._optimizer_steps.give_state(optimizer)
+        if self._state is not None:
+            self._state.give_state(optimizer)
             return
         for parameter in module.parameters():
             if parameter.requires_grad:
@@ -360,7 +360,7 @@ class Sketch:
             optimizer=optimizer,
             blocks=list(blocks) or None,
             accumulated=accumulated,
-            steps=self._optimizer_steps,
+            state=self._state,
             keeps_output=self.kernels == "cuda",
         )
         return _estimate(lives, blocks, kernels=self.kernels)
@@ -394,7 +394,7 @@ class Sketch:
         lives, middle = record_rank_step(
             make_program,
             self.case.workload.mean_loss,
-            steps=self._optimizer_steps,
+            state=self._state,
             blocks=blocks,
             accumulated=accumulated,
             syncs_each=self.sharding.sync_each_microbatch,
@@ -487,9 +487,10 @@ def time_of_window(
 def count_window(step: StepEstimate, steps: int) -> dict[str, dict[str, int]]:
     """Count the collectives of `steps` microbatches by kind, with their bytes."""
     assert step.course is not None, "only a step of one rank of several has a course"
-    counts = step.course.by_kind()
-    for kind, count in (step.middle_course or step.course).by_kind().items() if steps > 1 else ():
-        total = counts.setdefault(kind, {"calls": 0, "bytes": 0})
-        for name, number in count.items():
-            total[name] += (steps - 1) * number
+    counts: dict[str, dict[str, int]] = {}
+    for course, times in ((step.course, 1), (step.middle_course or step.course, steps - 1)):
+        for one in course.collectives.values():
+            count = counts.setdefault(one.kind, {"calls": 0, "bytes": 0})
+            count["calls"] += times
+            count["bytes"] += times * one.nbytes
     return counts

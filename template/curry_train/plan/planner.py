@@ -276,6 +276,8 @@ class Planner:
             self.whole_steps.predict(Candidate(size, steps, chunked), budget_bytes)
             for size, steps, chunked in self._tried(global_batch, microbatch)
         ]
+        # The search considers its whole step too.
+        own = self._own(tried, microbatch, budget_bytes)
         found: list[Candidate] = []
         best: Candidate | None = None
         for predicted in sorted(tried, key=order):
@@ -285,14 +287,6 @@ class Planner:
             found.append(candidate)
             if candidate.checked and candidate.peak_bytes <= budget_bytes:
                 best = candidate if best is None else min(best, candidate, key=order)
-        own = self._own(tried, microbatch, budget_bytes)
-        is_fitting = own is not None and own.checked and own.step_seconds is not None
-        if own and is_fitting and (best is None or order(own) < order(best)):
-            # The search has missed it, as the chain may predict too much.
-            same = (own.microbatch, own.chunked_loss)
-            found = [one for one in found if (one.microbatch, one.chunked_loss) != same]
-            found.append(own)
-            best = own
         if best is None:
             raise self._infeasible(found, budget_bytes)
 

@@ -43,7 +43,7 @@ from .profiler import (
     GRADIENTS_GROUP,
 )
 from .rank_time import resolve_group
-from .record import OptimizerSteps, RankStorages, StepLives
+from .record import OptimizerState, RankStorages, StepLives
 from .shapes import (
     NEEDS_VALUES_ERRORS,
     KernelsAsTheyRun,
@@ -87,7 +87,7 @@ def record_rank_step(
     make_program: Callable[["RankStorages"], RankProgram],
     loss: Loss,
     *,
-    steps: OptimizerSteps | None = None,
+    state: OptimizerState | None = None,
     blocks: Iterable[str] = (),
     accumulated: bool = False,
     syncs_each: bool = False,
@@ -111,14 +111,14 @@ def record_rank_step(
     called_loss = functools.partial(_loss_of, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
-            _warm_up(program, called_loss, steps, is_synced=is_synced)
+            _warm_up(program, called_loss, state, is_synced=is_synced)
             if accumulated:
                 gc.collect()
                 group = GRADIENTS_GROUP
                 _run_microbatch(program, called_loss, syncs=syncs_each)
         layers = divide(program.module, blocks=list(blocks) or None)
 
-        record = functools.partial(_begin_record, program, steps, layers, records)
+        record = functools.partial(_begin_record, program, state, layers, records)
         middle = None
         if accumulated:
             middle = record()
@@ -147,12 +147,12 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
 
 
 def _begin_record(
-    program: RankProgram, steps: OptimizerSteps | None, layers: Any, records: list[Any]
+    program: RankProgram, state: OptimizerState | None, layers: Any, records: list[Any]
 ) -> StepLives:
     """Make a record that follows what earlier records have seen and still lives, and add it."""
     gc.collect()
     device = torch.device("cpu")
-    lives = StepLives(program.module, device, layers, 0, program.optimizer, steps)
+    lives = StepLives(program.module, device, layers, 0, program.optimizer, state)
     lives.follow_all(program.batch)
     for earlier in records:
         lives.follow_rest(earlier)
@@ -164,7 +164,7 @@ def _begin_record(
 def _warm_up(
     program: RankProgram,
     loss: Loss,
-    steps: OptimizerSteps | None,
+    state: OptimizerState | None,
     *,
     is_synced: bool,
 ) -> None:
@@ -176,8 +176,8 @@ def _warm_up(
     optimizer = program.optimizer
     ddp = nn.parallel.DistributedDataParallel
     has_ddp = any(isinstance(one, ddp) for one in program.called.modules())
-    if steps is not None and is_synced and not has_ddp:
-        steps.give_state(optimizer)
+    if state is not None and is_synced and not has_ddp:
+        state.give_state(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return
     for _ in range(2):

@@ -162,15 +162,6 @@ class StepCourse:
     # Operations of other streams and collectives that an operation waits for.
     waits: dict[int, list[int]] = field(default_factory=dict)
 
-    def by_kind(self) -> dict[str, dict[str, int]]:
-        """Count the calls of collectives and their bytes by kind."""
-        counts: dict[str, dict[str, int]] = {}
-        for one in self.collectives.values():
-            count = counts.setdefault(one.kind, {"calls": 0, "bytes": 0})
-            count["calls"] += 1
-            count["bytes"] += one.nbytes
-        return counts
-
 
 class CourseRecorder:
     """Record a course while the operations of a rank run, without their costs."""

@@ -31,6 +31,7 @@ from ..core.measure import (
     local_tensors,
     operands,
     operation_flops,
+    tensors_in,
 )
 from ..workloads.optimizers import copy_optimizer, parameters_of
 from .optimizers import ValuesInSteps, take_eagerly
@@ -175,8 +176,7 @@ class RankStorages(LiveStorages):
 class StepLives(RankStorages):
     """Record the storages of a step, and the costs of each operation of forward and backward.
 
-    The owner of a storage is a pair of group and layer. With `steps`, an optimizer step that was
-    recorded before is replayed from the record.
+    The owner of a storage is a pair of group and layer.
     """
 
     def __init__(
@@ -186,10 +186,11 @@ class StepLives(RankStorages):
         layers: Mapping[str, nn.Module],
         before: int,
         optimizer: torch.optim.Optimizer,
-        steps: "OptimizerSteps | None" = None,
+        state: "OptimizerState | None" = None,
     ) -> None:
         super().__init__(owner=self._owner_now, device=device)
-        self.steps = steps
+        # What the optimizer's first step makes and frees on the device, if it is known.
+        self.first_step = [] if state is None else state.first_step
         # What one rank among others sends, and what it waits for.
         self._recorder = CourseRecorder() if dist.is_initialized() else None
         # FLOPs of each operation, and the bytes it reads and writes.
@@ -240,20 +241,15 @@ class StepLives(RankStorages):
         flops, moved = (numpy.array(one, dtype=numpy.float64) for one in (self.flops, self.moved))
         return replace(self._recorder.course, flops=flops, moved=moved)
 
-    @property
-    def first_step(self) -> list[tuple[Life, bool]]:
-        """What the optimizer's first step makes and frees on the device, if it is known."""
-        return [] if self.steps is None else self.steps.first_step
-
     def follow_all(self, batch: Any) -> None:
         """Count the tensors that exist before the step."""
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
             (PARAMETERS_GROUP, [*parameters, *_attributes_of(parameters)]),
-            (OPTIMIZER_STATE_GROUP, tensors_of(self.optimizer.state)),
+            (OPTIMIZER_STATE_GROUP, tensors_in(self.optimizer.state)),
             (GRADIENTS_GROUP, gradients),
-            (BATCH_GROUP, [*self.module.buffers(), *tensors_of(batch)]),
+            (BATCH_GROUP, [*self.module.buffers(), *tensors_in(batch)]),
         ):
             for tensor in tensors:
                 self.follow(tensor, owner=(owner, REST_LAYER))
@@ -267,32 +263,10 @@ class StepLives(RankStorages):
                     life.owner = (group, REST_LAYER)
 
     def take(self) -> None:
-        """Run the last phase, the optimizer step, or replay it from an equal one."""
-        if self.steps is None:
-            self.take_now()
-        else:
-            self.steps.take(self.optimizer, self)
-
-    def take_now(self) -> None:
+        """Run the last phase, the optimizer step."""
         take_eagerly(self.optimizer)
-        self.own(OPTIMIZER_STATE_GROUP, tensors_of(self.optimizer.state))
+        self.own(OPTIMIZER_STATE_GROUP, tensors_in(self.optimizer.state))
         self.end_phase()
-
-    def repeat(
-        self, lives: Iterable[Life], events: Iterable[tuple[int, bool]], num_operations: int
-    ) -> None:
-        """Replay the last phase from a record whose operations count from the phase's first one.
-
-        `events` name the lives by their index.
-        """
-        first = self.num_operations
-        self.num_operations += num_operations
-        again = [_shifted(life, first) for life in lives]
-        self.lives += again
-        self.events += [(again[index], made) for index, made in events]
-        self.phases += [self.phase] * num_operations
-        self.ends[self.phase] = self.num_operations - 1
-        self.event_ends[self.phase] = len(self.events)
 
     def end_phase(self) -> None:
         """Add a point for the bytes that remain when the local variables of a phase are gone."""
@@ -330,20 +304,17 @@ class StepLives(RankStorages):
         return TEMPORARIES_GROUP, REST_LAYER
 
 
-# Cache of optimizer state and optimizer steps, for models without values.
+# Optimizer state for models without values.
 
 Layouts = tuple[Any, ...]
 
 
-class OptimizerSteps:
-    """Optimizer state and steps of one model, which is rebuilt for each step, and one optimizer."""
+class OptimizerState:
+    """Optimizer state of one model, which is rebuilt for each step, and one optimizer."""
 
     def __init__(self, values: ValuesInSteps) -> None:
         self._values = values
         self._states: dict[Layouts, list[dict[str, Any]]] = {}
-        self._recorded: dict[
-            tuple[Layouts, Layouts], tuple[list[Life], list[tuple[int, bool]], int]
-        ] = {}
         self._is_replaced = False
         # Bytes that the first step allocated, and which of them it freed, in order.
         self.first_step: list[tuple[Life, bool]] = []
@@ -398,39 +369,13 @@ class OptimizerSteps:
             take_eagerly(optimizer)
         return storages.events
 
-    def take(self, optimizer: torch.optim.Optimizer, record: StepLives) -> None:
-        """Replay the optimizer step recorded for gradients of this layout, or record it now."""
-        parameters = parameters_of(optimizer)
-        key = _layouts(parameters), _layouts([one.grad for one in parameters])
-        if key in self._recorded:
-            record.repeat(*self._recorded[key])
-            return
 
-        first = record.num_operations
-        first_event = len(record.events)
-        before = list(record.lives)
-        record.take_now()
-        # A step that frees earlier storages can't be replayed from its own storages alone.
-        if not any(life.died is not None and life.died >= first for life in before):
-            made = record.lives[len(before) :]
-            lives = [_shifted(life, -first) for life in made]
-            places = {id(life): place for place, life in enumerate(made)}
-            events = [(places[id(life)], is_made) for life, is_made in record.events[first_event:]]
-            self._recorded[key] = lives, events, record.num_operations - first
-
-
-def _shifted(life: Life, by: int) -> Life:
-    """Return a life that begins and ends so many operations later."""
-    died = None if life.died is None else life.died + by
-    return replace(life, born=life.born + by, died=died)
-
-
-def _layouts(tensors: Sequence[Tensor | None]) -> Layouts:
+def _layouts(tensors: Sequence[Tensor]) -> Layouts:
     """Return class, shape, stride and dtype of each tensor, and of its part on this rank."""
     found: list[Any] = []
     for tensor in tensors:
-        parts = [] if tensor is None else local_tensors(tensor)
-        found.append((type(tensor), *((one.shape, one.stride(), one.dtype) for one in parts)))
+        parts = ((one.shape, one.stride(), one.dtype) for one in local_tensors(tensor))
+        found.append((type(tensor), *parts))
     return tuple(found)
 
 
@@ -470,8 +415,3 @@ def _attributes_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
             found += value.values()
         elif type(value).__name__ in STATES_OF_PARAMETERS:
             found += vars(value).values()
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """List the tensors in nested containers."""
-    return [leaf for leaf in tree_iter(value) if isinstance(leaf, Tensor)]

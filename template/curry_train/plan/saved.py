@@ -151,15 +151,6 @@ def _is_like(value: Any, like: Any) -> bool:
     return isinstance(value, str) if like is str else type(value) is int and value >= like
 
 
-def _words(like: Any) -> str:
-    if isinstance(like, list | tuple):
-        return f"a list of {' and '.join(map(_words, like))}"
-    if isinstance(like, dict):
-        return f"a mapping with {_words(like[ANY])}" if ANY in like else f"a mapping with {[*like]}"
-    whole = f"a whole number of at least {like}"
-    return {float: "a number of at least 0", str: "a text"}.get(like, whole)
-
-
 def _check_parts(found: Mapping[str, Any], parts: Mapping[str, Any], where: str) -> None:
     """Raise an error for the first part that is not as it must be."""
     for name, like in parts.items():
@@ -167,7 +158,7 @@ def _check_parts(found: Mapping[str, Any], parts: Mapping[str, Any], where: str)
         is_null = value is None and (name in NULLABLE_NAMES or name not in found)
         if not is_null and not _is_like(value, like):
             raise ValueError(
-                f"{name} of {where} must be {_words(like)}, got {value!r}: make the plan again"
+                f"{name} of {where} is {value!r}, which no plan has: make the plan again"
             )
 
 
@@ -280,9 +271,10 @@ class Plan:
         for name, planned in self.fingerprint.items():
             found = fingerprint(modules[name])
             if found != planned:
-                ours, theirs = _first_difference(found, planned)
+                parts = zip_longest(found.split("; "), planned.split("; "), fillvalue="no more")
+                ours, theirs = next(pair for pair in parts if pair[0] != pair[1])
                 raise PlanMismatch(
-                    f"block {name} is {ours}, and the plan is for {theirs}: {advice}"
+                    f"block {name} has {ours}, and the plan is for {theirs}: {advice}"
                 )
 
         for name in _names(model, self.settings.get("blocks")):
@@ -443,20 +435,6 @@ def fingerprint(block: nn.Module) -> str:
     """Return the class and the parameter shapes of a block, as text."""
     shapes = [f"{name}{list(parameter.shape)}" for name, parameter in block.named_parameters()]
     return f"{type(block).__name__}: {'; '.join(shapes)}"
-
-
-def _first_difference(found: str, planned: str) -> tuple[str, str]:
-    """Describe the first difference between two fingerprints: the class, or a parameter."""
-    found_class = found.split(": ")[0]
-    planned_class = planned.split(": ")[0]
-    if found_class != planned_class:
-        return f"a {found_class}", f"a {planned_class}"
-
-    found_shapes = found.partition(": ")[2].split("; ")
-    planned_shapes = planned.partition(": ")[2].split("; ")
-    pairs = zip_longest(found_shapes, planned_shapes)
-    ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
-    return f"a {found_class} with {ours or 'no more parameters'}", f"one with {theirs or 'no more'}"
 
 
 def _names(model: nn.Module, pattern: str | None) -> list[str]:

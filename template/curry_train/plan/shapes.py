@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/plan/test_fake_kernels.py tests/plan/test_fake.py
 
 import contextlib
 import copy
-import itertools
 import logging
 import math
 import traceback
@@ -37,7 +36,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded
-from ..core.measure import local_tensors
+from ..core.measure import local_tensors, tensors_in
 from ..core.wording import format_bytes
 from ..primitives.rerun import function_modes
 from ..workloads.optimizers import SteppedOnHost
@@ -481,22 +480,17 @@ def host_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes that an optimizer keeps on the host to step there; 0 for all others."""
     if not isinstance(optimizer, SteppedOnHost):
         return 0
-    found: dict[Any, int] = {}
-    total = 0
     values = ValuesInSteps()
     with pretended(values=values) if fake_mode() is None else contextlib.nullcontext():
-        for parameter in optimizer.on_host():
-            key = tuple(parameter.shape), parameter.dtype
-            if key not in found:
-                copied = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
-                copied.grad = torch.empty_like(copied)
-                part = optimizer.make([copied])
-                take_eagerly(part)
-                kept = [copied, copied.grad, *part.state[copied].values()]
-                inside = [local_tensors(one) for one in kept if isinstance(one, Tensor)]
-                found[key] = sum(one.nbytes for one in itertools.chain.from_iterable(inside))
-            total += found[key]
-    return total
+        copies = [
+            nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in optimizer.on_host()
+        ]
+        for copied in copies:
+            copied.grad = torch.empty_like(copied)
+        part = optimizer.make(copies)
+        take_eagerly(part)
+        kept = [copies, [copied.grad for copied in copies], *part.state.values()]
+        return sum(one.nbytes for held in tensors_in(kept) for one in local_tensors(held))
 
 
 def host_note(optimizer: torch.optim.Optimizer) -> str | None:

@@ -35,7 +35,7 @@ from .profiler import (
     Point,
     Timeline,
 )
-from .record import OptimizerSteps, StepLives, tensors_of
+from .record import OptimizerState, StepLives
 
 
 def record_step_storages(
@@ -46,13 +46,13 @@ def record_step_storages(
     optimizer: torch.optim.Optimizer | None = None,
     blocks: str | Sequence[str] | None = None,
     accumulated: bool = False,
-    steps: "OptimizerSteps | None" = None,
+    state: "OptimizerState | None" = None,
     keeps_output: bool = False,
 ) -> "StepLives":
     """Record the storages of the step that `measure_timeline` reports.
 
     `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
-    `steps` is for tensors without values: it sets the optimizer state instead of a first step, and
+    `state` is for tensors without values: it sets the optimizer state instead of a first step, and
     no values are restored. The result is the same if every trainable parameter gets a gradient
     and a step leaves no other tensors behind. `keeps_output`: the caller holds what the module
     returned until the next step, as scripts do with their logits.
@@ -72,7 +72,7 @@ def record_step_storages(
     device = trained[0].device
     layers = divide(module, blocks=blocks)
     restored = {}
-    if steps is None:
+    if state is None:
         restored = {id(p): p for p in trained} | stepped
     with (
         as_trained(module),
@@ -84,19 +84,19 @@ def record_step_storages(
         gc.collect()
         before = 0
         if device.type == "cuda":
-            own = _bytes_of([*module.parameters(), *module.buffers(), *tensors_of(batch)], device)
+            own = _bytes_of([*module.parameters(), *module.buffers(), *tensors_in(batch)], device)
             before = torch.cuda.memory_allocated(device) - own
 
         original, optimizer = optimizer, copy_optimizer(optimizer, stepped)
         stack.enter_context(copy_steps(original, optimizer))
-        if steps is None:
+        if state is None:
             run_recorded_step(module, batch, loss, optimizer)
         else:
-            steps.give_state(optimizer)
-        _set_gradients(trained, optimizer, accumulated=accumulated, real=steps is None)
+            state.give_state(optimizer)
+        _set_gradients(trained, optimizer, accumulated=accumulated, real=state is None)
 
         gc.collect()
-        lives = StepLives(module, device, layers, before, optimizer, steps)
+        lives = StepLives(module, device, layers, before, optimizer, state)
         lives.follow_all(batch)
         held: list[Tensor] = []
         with lives.running, lives, holding_output(module, held if keeps_output else None):

@@ -184,7 +184,7 @@ class RunningScript:
 
     def __init__(self, path: Path, arguments: Sequence[str]) -> None:
         self.path = path
-        self.arguments = list(arguments)
+        self.arguments = arguments
         self.recording = Recording()
         # Calls of modules that are running, one inside of the other.
         self.depth = 0
@@ -579,26 +579,19 @@ class ScriptTraining:
     def workload(self, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Workload:
         """Return the workload, with this loss of a module and a batch."""
         taken = self.taken
-        spec = f"{SCRIPT_PREFIX}{shlex.join(self.words)}"
         if loss is not None:
+            precise = self.precision or (lambda module: contextlib.nullcontext())
             is_sum = is_sum_over_samples(taken.module, taken.batch, loss)
+
+            def mean_loss(module: nn.Module, batch: Any) -> Tensor:
+                with precise(module):
+                    found = loss(module, batch)
+                return found / batch_size(batch) if is_sum else found
+
             notes = (*taken.notes, SUM_NOTE) if is_sum else taken.notes
-            mean_loss = self._mean(loss, is_sum=is_sum)
             taken = replace(taken, mean_loss=mean_loss, notes=notes)
+        spec = f"{SCRIPT_PREFIX}{shlex.join(self.words)}"
         return workload_of(taken, spec, factory=self.factory())
-
-    def _mean(
-        self, loss: Callable[[nn.Module, Any], Tensor], *, is_sum: bool
-    ) -> Callable[[nn.Module, Any], Tensor]:
-        """Return the loss in the script's precision, as a mean over samples."""
-
-        def mean_loss(module: nn.Module, batch: Any) -> Tensor:
-            precise = self.precision
-            with contextlib.nullcontext() if precise is None else precise(module):
-                found = loss(module, batch)
-            return found / batch_size(batch) if is_sum else found
-
-        return mean_loss
 
     def loss_source(self) -> str:
         body = "\n".join(f"    {line}" for line in self.lines)

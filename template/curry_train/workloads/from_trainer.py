@@ -330,7 +330,7 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
     inner: Any = next(one for one in model.modules() if hasattr(one, "training_step"))
     inner.trainer = trainer
     for name in SILENT_METHODS:
-        vars(inner)[name] = _log_nothing
+        vars(inner)[name] = lambda *_, **__: None
     before = vars(inner).get("forward")
     try:
         if inner is model:
@@ -349,10 +349,6 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
 
 
 SILENT_METHODS = ("log", "log_dict")
-
-
-def _log_nothing(*arguments: Any, **options: Any) -> None:
-    """Stand in for the methods of a LightningModule that log."""
 
 
 def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> TakenTraining:

@@ -431,7 +431,11 @@ def default_workload(
 def batches_like(example: Any) -> tuple[Callable[[int], Any], bool]:
     """Return a function that makes batches of any size from one, and whether it can be divided."""
     size = batch_size(example)
-    is_divisible = _is_divisible(example)
+    is_divisible = True
+    try:
+        take(example, [0])
+    except IndivisibleBatch:
+        is_divisible = False
 
     def batch(wanted: int) -> Any:
         if not is_divisible and wanted == size:
@@ -456,14 +460,6 @@ def undivided(workload: Workload) -> Workload:
         return workload.batch(wanted)
 
     return replace(workload, batch=batch, is_divisible=False)
-
-
-def _is_divisible(batch: Any) -> bool:
-    try:
-        take(batch, [0])
-    except IndivisibleBatch:
-        return False
-    return True
 
 
 def call(module: nn.Module, batch: Any) -> Any:
