@@ -36,7 +36,7 @@ from .layout import (
 )
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
-from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
+from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
 from .retention import (
     is_among_best,
     newest_first,
@@ -313,22 +313,23 @@ class SavingPolicy:
         Where this run resumes from an earlier step, its later states stay until a new one is saved.
         `before-180` deletes them at once (see `turn_back`).
         """
-        own = Ranks().agree(lambda: self._own_choice(what))
-        if own is None:
-            self._by_design = nan_by_design(state)
-            self._cadence.go_on()
-            return None
-        resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
-        self._damaged |= set(resumed.damaged)
-        if own and resumed.saved.kind in RESUMABLE_KINDS:
-            self._last = resumed.saved
-            if str(what).startswith(BEFORE_PREFIX):
-                self.turn_back(resumed.saved.step)
-            elif what != "latest":
-                self.finish()
-                self._go_on_after(resumed.saved.step)
+        resumed = None
+        try:
+            resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
+        except NothingSaved:
+            if what != "latest":
+                raise
+        else:
+            self._damaged |= set(resumed.damaged)
+            if resumed.is_own and resumed.saved.is_state:
+                self._last = resumed.saved
+                if str(what).startswith(BEFORE_PREFIX):
+                    self.turn_back(resumed.saved.step)
+                elif what != "latest":
+                    self.finish()
+                    self._go_on_after(resumed.saved.step)
+            logger.info("%s", resumed.words)
         self._by_design = nan_by_design(state)
-        logger.info("%s", resumed.words)
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
         return resumed
@@ -466,15 +467,6 @@ class SavingPolicy:
         for saved in discarded:
             self.store.discard(saved)
         return discarded
-
-    def _own_choice(self, what: str | int) -> bool | None:
-        """Return whether `what` is a state of this run; None for `latest` without a save."""
-        try:
-            return choose(self.store, what, config=self.config).place is None
-        except NothingSaved:
-            if what == "latest":
-                return None
-            raise
 
     def _enter_line(self, step: int) -> None:
         """Check at the first save that the run has no states from this step or beyond.
