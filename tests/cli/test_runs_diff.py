@@ -31,20 +31,19 @@ def run(monkeypatch, tmp_path):
     return lambda *words: CliRunner().invoke(runs_diff_command, words)
 
 
-def test_a_resume_from_the_other_run_is_the_first_line(run, tmp_path):
+def test_what_differs_is_named_before_the_losses(run, tmp_path):
     plant(tmp_path / "runs/first", last=30)
     (tmp_path / "runs/second").mkdir()
     new_facts = facts(steps=40)
     new_facts["environment"]["world_size"] = 2
     with Journal(tmp_path / "runs/second") as journal:
-        journal.resume(20, facts={**new_facts, "from_run": "first"})
+        journal.resume(20, facts=new_facts)
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
     ended = run("first", "second")
     assert ended.exit_code == 0
     assert [" ".join(line.split()) for line in ended.output.splitlines()] == [
-        "second resumed from first at step 20",
         "A B",
         "run first second",
         "steps 1 to 30 21 to 40",
@@ -59,16 +58,6 @@ def test_a_resume_from_the_other_run_is_the_first_line(run, tmp_path):
         "losses: 6 of 10 common steps, 21 to 30, differ",
         "first at step 25: A 4.04, B 4.54, by +0.5",
     ]
-    assert run("second", "first").output.startswith("second resumed from first at step 20\n")
-
-
-def test_a_resume_beyond_the_end_of_the_other_run_is_none_from_it(tmp_path):
-    """Do not take run-001 of another folder for the origin because of its name."""
-    plant(tmp_path / "first", last=10)
-    (tmp_path / "second").mkdir()
-    with Journal(tmp_path / "second") as journal:
-        journal.resume(500, facts={"from_run": "first"})
-    assert compare(tmp_path / "first", tmp_path / "second").continued is None
 
 
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):

@@ -168,15 +168,10 @@ def continuation(earlier: History, later: History) -> str | None:
     if not earlier.attempts or not earlier.steps:
         return None
     known = [_opening(attempt) for attempt in earlier.attempts]
-    if [_opening(attempt) for attempt in later.attempts[: len(known)]] == known:
-        # The same journal up to another attempt, or a copy that was continued.
-        opened = later.attempts[len(known) :]
-    else:
-        names = {attempt.run for attempt in earlier.attempts} | {earlier.path.parent.name}
-        own = {attempt.run for attempt in later.attempts} | {later.path.parent.name}
-        opened = [attempt for attempt in later.attempts if attempt.from_run in names - own - {None}]
+    # The same journal up to another attempt, or a copy that was continued.
+    is_same = [_opening(attempt) for attempt in later.attempts[: len(known)]] == known
+    opened = later.attempts[len(known) :] if is_same else []
     if not opened or opened[0].step > earlier.steps.step[-1]:
-        # Another run may have the name.
         return None
     step = opened[0].step
     if opened[0].kind == "rollback":

@@ -27,6 +27,7 @@ Proof: `python -m pytest tests/runs`.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -82,22 +83,20 @@ class AttachedJournal:
         self,
         state: TrainingState,
         resumed: Resumed | None,
-        *,
-        runs: StrPath,
-        config: PolicyConfig,
+        policy: SavingPolicy,
         data: SampleStream,
     ) -> None:
         self._state = state
         self._data = data
         ranks = Ranks()
-        self._journal = Journal(runs, rank=ranks.rank)
+        self._journal = Journal(policy.store.files.root, rank=ranks.rank)
         self.begin_step()
 
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
         )
         facts = run_facts(
-            state.config or {"checkpoint": asdict(config)},
+            state.config or {"checkpoint": asdict(policy.config)},
             device=self._device,
             world_size=ranks.size,
         )
@@ -299,11 +298,7 @@ def saving(
         boxes, runs, resume = Replay.current, Replay.current.root, Replay.current.resume
         journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
     elif box:
-        given = {} if box is True else box
-        boxes = (
-            given if isinstance(given, BoxConfig) else read_fields(BoxConfig, given, inside="box")
-        )
-        boxes = boxes if boxes.keep else None
+        boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
         spike = SpikeConfig() if spike is None else spike
     no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
@@ -315,18 +310,18 @@ def saving(
         saved_objects["data-position"] = data
     objects = {"config": config, "extra": saved_objects, "generators": generators}
     state = TrainingState(model, optimizer, scheduler, scaler, trained_only=trained_only, **objects)
-    return AttachedRun(
-        state,
-        policy_config,
-        runs=runs,
-        watch=watch,
-        data=data,
-        resume=resume,
-        keep_settings=keep_settings,
-        in_background=in_background,
-        journal=journal,
-        boxes=boxes,
-    )
+    # Ctrl-C interrupts a loop over a DataLoader as before.
+    stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
+    store = Store(runs)
+    with contextlib.ExitStack() as undo:
+        undo.callback(stop.release)
+        undo.callback(store.close)
+        store.open(wait_seconds=WAIT_SECONDS)
+        saver = BackgroundSaver(store) if in_background else None
+        run = AttachedRun(state, data, watch, SavingPolicy(store, policy_config, saver=saver), stop)
+        run.begin(resume, boxes, journal=journal, keep_settings=keep_settings)
+        undo.pop_all()
+    return run
 
 
 class AttachedRun:
@@ -339,26 +334,25 @@ class AttachedRun:
     def __init__(
         self,
         state: TrainingState,
-        config: PolicyConfig,
-        *,
-        runs: StrPath,
-        watch: AttachedWatch,
         data: SampleStream,
-        resume: str | int | None,
-        keep_settings: bool,
-        in_background: bool,
-        journal: bool,
-        boxes: BoxConfig | Replay | None,
+        watch: AttachedWatch,
+        policy: SavingPolicy,
+        stop: Stop,
     ) -> None:
         self.state = state
+        self.policy = policy
+        self.store = policy.store
+        self.resumed: Resumed | None = None
         self.ended_by: str | None = None
         self._watch = watch
+        self._ranks = watch.ranks
         self._data = data
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
         self._has_loader = isinstance(data, DataPosition)
-        self._keep_settings = keep_settings
-        state.position = data.position
-
+        self._stop = stop
+        self._journal: AttachedJournal | None = None
+        self._boxes: Boxes | Replay | None = None
+        self._open = True
         self._resuming = False
         self._by_epochs = False
         # With a DataLoader: the number of steps at which the loop ends.
@@ -366,49 +360,32 @@ class AttachedRun:
         self._in_epoch = False
         self._iterating = False
         self._notes: StepNotes | None = None
-        self._ranks = watch.ranks
-        self._journal: AttachedJournal | None = None
-        self._saver: BackgroundSaver | None = None
-        self._boxes: Boxes | Replay | None = None
-        self.store = Store(runs)
-        # Ctrl-C interrupts a loop over a DataLoader as before.
-        self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
-        self._open = True
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._stop.release)
-            undo.callback(self.store.close)
-            self.store.open(wait_seconds=WAIT_SECONDS)
-            self._saver = BackgroundSaver(self.store) if in_background else None
-            self.policy = SavingPolicy(self.store, config, saver=self._saver)
-            self.resumed = None if resume is None else self._load(resume)
-            self._resuming = self.resumed is not None and self.resumed.saved.is_state
-            self._watch.begin(state, self.store.files)
-            if isinstance(boxes, BoxConfig):
-                patience = watch.config.patience
-                self._boxes = Boxes(boxes, self.store, state, patience=patience)
-            elif boxes is not None:
-                self._boxes = boxes
-                boxes.attach(state)
-            if self._boxes is not None and not self._has_loader:
-                self._hear_batches(data, self._boxes)
-            if journal:
-                self._journal = self._ranks.all_do(
-                    lambda: AttachedJournal(
-                        state, self.resumed, runs=runs, config=config, data=data
-                    )
-                )
-            undo.pop_all()
 
-    @staticmethod
-    def _hear_batches(stream: SampleStream, boxes: Boxes | Replay) -> None:
-        if not hasattr(stream, "on_batch"):
-            logger.warning(
-                "boxes will lack the batch: a %s does not call an attribute on_batch with each "
-                "batch to yield what it returns",
-                type(stream).__name__,
-            )
-        else:
-            stream.on_batch = boxes.hand_out
+    def begin(
+        self,
+        resume: str | int | None,
+        boxes: BoxConfig | Replay | None,
+        *,
+        journal: bool,
+        keep_settings: bool,
+    ) -> None:
+        """Load the state to resume from, and open the journal and the boxes."""
+        state = self.state
+        state.position = self._data.position
+        self._keep_settings = keep_settings
+        self.resumed = None if resume is None else self._load(resume)
+        self._resuming = self.resumed is not None and self.resumed.saved.is_state
+        self._watch.begin(state, self.store.files)
+        if isinstance(boxes, Replay):
+            self._boxes = boxes
+            boxes.attach(state)
+        elif boxes is not None and boxes.keep:
+            self._boxes = Boxes(boxes, self.store, state, patience=self._watch.config.patience)
+        if self._boxes is not None and hasattr(self._data, "on_batch"):
+            self._data.on_batch = self._boxes.hand_out
+        if journal:
+            make = functools.partial(AttachedJournal, state, self.resumed, self.policy, self._data)
+            self._journal = self._ranks.all_do(make)
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -756,9 +733,9 @@ class AttachedRun:
     def _release(self, *raised: Any) -> None:
         self._open = False
         try:
-            if self._saver is not None:
+            if self.policy.saver is not None:
                 # With an exception the saver closes without communicating with other ranks.
-                self._saver.__exit__(*(raised or (None, None, None)))
+                self.policy.saver.__exit__(*(raised or (None, None, None)))
             self.store.close()
         finally:
             # Until here a signal must not end the process: the last save may be under way.

@@ -100,6 +100,12 @@ class Files:
             return []
         return sorted(entry.name for entry in path.iterdir())
 
+    def below(self, key: str) -> list[str]:
+        """Return the files below a folder, relative to it; links and devices too."""
+        path = self.path(key)
+        found = [one for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
+        return sorted(one.relative_to(path).as_posix() for one in found)
+
     def kind(self, key: str) -> str | None:
         """Return "file", "folder" or "other" (a link, a device), or None if nothing exists."""
         try:

@@ -75,20 +75,12 @@ def encode_event(
 
     `run` belongs into the event that opens an attempt; the version is in every event.
     """
-    if taken := {*EVENT_KEYS, "run"} & facts.keys():
+    own = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step, "attempt": attempt}
+    if taken := {*EVENT_KEYS} & facts.keys():
         raise ValueError(
             f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
         )
-    event: dict[str, Any] = {
-        "v": JOURNAL_VERSION,
-        "time": round(time, 3),
-        "step": step,
-        "attempt": attempt,
-        "kind": kind,
-    }
-    if run is not None:
-        event["run"] = run
-    event.update(facts)
+    event = {**own, "kind": kind, **({} if run is None else {"run": run}), **facts}
     try:
         line = _ENCODE_JSON(finite(event))
     except (TypeError, ValueError, RecursionError) as error:
@@ -149,13 +141,11 @@ def event_number(value: Any) -> float:
 
     The strings inf and -inf are figures; anything else that is not a number becomes nan.
     """
-    if type(value) is float:
-        return value
-    if type(value) is int and abs(value) < 2**1000:
-        return float(value)
-    if type(value) is str and value in ("inf", "-inf"):
-        return float(value)
-    return float("nan")
+    is_number = type(value) in (int, float) or value in ("inf", "-inf")
+    try:
+        return float(value) if is_number else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def printable(text: str, *, longest: int = 300) -> str:

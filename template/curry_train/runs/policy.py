@@ -199,7 +199,8 @@ def what_is_wrong(
         if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
             return f"{name} is {number}"
 
-    tensors = {name: tensor for name, tensor in snapshot.judged.items() if name not in by_design}
+    every = {**snapshot.tensors, **snapshot.inline}
+    tensors = {name: tensor for name, tensor in every.items() if name not in by_design}
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
         values = _floats(tensors[name])
@@ -222,7 +223,7 @@ def nan_by_design(state: Savable) -> frozenset[str]:
         return frozenset()
     suspects = {
         name: tensor
-        for name, tensor in snapshot.judged.items()
+        for name, tensor in snapshot.tensors.items()
         if not name.startswith("optimizer.")
     }
     return frozenset(

@@ -27,11 +27,13 @@ TYPE_DESCRIPTIONS = {
 }
 
 
-def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
+def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: str = "") -> Tree:
     """Build a `tree` from `values`, which runs its own checks.
 
     `inside` is the key that holds the values, for error messages.
     """
+    if isinstance(values, tree):
+        return values
     if not isinstance(values, Mapping):
         raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
     hints = typing.get_type_hints(tree)
@@ -74,7 +76,7 @@ def _nearest_key(key: str, keys: list[str]) -> str:
 
 def _read(kind: Any, value: Any, path: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
-        return value if isinstance(value, kind) else read_fields(kind, value, inside=path)
+        return read_fields(kind, value, inside=path)
     for choice in _choices(kind):
         done, result = _as(choice, value)
         if done:

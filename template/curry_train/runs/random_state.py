@@ -244,19 +244,15 @@ def spared_workers(loader: Any) -> Iterator[None]:
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
     """Return the generators that belong to a loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch-sampler": batch_sampler,
-        "inner-sampler": getattr(batch_sampler, "sampler", None),
-    }
+    places = {"loader": "", "sampler": "sampler", "batch-sampler": "batch_sampler"}
+    places["inner-sampler"] = "batch_sampler.sampler"
     found: dict[str, torch.Generator] = {}
-    for name, owner in owners.items():
+    for name, place in places.items():
+        owner = loader
+        for attribute in filter(None, place.split(".")):
+            owner = getattr(owner, attribute, None)
         generator = getattr(owner, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            continue
-        if all(generator is not other for other in found.values()):
+        if isinstance(generator, torch.Generator) and generator not in found.values():
             found[name] = generator
     return found
 

@@ -281,8 +281,7 @@ class AttachedWatch:
     """
 
     def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None, data: SampleStream) -> None:
-        if not isinstance(spike, SpikeConfig):
-            spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
+        spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
         self.config = spike
         self.ranks = Ranks.on_the_host()
         group = None

@@ -34,8 +34,10 @@ from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
     Manifest,
+    check_sizes,
     hash_stream,
     parse_manifest,
+    verify_files,
 )
 from .policy_config import SpikeConfig
 from .ranks import DamagedCheckpoint, Ranks, RunError
@@ -68,23 +70,17 @@ class Commit:
 
     def verify(self) -> None:
         """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
-        path = self.path
-        if path.is_dir():
-            present = set(_relative_files(path)) - {MANIFEST_FILE_NAME}
-            if present != set(self.manifest.files):
-                name = min(present ^ set(self.manifest.files))
-                state = "not in the manifest" if name in present else "missing"
-                raise DamagedCheckpoint(f"{path}: {name} is {state}")
-        folder = path if path.is_dir() else path.parent
-        for name, entry in self.manifest.files.items():
-            if _entry_of(folder / name) != entry:
-                raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
+        files = Files(self.path.parent)
+        folder = self.path.name if self.path.is_dir() else ""
+        if folder:
+            check_sizes(files, folder, self.manifest)
+        verify_files(files, folder, self.manifest, self.manifest.files)
 
 
 def commit_folder(folder: StrPath) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
-    names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
+    names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
     entries = {name: _entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         _sync_folder(below)
@@ -194,12 +190,6 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     # A temporary file, synced and renamed.
     Files(path.parent).write(path.name, manifest.render())
     _sync_folder(path.parent)
-
-
-def _relative_files(folder: Path) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()
-    )
 
 
 def _entry_of(path: Path, *, sync: bool = False) -> FileEntry:
