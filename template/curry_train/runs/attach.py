@@ -207,8 +207,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Stop:
     """A signal to end the training after the current step; the first one counts.
 
-    It handles `signals` until `release` or the end of a `with` statement; a second SIGINT
-    interrupts at once. Only the main thread can handle signals.
+    It handles `signals` until `release`; a second SIGINT interrupts at once. Only the main thread
+    can handle signals.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
@@ -220,12 +220,6 @@ class Stop:
                 self._previous[number] = signal.signal(number, self._handle)
         # So that its parent can terminate a forked child.
         os.register_at_fork(after_in_child=self.release)
-
-    def __enter__(self) -> "Stop":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.release()
 
     def agreed(self, ranks: Ranks) -> str | None:
         """Give every rank the name of the signal that reached any rank, or None without one."""
@@ -375,7 +369,7 @@ class AttachedRun:
         self._keep_settings = keep_settings
         self.resumed = None if resume is None else self._load(resume)
         self._resuming = self.resumed is not None and self.resumed.saved.is_state
-        self._watch.begin(state, self.store.files)
+        self._watch.begin(self.store.files)
         if isinstance(boxes, Replay):
             self._boxes = boxes
             boxes.attach(state)
@@ -622,11 +616,6 @@ class AttachedRun:
                 group.clear()
                 group.update(before)
         self._data.position = self.state.position
-        if resumed is not None:
-            # Loaders register their generators later, in `batches`: drop the notes about those.
-            notes = resumed.report.notes
-            prefix = f"the generator {DATA_PREFIX}"
-            notes[:] = [note for note in notes if not note.startswith(prefix)]
         return resumed
 
     def _noted(self) -> StepNotes:

@@ -138,10 +138,6 @@ class History:
             found |= {key: attempt.facts[key] for key in RUN_FACTS if key in attempt.facts}
         return found
 
-    @property
-    def last_step(self) -> int:
-        return self.attempts[-1].last_step if self.attempts else 0
-
     def add(self, event: Event) -> None:
         if (
             event.kind in OPENING_EVENT_KINDS

@@ -31,9 +31,8 @@ CHECKPOINT_SUFFIX = ".dcp"
 MOST_NAMED_RUNS = 10
 
 _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
-_STEP_PATTERN = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
-_BEST_PATTERN = re.compile(
-    r"(?P<metric>[A-Za-z]\w*)-(?P<value>-?\d[\d.]*(?:e[+-]\d+)?)-step-(?P<step>\d{8,18})\.dcp"
+_FOLDER_PATTERN = re.compile(
+    r"(?:rollback/|recovery/|best-k/[A-Za-z]\w*--?\d[\d.]*(?:e[+-]\d+)?-)step-(\d{8,18})\.dcp"
 )
 _LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
 
@@ -97,11 +96,8 @@ def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
 
 def step_of(folder: str) -> int | None:
     """Return the step of a checkpoint's folder in its run, or None if it is of no checkpoint."""
-    kind, _, name = folder.partition("/")
-    if kind not in CHECKPOINT_KINDS:
-        return None
-    found = (_BEST_PATTERN if kind == BEST_KIND else _STEP_PATTERN).fullmatch(name)
-    return int(found["step"]) if found else None
+    found = _FOLDER_PATTERN.fullmatch(folder)
+    return int(found[1]) if found else None
 
 
 def is_leftover(name: str) -> bool:

@@ -29,7 +29,6 @@ from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Savable, Snapshot
 from .layout import (
     BEST_KIND,
-    RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
     folder_name,
@@ -289,7 +288,8 @@ class SavingPolicy:
         self.saver = saver
         self.notes: list[str] = []
         self.pruned: list[SavedCheckpoint] = []
-        self._damaged: set[str] = set()
+        # Damaged states of this run that a resume has skipped; the first save deletes them.
+        self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
         self._pending = False
         self._entered = False
@@ -321,8 +321,8 @@ class SavingPolicy:
             if what != "latest":
                 raise
         else:
-            self._damaged |= set(resumed.damaged)
             if resumed.is_own and resumed.saved.is_state:
+                self._damaged = list(resumed.damaged)
                 self._last = resumed.saved
                 if str(what).startswith(BEFORE_PREFIX):
                     self.turn_back(resumed.saved.step)
@@ -426,7 +426,7 @@ class SavingPolicy:
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
-        if Ranks().agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
+        if Ranks().agree(lambda: self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
 
@@ -448,8 +448,7 @@ class SavingPolicy:
     def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Record the committed checkpoints, and delete those that retention no longer keeps."""
         for saved in committed:
-            self._damaged.discard(saved.folder)
-            if saved.kind in RESUMABLE_KINDS:
+            if saved.is_state:
                 self._last = saved
         self.pruned += self._discard(self._superseded)
         return committed
@@ -459,7 +458,7 @@ class SavingPolicy:
         committed = self.store.all_committed()
         given_up = self.store.given_up(committed)
         counted = [saved for saved in committed if saved not in given_up]
-        beyond_counts = to_delete(counted, self.config, damaged=frozenset(self._damaged))
+        beyond_counts = to_delete(counted, self.config)
         return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]
 
     def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
@@ -474,11 +473,13 @@ class SavingPolicy:
 
         A resume would take such states for later ones of this training.
         """
+        for folder in self._damaged:
+            self.store.discard(folder)
+        self._damaged = []
         if self._entered:
             return
         self.store.open()
-        ahead = [one for one in self._states_from(step) if one.folder not in self._damaged]
-        if ahead:
+        if ahead := self._states_from(step):
             raise RunError(
                 f"{self.store.files.location('')} has {ahead[0].folder}, but training is at step "
                 f"{step}: resume from it, give this run a folder of its own, or call "

@@ -29,6 +29,8 @@ from .ranks import DamagedCheckpoint
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
 logger = logging.getLogger(__name__)
+# Prefix of the names under which the generators of a loader are saved.
+DATA_PREFIX = "data-"
 
 
 def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def restore_random_state(
     notes = [
         f"the generator {name} was saved, but does not exist here"
         for name in sorted(states.keys() - known)
+        # Those of a loader are registered later.
+        if not name.startswith(f"generator-{DATA_PREFIX}")
     ]
     for name in sorted(here - states.keys()):
         notes.append(f"the generator {name.removeprefix('generator-')} was not saved")
@@ -109,8 +113,6 @@ def seed_new_rank(
 # The position in the training data, with any DataLoader.
 
 BatchT = TypeVar("BatchT")
-# Prefix of the names under which the generators of a loader are saved.
-DATA_PREFIX = "data-"
 _NO_BATCH: Any = object()
 
 

@@ -91,10 +91,6 @@ class SpikeWatchdog:
         same spike.
         """
         value = self._agreed(number_of(loss))
-        if self._suspects and step > self._suspects[-1][0] + self.config.window:
-            # The watchdog was off since then, so these suspects no longer count.
-            self._suspects.clear()
-
         baseline, limit = self.limit()
         if math.isfinite(value):
             self._reported = False
@@ -289,25 +285,22 @@ class AttachedWatch:
             group = self.ranks.group or dist.group.WORLD
         self.watchdog = SpikeWatchdog(spike, group=group)
         self._data = data
-        self._judged = 0
 
-    def begin(self, state: TrainingState, files: Files) -> None:
-        """Read the step that the run resumes from, and the samples that it skips."""
-        self._judged = state.step
+    def begin(self, files: Files) -> None:
+        """Read which samples the run skips."""
         self.recoveries = Recoveries(files)
         for recovery in self.recoveries.done:
             self._data.skip(recovery.start, recovery.stop)
 
     def judge(self, step: int, loss: Any) -> Spike | None:
         """Return the spike that this step's loss completes, or None."""
-        if self.config.action == "none" or step == self._judged:
+        if self.config.action == "none":
             return None
         if loss is None:
             raise ValueError(
                 "the watchdog needs the loss of each step: "
                 "call run.step(loss=loss), or leave spike out"
             )
-        self._judged = step
         spike = self.watchdog.observe(step, loss)
         if spike is not None and not self.config.rolls_back and self.ranks.first:
             logger.warning(
@@ -331,7 +324,6 @@ class AttachedWatch:
             raise SpikeNotRecovered(self._given_up(spike, attempt - 1, f"{BEFORE_PREFIX}{first}"))
 
         resumed = _load_before(spike, first, load)
-        self._judged = state.step
         start = self._data.after(state.position, windows=max(0, first - 1 - state.step))
         stop = self._data.after(state.position, windows=spike.step + around - state.step)
         recovery = Recovery(spike.step, state.step, start, stop, attempt)

@@ -305,11 +305,6 @@ class SavedRun:
             )
         return folder
 
-    def values(self, checkpoint: Which) -> Mapping[str, Any]:
-        """Return the state beside the tensors: step, position, configuration and so on."""
-        values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
-        return values
-
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{STATE_FILE_NAME}"
         try:
@@ -506,21 +501,13 @@ class Store(SavedRun):
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name, or one that was given up, stays until the new one is
-        written; any other raises StepExists.
+        An incomplete checkpoint of the same name, or one that was given up, stays until the new
+        one is written; any other raises StepExists.
         """
-        if self.files.kind(final) is not None:
-            try:
-                is_current = len(self.verify(final).branches) >= len(self.branches)
-            except DamagedCheckpoint as error:
-                logger.warning("a new save replaces a damaged checkpoint: %s", error)
-            else:
-                if is_current:
-                    raise StepExists(
-                        f"{self.files.location(final)} is saved already: if it is stale, discard "
-                        f"it first"
-                    )
-
+        if self.is_saved(final):
+            raise StepExists(
+                f"{self.files.location(final)} is saved already: if it is stale, discard it first"
+            )
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self.files.make_folder(folder)
         return folder
