@@ -77,7 +77,10 @@ class StepNotes:
 
 
 class AttachedJournal:
-    """The journal of one process: rank 0 writes it with its own loss, read at every step."""
+    """The journal of one process: rank 0 writes it with its own loss, read at every step.
+
+    Nothing is written or read where it is off.
+    """
 
     def __init__(
         self,
@@ -85,12 +88,17 @@ class AttachedJournal:
         resumed: Resumed | None,
         policy: SavingPolicy,
         data: SampleStream,
+        *,
+        on: bool,
     ) -> None:
         self._state = state
         self._data = data
+        self._on = on
         ranks = Ranks()
-        self._journal = Journal(policy.store.files.root, rank=ranks.rank)
+        self._journal = Journal(policy.store.files.root, rank=ranks.rank if on else 1)
         self.begin_step()
+        if not on:
+            return
 
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
@@ -115,6 +123,8 @@ class AttachedJournal:
 
     def read_rate(self) -> None:
         """Read the learning rate, because the loop may step its schedule before `after_step`."""
+        if not self._on:
+            return
         rates = [
             float(group["lr"])
             for optimizer in self._state.optimizers
@@ -125,6 +135,8 @@ class AttachedJournal:
     def after_step(self, notes: StepNotes) -> None:
         """Write the step and the evaluation that happened since the last call."""
         step = self._state.step
+        if not self._on:
+            return
         if notes.is_step:
             if notes.metrics.get("loss") is None:
                 raise ValueError(
@@ -220,11 +232,6 @@ class Stop:
                 self._previous[number] = signal.signal(number, self._handle)
         # So that its parent can terminate a forked child.
         os.register_at_fork(after_in_child=self.release)
-
-    def agreed(self, ranks: Ranks) -> str | None:
-        """Give every rank the name of the signal that reached any rank, or None without one."""
-        number = ranks.highest([self.number])[0]
-        return signal.Signals(number).name if number else None
 
     def release(self) -> None:
         """Restore the previous handlers, except where the program has set its own meanwhile."""
@@ -344,7 +351,6 @@ class AttachedRun:
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
         self._has_loader = isinstance(data, DataPosition)
         self._stop = stop
-        self._journal: AttachedJournal | None = None
         self._boxes: Boxes | Replay | None = None
         self._open = True
         self._resuming = False
@@ -377,9 +383,8 @@ class AttachedRun:
             self._boxes = Boxes(boxes, self.store, state, patience=self._watch.config.patience)
         if self._boxes is not None and hasattr(self._data, "on_batch"):
             self._data.on_batch = self._boxes.hand_out
-        if journal:
-            make = functools.partial(AttachedJournal, state, self.resumed, self.policy, self._data)
-            self._journal = self._ranks.all_do(make)
+        make = functools.partial(AttachedJournal, state, self.resumed, self.policy, self._data)
+        self._journal = self._ranks.all_do(lambda: make(on=journal))
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -389,8 +394,7 @@ class AttachedRun:
             self.close()
         elif self._open:
             # Don't save: the exception may have left the state in the middle of a step.
-            if self._journal is not None:
-                self._journal.ended(f"{type(error).__name__}: {error}")
+            self._journal.ended(f"{type(error).__name__}: {error}")
             self._release(kind, error, at)
 
     @property
@@ -424,11 +428,12 @@ class AttachedRun:
             self._resuming = False
         if self._boxes is not None:
             self._boxes.begin()
-        reason = self._stop.agreed(self._ranks)
+        # A signal that reached any rank ends all.
+        number = self._ranks.highest([self._stop.number])[0]
         if self.steps >= until:
             self.ended_by = "steps"
-        elif reason is not None:
-            self.ended_by = reason
+        elif number:
+            self.ended_by = signal.Signals(number).name
         return self.ended_by is None
 
     def epochs(self, epochs: Iterable[ItemT]) -> Iterator[ItemT]:
@@ -471,8 +476,7 @@ class AttachedRun:
                 self.state.position = position.position
                 if is_skipped:
                     continue
-                if self._journal is not None:
-                    self._journal.read_rate()
+                self._journal.read_rate()
                 yield batch if self._boxes is None else self._boxes.hand_out(batch)
                 self._save()
         finally:
@@ -572,8 +576,7 @@ class AttachedRun:
             spike = self._watch.judge(self.state.step + 1, math.nan)
         if spike is None:
             raise error
-        if self._journal is not None:
-            self._journal.spiked(spike, why=str(error))
+        self._journal.spiked(spike, why=str(error))
         self._roll_back(spike)
 
     def close(self) -> None:
@@ -588,8 +591,7 @@ class AttachedRun:
                 self._record(self.policy.save_now(self.state.step, self.state))
             if self._ranks.first and reason in [number.name for number in STOP_SIGNALS]:
                 logger.warning("%s", self._stopped(reason))
-            if self._journal is not None:
-                self._journal.ended(reason)
+            self._journal.ended(reason)
         finally:
             self._release()
 
@@ -656,14 +658,13 @@ class AttachedRun:
 
     def _save_noted(self, notes: StepNotes, stop: int) -> bool:
         """Write the journal, check the loss for a spike, and only then save."""
-        if self._journal is not None:
-            self._journal.after_step(notes)
+        self._journal.after_step(notes)
         spike = None
         if self._boxes is not None and notes.is_step and notes.metrics.get("loss") is not None:
             self._boxes.stepped(number_of(notes.metrics["loss"]))
         if notes.is_step and notes.stepped:
             spike = self._watch.judge(self.state.step, notes.metrics.get("loss"))
-        if spike is not None and self._journal is not None:
+        if spike is not None:
             self._journal.spiked(spike)
         if spike is not None and self._boxes is not None:
             self._boxes.keep(spike.first, spike.words, found_at=spike.step)
@@ -672,8 +673,7 @@ class AttachedRun:
             return False
 
         self._record(self.policy.after_step(self.state.step, self.state, notes.metrics))
-        if self._journal is not None:
-            self._journal.begin_step()
+        self._journal.begin_step()
         if self._boxes is not None:
             self._boxes.begin()
         return True
@@ -683,13 +683,12 @@ class AttachedRun:
         self._record(self.policy.finish())
         epoch = getattr(self._data, "epoch", 0)
         recovery = self._watch.go_back(spike, self.state, self._load)
-        if self._journal is not None:
-            self._journal.went_back(spike, recovery)
-            self._journal.begin_step()
+        self._journal.went_back(spike, recovery)
+        self._journal.begin_step()
         if self._has_loader:
-            self._warn_of_restart(epoch)
-            if self._journal is not None:
-                self._journal.ended("spike")
+            if self._ranks.first:
+                self._warn_of_restart(epoch)
+            self._journal.ended("spike")
             self._release()
             sys.exit(128 + stop if stop else RESTART_EXIT_STATUS)
 
@@ -697,8 +696,7 @@ class AttachedRun:
         """Write what was saved to the journal, and what the retention deleted after it."""
         pruned = self.policy.pruned
         self.policy.pruned = []
-        if self._journal is not None:
-            self._journal.saved(saved, pruned)
+        self._journal.saved(saved, pruned)
 
     def _warn_of_restart(self, epoch: int) -> None:
         logger.warning("start again to go on")

@@ -32,8 +32,13 @@ def to_delete(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[Sa
     if retention.keep_every:
         permanent = [one for one in line if one.step % retention.keep_every == 0]
         keep += _steps(permanent, len(permanent))
-    spare_best = best_first(everything, config)[config.best_k :] if config.best_k else []
-    return [one for one in line if one not in keep] + spare_best
+    keep += best_first(everything, config)[: config.best_k]
+    covered_metrics = {config.best_k_metric} if config.best_k else set()
+    return [
+        one
+        for one in everything
+        if one not in keep and (one.is_state or _metric(one) in covered_metrics)
+    ]
 
 
 def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
