@@ -127,12 +127,6 @@ def _path(inside: str, key: object) -> str:
     return f"{inside}.{key}" if inside else str(key)
 
 
-def check_types(settings: Any) -> None:
-    """Raise ValueError for the first field of a dataclass whose value has another type."""
-    for name, kind in typing.get_type_hints(type(settings)).items():
-        _read(kind, getattr(settings, name), name)
-
-
 def require(held: bool, key: str, value: Any, wanted: str) -> None:
     """Raise ValueError `{key} must be {wanted}; got {value}` unless `held`."""
     if not held:
@@ -167,7 +161,6 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
         require_least(self, 1, "rollback_keep", "recovery_keep")
         fits = self.keep_every is None or self.keep_every >= 1
         require(fits, "keep_every", self.keep_every, "1 or more, or null for none")
@@ -193,7 +186,6 @@ class PolicyConfig:
     overhead: float = 0.035
 
     def __post_init__(self) -> None:
-        check_types(self)
         every = self.rollback_every
         fits = every is None or isinstance(every, str) or every >= 1
         require(fits, "rollback_every", every, "1 or more, auto, or null for never")
@@ -241,7 +233,6 @@ class SpikeConfig:
     skip_around: int = 8
 
     def __post_init__(self) -> None:
-        check_types(self)
         require_least(self, 16, "window")
         require_least(self, 1, "patience", "attempts")
         require_least(self, 0, "skip_around")
@@ -275,5 +266,4 @@ class BoxConfig:
     most_bytes: int = 100 * 10**9
 
     def __post_init__(self) -> None:
-        check_types(self)
         require_least(self, 0, "keep", "most_bytes")
