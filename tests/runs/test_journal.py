@@ -17,11 +17,6 @@ from curry_train.runs.journal import Journal, JournalError, read_events
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (
-            lambda j: j.write("resume", step=1),
-            ValueError,
-            "there is no event 'resume': take one of step, save",
-        ),
         (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
         (
             lambda j: j.write("save", step=1.0),

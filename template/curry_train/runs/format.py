@@ -279,10 +279,6 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def ratio(self) -> float:
-        return self.matched / self.wanted if self.wanted else 1.0
-
-    @property
     def exact(self) -> bool:
         return not (self.missing or self.extra or self.different)
 

@@ -306,9 +306,7 @@ class SavingPolicy:
         if error is None:
             self.finish()
 
-    def resume(
-        self, state: TrainingState, what: str | int = "latest", *, strict: bool = True
-    ) -> Resumed | None:
+    def resume(self, state: TrainingState, what: str | int = "latest") -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
         Where this run resumes from an earlier step, its later states stay until a new one is saved.
@@ -316,7 +314,7 @@ class SavingPolicy:
         """
         resumed = None
         try:
-            resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
+            resumed = load_chosen(self.store, state, what, config=self.config)
         except NothingSaved:
             if what != "latest":
                 raise

@@ -568,7 +568,7 @@ def _once(value: Any) -> Any:
 
 
 def _describe(report: LoadReport) -> str:
-    lines = [f"{report.matched} of {report.wanted} tensors match ({report.ratio:.0%})"]
+    lines = [f"{report.matched} of {report.wanted} tensors match"]
     for title, names in (
         ("missing in the checkpoint", report.missing),
         ("only in the checkpoint", report.extra),
