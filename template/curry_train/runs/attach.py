@@ -383,6 +383,12 @@ class AttachedRun:
             self._boxes = Boxes(boxes, self.store, state, patience=self._watch.config.patience)
         if self._boxes is not None and hasattr(self._data, "on_batch"):
             self._data.on_batch = self._boxes.hand_out
+        elif self._boxes is not None and not self._has_loader:
+            logger.warning(
+                "boxes will lack the batch: a %s does not call an attribute on_batch with each "
+                "batch to yield what it returns",
+                type(self._data).__name__,
+            )
         make = functools.partial(AttachedJournal, state, self.resumed, self.policy, self._data)
         self._journal = self._ranks.all_do(lambda: make(on=journal))
 

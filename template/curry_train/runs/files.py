@@ -76,6 +76,7 @@ class Files:
         with self.create(new) as stream:
             stream.write(data)
         self.path(new).replace(self.path(key))
+        self.sync_folder(folder)
 
     def sync_folder(self, key: str) -> None:
         descriptor = os.open(self.path(key), os.O_RDONLY)

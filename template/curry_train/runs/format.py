@@ -121,18 +121,6 @@ INDEX_GLOBALS = {
 }
 
 
-@dataclass(frozen=True)
-class TensorFacts:
-    """Shape and dtype of one saved tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def checked_index(index: Any, manifest: Manifest) -> Metadata:
     """Check what a checkpoint holds of its tensors, and return the index for torch's reader."""
     try:
@@ -181,10 +169,10 @@ def _size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
-    """Return shape and dtype of every tensor, by name."""
+def shapes_of(metadata: Metadata) -> dict[str, Tensor]:
+    """Return a tensor without memory for each that is saved, by name."""
     return {
-        name: TensorFacts(tuple(entry.size), entry.properties.dtype)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -255,7 +243,8 @@ class Savable(Protocol):
 class Contents:
     """The contents of a checkpoint, without the values of its tensors."""
 
-    tensors: Mapping[str, TensorFacts]
+    # Only their shapes and dtypes count.
+    tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
     rank_values: Sequence[Mapping[str, Any]] = ()
     # True for a best-K.

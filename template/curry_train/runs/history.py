@@ -214,7 +214,6 @@ def _existing(name: str, root: StrPath) -> Path | None:
 # Facts of a run for its journal: configuration, code, packages, device and command.
 
 GIT_SECONDS = 10.0
-STATUS_FILE = Path("/proc/self/status")
 
 
 def run_facts(
@@ -255,13 +254,6 @@ def peak_bytes(device: "torch.device") -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-
-    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
-    # VmHWM.
-    if STATUS_FILE.is_file():
-        for line in STATUS_FILE.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
 
     import resource
 

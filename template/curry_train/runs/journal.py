@@ -87,11 +87,6 @@ def encode_event(
             f"{kind} of step {step} can't be written as JSON ({error}): pass numbers, text, lists "
             f"and mappings"
         ) from error
-    if len(line) >= LONGEST_LINE_BYTES:
-        raise ValueError(
-            f"{kind} of step {step} takes {len(line)} bytes, and the limit is "
-            f"{LONGEST_LINE_BYTES - 1}: shorten its facts"
-        )
     return line.encode("ascii") + b"\n"
 
 
@@ -175,7 +170,7 @@ def read_events(path: StrPath, damaged: list[int]) -> Iterator[Event]:
                 if event is not None:
                     is_empty = False
                     yield event
-                elif line != b"\n" and (line[-1:] == b"\n" or len(line) == LONGEST_LINE_BYTES):
+                elif line[-1:] == b"\n" or len(line) == LONGEST_LINE_BYTES:
                     damaged.append(number)
     except OSError as error:
         raise JournalError(f"{path} can't be read: {error.strerror}") from error

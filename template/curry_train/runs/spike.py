@@ -230,7 +230,6 @@ class Recoveries:
         if write:
             data = json.dumps([asdict(one) for one in self.done], indent=1).encode()
             self._files.write(RECOVERIES_FILE_NAME, data)
-            self._files.sync_folder("")
 
 
 def _read(files: Files) -> list[Recovery]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot, TensorFacts
+from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
 from .parameters import FrozenBase, bare_name, bare_names, parameter_names, require_base
 from .random_state import (
     check_random_state,
@@ -428,19 +428,17 @@ class Load:
                 if entries is not None and name in self._filled:
                     yield parameter, group, name, entries
 
-    def _add(
-        self, content: Any, make: Callable[[Stored, TensorFacts], Tensor] | None = None
-    ) -> None:
+    def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
         for found in references(content):
-            facts = self._contents.tensors[found.name]
+            saved = self._contents.tensors[found.name]
             current = self._own.get(found.name)
             if found.name in self.targets:
                 continue
-            if current is not None and _has(current, facts) and not is_expanded(current):
+            if current is not None and _has(current, saved) and not is_expanded(current):
                 self.targets[found.name] = current
             else:
-                self.targets[found.name] = (make or _new_tensor)(found, facts)
+                self.targets[found.name] = (make or _new_tensor)(found, saved)
 
     def finish(self) -> None:
         """Restore everything from the filled tensors and the saved values."""
@@ -533,25 +531,25 @@ def _descriptions(content: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
     return found
 
 
-def _new_entry(parameter: Tensor, on_host: bool, found: Stored, facts: TensorFacts) -> Tensor:
+def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -> Tensor:
     """Return a tensor for the state of a parameter, where the optimizer keeps it."""
     if found.device is None and on_host:
-        return _new_tensor(found, facts)
+        return _new_tensor(found, saved)
     is_strided = parameter.layout is torch.strided and not parameter.is_quantized
-    if is_strided and tuple(parameter.shape) == facts.shape:
-        return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
-    return torch.zeros(facts.shape, dtype=facts.dtype, device=parameter.device)
+    if is_strided and parameter.shape == saved.shape:
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
-def _new_tensor(found: Stored, facts: TensorFacts) -> Tensor:
+def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
     """Return a tensor on the current device of the kind that it was on, or on the host."""
     is_cuda = found.device == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else None
-    return torch.zeros(facts.shape, dtype=facts.dtype, device=device)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
 
 
-def _has(tensor: Tensor, facts: TensorFacts) -> bool:
-    return tuple(tensor.shape) == facts.shape and tensor.dtype == facts.dtype
+def _has(tensor: Tensor, saved: Tensor) -> bool:
+    return tensor.shape == saved.shape and tensor.dtype == saved.dtype
 
 
 def _once(value: Any) -> Any:

@@ -29,13 +29,12 @@ from .format import (
     Savable,
     ShardedLayout,
     Snapshot,
-    TensorFacts,
     checked_index,
     copy_into,
-    facts_of,
     read_best,
     read_tensors,
     readable,
+    shapes_of,
 )
 from .layout import (
     BEST_KIND,
@@ -134,7 +133,6 @@ class Writing:
         manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.branches)
         rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
-        self.files.sync_folder(self.folder)
 
         self._rename()
         # From here on the checkpoint is committed, and an error does not undo it.
@@ -274,11 +272,10 @@ class SavedRun:
         found = self._values(folder)
         if manifest.kind == BEST_KIND:
             best = read_best(self.files, folder, found.get("others"))
-            facts = {name: TensorFacts(tuple(one.shape), one.dtype) for name, one in best.items()}
-            contents = Contents(facts, found["values"], found["ranks"], model_only=True)
+            contents = Contents(best, found["values"], found["ranks"], model_only=True)
             return contents, lambda targets: copy_into(targets, best)
         metadata = checked_index(found.get("index"), manifest)
-        contents = Contents(facts_of(metadata), found["values"], found["ranks"])
+        contents = Contents(shapes_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
     def folder_of(self, checkpoint: Which) -> str:
