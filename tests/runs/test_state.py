@@ -150,7 +150,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
 
 
 OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -190,7 +189,6 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
 
 
 SCHEDULERS = {
-    "steps": lambda o: lr_scheduler.MultiStepLR(o, [1, 2, 2, 4]),
     "function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "in turn": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]

@@ -215,7 +215,6 @@ OPTIMIZERS = {
         capturable=False,
     ),
     "odd": lambda p: OddOptimizer(p, lr=0.01, momentum=0.9),
-    "sparse adam, dense": lambda p: torch.optim.Adamax(p, lr=0.01),
     "muon-like groups": lambda p: torch.optim.SGD(
         [{"params": p[:1], "name": "first.group/1"}, {"params": p[1:], "lr": 0.5}], lr=0.1
     ),

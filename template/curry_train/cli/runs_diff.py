@@ -179,8 +179,8 @@ def continuation(earlier: History, later: History) -> str | None:
     return f"{later.name} resumed from {earlier.name} at step {step}"
 
 
-def _opening(attempt: Attempt) -> tuple[str | None, float, str, int]:
-    return attempt.run, attempt.time, attempt.kind, attempt.step
+def _opening(attempt: Attempt) -> tuple[float, str, int]:
+    return attempt.time, attempt.kind, attempt.step
 
 
 def changes(a: Any, b: Any, *, name: str = "") -> list[Change]:

@@ -102,7 +102,6 @@ class Attempt:
     kind: str
     step: int
     time: float
-    run: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     last_step: int = 0
     # The reason of its stop event. None without such an event: killed, or still running.
@@ -164,13 +163,8 @@ class History:
         opens = event.kind in OPENING_EVENT_KINDS
         step = event.step if opens else max(0, event.step - 1)
         facts = event.facts if opens else {}
-        run = facts.get("run")
-        if not isinstance(run, str):
-            run = self.attempts[-1].run if self.attempts else None
         kind = event.kind if opens else "lost"
-        self.attempts.append(
-            Attempt(event.attempt, kind, step, event.time, run, facts, last_step=step)
-        )
+        self.attempts.append(Attempt(event.attempt, kind, step, event.time, facts, last_step=step))
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(step)
 

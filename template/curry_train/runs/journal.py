@@ -68,18 +68,14 @@ def encode_event(
     time: float,
     step: int,
     attempt: int,
-    run: str | None = None,
 ) -> bytes:
-    """Encode an event as a line with its newline.
-
-    `run` belongs into the event that opens an attempt; the version is in every event.
-    """
+    """Encode an event as a line with its newline."""
     own = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step, "attempt": attempt}
     if taken := {*EVENT_KEYS} & facts.keys():
         raise ValueError(
             f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
         )
-    event = {**own, "kind": kind, **({} if run is None else {"run": run}), **facts}
+    event = {**own, "kind": kind, **facts}
     try:
         line = _ENCODE_JSON(finite(event))
     except (TypeError, ValueError, RecursionError) as error:
@@ -191,10 +187,7 @@ SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}
 
 
 class Journal:
-    """The journal of a run's folder, open for writing by rank 0; other ranks write nothing.
-
-    The name of the run is that of the folder.
-    """
+    """The journal of a run's folder, open for writing by rank 0; other ranks write nothing."""
 
     def __init__(
         self,
@@ -204,7 +197,6 @@ class Journal:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(folder) / JOURNAL_FILE_NAME
-        self.run = Path(folder).resolve().name
         self.writes = rank == 0
         self._clock = clock
         self._last: Event | None = None
@@ -303,10 +295,8 @@ class Journal:
             return
         if type(step) is not int or step < 0:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
-        opens = kind in OPENING_EVENT_KINDS
-        attempt = self.attempt + opens
-        run = self.run if opens else None
-        line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt, run=run)
+        attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
+        line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt)
         if self._file.closed:
             raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
         self.attempt = attempt

@@ -50,14 +50,13 @@ class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
 
 
+@functools.cache
 def report_in_one_line() -> None:
     """Print these errors without a traceback where a script does not catch them.
 
     Their message says what to do next; other errors are printed as before.
     """
     before = sys.excepthook
-    if getattr(before, "reports_in_one_line", False):
-        return
 
     def report(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         if isinstance(error, RunError | StateMismatch):
@@ -65,7 +64,6 @@ def report_in_one_line() -> None:
         else:
             before(kind, error, at)
 
-    vars(report)["reports_in_one_line"] = True
     sys.excepthook = report
 
 
