@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
 from curry_train.cli.spike_check import spike_check
-from curry_train.runs import spike as spike_module
 from curry_train.runs.ranks import RunError
+from curry_train.runs.spike import AttachedWatch
 
 TINY = (
     "model=training_models:tiny",
@@ -61,15 +61,15 @@ def test_the_command_prints_the_result_and_keeps_the_runs(tmp_path, monkeypatch)
 
 def no_rollback(run, monkeypatch):
     """Report a rollback without doing one."""
-    original = spike_module.recover
+    original = AttachedWatch.go_back
 
-    def stays(*args, load, state, **facts):
+    def stays(watch, spike, state, load):
         kept = {name: held.clone() for name, held in state.model.state_dict().items()}
-        done = original(*args, load=load, state=state, **facts)
+        recovery = original(watch, spike, state, load)
         state.model.load_state_dict(kept)
-        return done
+        return recovery
 
-    monkeypatch.setattr(spike_module, "recover", stays)
+    monkeypatch.setattr(AttachedWatch, "go_back", stays)
 
 
 def other_samples(run, monkeypatch):

@@ -227,13 +227,6 @@ def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
     saving(model, optimizer, extra={"mine": scheduler}, runs=tmp_path / "run").close()
 
 
-def test_a_loss_with_its_graph_is_accepted_without_a_warning(tmp_path):
-    with attach(tmp_path, rollback_every=1) as run:
-        for row in run.batches([1.0, 2.0]):
-            run.step(loss=nn.Linear(1, 1)(torch.tensor([row])).sum())
-    assert SavedRun(tmp_path).latest().step == 2
-
-
 def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

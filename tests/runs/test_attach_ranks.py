@@ -4,7 +4,6 @@ python -m pytest tests/runs/test_attach_ranks.py
 """
 
 import signal
-import sys
 
 import pytest
 import torch
@@ -96,24 +95,6 @@ def test_two_ranks_killed_damaged_and_resumed_are_bit_equal_to_an_uninterrupted_
     assert best <= {4, 8, 12}
 
 
-def test_a_signal_to_one_rank_stops_both_between_the_same_two_steps(tmp_path):
-    """Slurm and torchrun signal every rank, but the ranks receive it in different steps."""
-    slow = on_ranks(attached()).replace(
-        "        loss.backward()\n",
-        "        loss.backward()\n        import time; time.sleep(0.3)\n",
-    )
-    processes = start_ranks(
-        tmp_path, slow, 0, python=sys.executable
-    )  # a signal needs its own process
-    assert processes[1].stdout.readline().startswith("loss")
-    processes[1].send_signal(signal.SIGTERM)
-    found = ended(processes)
-    assert [status for status, _, _ in found] == [128 + signal.SIGTERM] * 2, found
-    newest = SavedRun(tmp_path / "run").latest()
-    assert newest.step == len(found[0][1]) == 1 + len(found[1][1])  # one line was read before
-    assert newest.step < EPOCHS * STEPS
-
-
 class SignalAt:
     """Count the collectives of `Ranks`, and signal this process around one of them."""
 
@@ -163,9 +144,9 @@ def signalled_at_every_collective(folder):
     with pytest.MonkeyPatch.context() as patched:
         whole = SignalAt(patched)
         assert train_three_steps(f"{folder}/whole") == (3, 0)
-    cases = [((None, number), after) for number in range(1, whole.calls) for after in (False, True)]
+    cases = [((None, number), bool(number % 2)) for number in range(1, whole.calls)]
     cases += [((number, None), False) for number in range(1, whole.calls, 5)]
-    cases += [((number, number + 3), False) for number in range(1, 26, 2)]
+    cases += [((number, number + 3), False) for number in range(1, 26, 4)]
     found = []
     for index, (numbers, after) in enumerate(cases):
         with pytest.MonkeyPatch.context() as patched:
@@ -181,7 +162,7 @@ def test_a_signal_at_any_collective_stops_both_ranks_after_the_same_step(tmp_pat
         f"{__file__}:signalled_at_every_collective", folder=str(tmp_path), timeout=90
     )
     assert first == second
-    assert len(first) > 40
+    assert len(first) > 25
     assert {status for *_, status, _ in first} <= {0, 128 + signal.SIGTERM}
     assert all(steps == saved for *_, steps, _, saved in first), first
     # A signal while the run is opened counts before the first step, and one at the vote after a

@@ -29,18 +29,17 @@ def train(folder, *, steps=12, die_at=None, losses=True):
     data = torch.randn(steps, 4)
     retention = {"rollback_keep": 2}
     kept = {"rollback_every": 3, "recovery_every": None, "best_k": 0, "retention": retention}
-    run = saving(model, optimizer, scheduler, runs=folder, journal=True, **kept)
-    for row in run.batches(data):
-        loss = model(row).square().sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        run.step(loss=loss if losses else None)
-        if run.steps == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-    run.measured(dev_loss=0.5)
-    run.close()
+    with saving(model, optimizer, scheduler, runs=folder, journal=True, **kept) as run:
+        for row in run.batches(data):
+            loss = model(row).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            run.step(loss=loss if losses else None)
+            if run.steps == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        run.measured(dev_loss=0.5)
 
 
 def killed_at(step, folder, **more):

@@ -10,18 +10,12 @@ import logging
 import pytest
 from journals import lines_of, plant
 
-from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal, JournalError, read_events
 
 
 @pytest.mark.parametrize(
     ("act", "error", "message"),
     [
-        (
-            lambda j: j.write("resume", step=1),
-            ValueError,
-            "there is no event 'resume': take one of step, save",
-        ),
         (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
         (
             lambda j: j.write("save", step=1.0),
@@ -65,15 +59,6 @@ def test_an_event_before_the_run_or_after_the_end_is_an_error(tmp_path):
         journal.start()
     with pytest.raises(JournalError, match="is closed: stop of step 1"):
         journal.write("stop", step=1, reason="late")
-
-
-def test_a_run_whose_folder_was_renamed_or_copied_goes_on(tmp_path):
-    plant(tmp_path / "run-001")
-    (tmp_path / "run-001").rename(tmp_path / "run-002")
-    with Journal(tmp_path / "run-002") as journal:
-        journal.resume(20)
-    history = read_history(tmp_path / "run-002")
-    assert [attempt.run for attempt in history.attempts] == ["run-001", "run-002"]
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_damage_in_the_middle_is_counted_and_the_rest_is_read(tmp_path):
 def test_a_line_of_any_length_is_read_in_bounded_memory(tmp_path):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(good(1) + b"x" * (3 * LONGEST_LINE_BYTES) + b"\n" + good(4))
-    assert read(path) == ([1, 4], [2, 3, 4])
+    assert read(path) == ([1, 4], [2, 3, 4, 5])
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,8 @@ def test_a_pass_goes_on_with_the_batches_that_are_left(name):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, None),
         ({"num_workers": 1, "in_order": True}, None),
-        ({"persistent_workers": True}, None),
-        ({"in_order": False}, None),
+        ({"persistent_workers": True, "in_order": False}, None),
         ({"num_workers": 1, "persistent_workers": True}, "persistent_workers"),
         ({"num_workers": 1, "in_order": False}, "in_order=False"),
     ],

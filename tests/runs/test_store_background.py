@@ -158,29 +158,21 @@ def test_an_error_of_the_training_is_not_hidden_by_one_of_the_save(tmp_path, cap
 
 
 AT_EXIT = """
-import sys
+import sys, time
 sys.path[:0] = {paths}
 from curry_train.runs import BackgroundSaver, Store
-from store_models import At, CountedFiles, fail, new_state
-files = CountedFiles({root!r})
-store = Store({root!r}, files=files)
-store.open()
-files.ask = At({number}, fail(OSError(28, "No space left on device")))
+from store_models import CountedFiles, new_state
+store = Store({root!r}, files=CountedFiles({root!r}, ask=lambda operation: time.sleep(0.02)))
 saver = BackgroundSaver(store)
 saver.save("rollback", 1, new_state())
 """
 
 
-@pytest.mark.parametrize("number", [6, None])
-def test_a_process_finishes_its_save_before_it_ends_or_reports_the_error(tmp_path, number):
+def test_a_process_finishes_its_save_before_it_ends(tmp_path):
     paths = [str(ROOT / "template"), str(ROOT / "tests/runs")]
-    code = AT_EXIT.format(paths=paths, root=str(tmp_path), number=number)
+    code = AT_EXIT.format(paths=paths, root=str(tmp_path))
     done = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, timeout=120)
-    if number is None:
-        assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
-    else:
-        assert "step-00000001.dcp" in done.stderr
-        assert "was not saved: [Errno 28] No space left on device" in done.stderr
+    assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
 
 
 def test_the_best_parameters_are_saved_in_the_background(tmp_path):

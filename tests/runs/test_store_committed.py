@@ -56,7 +56,7 @@ def test_a_folder_in_place_of_latest_is_warned_of_and_nothing_is_deleted(tmp_pat
     assert "latest does not point to rollback/step-00000002.dcp" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"x" * 10_000, b"rollback/gone.dcp\n"])
+@pytest.mark.parametrize("content", [b"", b"rollback/gone.dcp\n"])
 def test_a_file_in_place_of_latest_is_replaced(tmp_path, content):
     with Store(tmp_path) as store:
         store.save("rollback", 1, new_state())

@@ -150,7 +150,7 @@ def on_a_disk_that_fails(folder):
         f"{kind} {rank} {after}": unreadable(folder, kind, rank, after)
         for kind in ("rollback", "best-k")
         for rank in (0, 1)
-        for after in range(8)
+        for after in (0, 2, 4, 5)
     }
 
 
@@ -213,9 +213,9 @@ def test_a_read_error_on_one_rank_is_handled_alike_on_all(tmp_path):
             assert own == other, (
                 case
             )  # no file was left to fail, but for the manifests that a resume reads
-    assert broken["rollback"] >= 10
+    assert broken["rollback"] >= 5
     # The library maps the parameters, and its reads are not counted here.
-    assert broken["best-k"] >= 6
+    assert broken["best-k"] >= 3
 
 
 def load_both(folder):

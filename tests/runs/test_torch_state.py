@@ -1,4 +1,4 @@
-"""Torch's own state dicts restore most trainings; what they do not is why ours exist.
+"""What torch's own state dicts do not restore is why ours exist; most other trainings they do.
 
 A case that passes with a new torch is one that `curry_train.runs.state` need no longer handle.
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from store_models import WIDTH, equal, network, new_state, tensors_of, train
-from test_state import Tied, frozen
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -53,18 +52,8 @@ def float32_moments(state):
         entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
 
 
-def several(parameters):
-    return [torch.optim.AdamW(parameters[:2]), torch.optim.SGD(parameters[2:], momentum=0.9)]
-
-
-# Model, optimizers, steps before the save, and whether torch's restore all of it, or its error.
+# Model, optimizer, steps before the save, and the error; False where not all of it is restored.
 CASES = {
-    "plain": (network, torch.optim.AdamW, 2, True),
-    "tied": (Tied, torch.optim.AdamW, 2, True),
-    "frozen": (frozen, torch.optim.AdamW, 2, True),
-    "compiled": (lambda: torch.compile(network(), backend="eager"), torch.optim.AdamW, 2, True),
-    "several optimizers": (network, several, 2, True),
-    "adafactor": (network, torch.optim.Adafactor, 2, True),
     "no state yet": (network, torch.optim.AdamW, 0, False),
     "parameters without gradient": (Unused, torch.optim.AdamW, 2, dcp.api.CheckpointException),
     "float32 moments": (lambda: network().to(torch.bfloat16), torch.optim.AdamW, 2, False),
@@ -75,14 +64,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_torch_restores_what_the_table_says(name, tmp_path):
-    build, optimizers, steps, outcome = CASES[name]
+def test_torch_does_not_restore_it(name, tmp_path):
+    build, optimizer, steps, outcome = CASES[name]
 
     def make(seed):
         state = new_state(seed, build=build)
         state.parts.clear()
-        made = optimizers([one for one in state.model.parameters() if one.requires_grad])
-        state.optimizers = made if isinstance(made, list) else [made]
+        state.optimizers = [optimizer(list(state.model.parameters()))]
         return state
 
     def restored():
@@ -103,8 +91,8 @@ def test_torch_restores_what_the_table_says(name, tmp_path):
         )
         return equal(tensors_of(other), expected)
 
-    if isinstance(outcome, bool):
-        assert restored() is outcome
+    if outcome is False:
+        assert not restored()
     else:
         with pytest.raises(outcome):
             restored()

@@ -89,15 +89,13 @@ def test_another_base_is_refused_before_anything_changes(store):
     assert all(map(torch.equal, _values(other), before))
 
 
-@pytest.mark.parametrize("change", ["one element", "another dtype", "another name"])
-def test_the_hash_is_of_values_dtypes_and_names(store, change):
+@pytest.mark.parametrize("change", ["one element", "another name"])
+def test_the_hash_is_of_values_and_names(store, change):
     saved = store.save("rollback", 1, state_of(adapted()))
     model = adapted()
     if change == "one element":
         with torch.no_grad():
             model[2].base.bias[3] += 1e-3
-    elif change == "another dtype":
-        model[2].base.bias = nn.Parameter(model[2].base.bias.double(), requires_grad=False)
     else:
         bias = model[2].base.bias
         del model[2].base.bias

@@ -78,7 +78,7 @@ def summary(run: History) -> dict[str, Any]:
 def continuation(earlier: History, later: History) -> str | None:
     """Describe how `later`, a journal that begins as `earlier` does, goes on, or return None."""
     openings = [
-        [(attempt.run, attempt.time, attempt.kind, attempt.step) for attempt in run.attempts]
+        [(attempt.time, attempt.kind, attempt.step) for attempt in run.attempts]
         for run in (earlier, later)
     ]
     number = len(openings[0])

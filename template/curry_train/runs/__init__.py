@@ -8,10 +8,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "attach": ("saving",),
         "background": ("BackgroundSaver",),
         "files": ("Files",),
-        "format": (
-            "LoadReport",
-            "Snapshot",
-        ),
         "fingerprints": ("record_run",),
         "history": (
             "History",

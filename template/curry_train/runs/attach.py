@@ -27,6 +27,7 @@ Proof: `python -m pytest tests/runs`.
 """
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -76,28 +77,34 @@ class StepNotes:
 
 
 class AttachedJournal:
-    """The journal of one process: rank 0 writes it with its own loss, read at every step."""
+    """The journal of one process: rank 0 writes it with its own loss, read at every step.
+
+    Nothing is written or read where it is off.
+    """
 
     def __init__(
         self,
         state: TrainingState,
         resumed: Resumed | None,
-        *,
-        runs: StrPath,
-        config: PolicyConfig,
+        policy: SavingPolicy,
         data: SampleStream,
+        *,
+        on: bool,
     ) -> None:
         self._state = state
         self._data = data
+        self._on = on
         ranks = Ranks()
-        self._journal = Journal(runs, rank=ranks.rank)
+        self._journal = Journal(policy.store.files.root, rank=ranks.rank if on else 1)
         self.begin_step()
+        if not on:
+            return
 
         self._device = next(
             (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
         )
         facts = run_facts(
-            state.config or {"checkpoint": asdict(config)},
+            state.config or {"checkpoint": asdict(policy.config)},
             device=self._device,
             world_size=ranks.size,
         )
@@ -116,6 +123,8 @@ class AttachedJournal:
 
     def read_rate(self) -> None:
         """Read the learning rate, because the loop may step its schedule before `after_step`."""
+        if not self._on:
+            return
         rates = [
             float(group["lr"])
             for optimizer in self._state.optimizers
@@ -126,6 +135,8 @@ class AttachedJournal:
     def after_step(self, notes: StepNotes) -> None:
         """Write the step and the evaluation that happened since the last call."""
         step = self._state.step
+        if not self._on:
+            return
         if notes.is_step:
             if notes.metrics.get("loss") is None:
                 raise ValueError(
@@ -208,8 +219,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Stop:
     """A signal to end the training after the current step; the first one counts.
 
-    It handles `signals` until `release` or the end of a `with` statement; a second SIGINT
-    interrupts at once. Only the main thread can handle signals.
+    It handles `signals` until `release`; a second SIGINT interrupts at once. Only the main thread
+    can handle signals.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
@@ -221,17 +232,6 @@ class Stop:
                 self._previous[number] = signal.signal(number, self._handle)
         # So that its parent can terminate a forked child.
         os.register_at_fork(after_in_child=self.release)
-
-    def __enter__(self) -> "Stop":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.release()
-
-    def agreed(self, ranks: Ranks) -> str | None:
-        """Give every rank the name of the signal that reached any rank, or None without one."""
-        number = ranks.highest([self.number])[0]
-        return signal.Signals(number).name if number else None
 
     def release(self) -> None:
         """Restore the previous handlers, except where the program has set its own meanwhile."""
@@ -299,11 +299,7 @@ def saving(
         boxes, runs, resume = Replay.current, Replay.current.root, Replay.current.resume
         journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
     elif box:
-        given = {} if box is True else box
-        boxes = (
-            given if isinstance(given, BoxConfig) else read_fields(BoxConfig, given, inside="box")
-        )
-        boxes = boxes if boxes.keep else None
+        boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
         spike = SpikeConfig() if spike is None else spike
     no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
@@ -315,18 +311,18 @@ def saving(
         saved_objects["data-position"] = data
     objects = {"config": config, "extra": saved_objects, "generators": generators}
     state = TrainingState(model, optimizer, scheduler, scaler, trained_only=trained_only, **objects)
-    return AttachedRun(
-        state,
-        policy_config,
-        runs=runs,
-        watch=watch,
-        data=data,
-        resume=resume,
-        keep_settings=keep_settings,
-        in_background=in_background,
-        journal=journal,
-        boxes=boxes,
-    )
+    # Ctrl-C interrupts a loop over a DataLoader as before.
+    stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
+    store = Store(runs)
+    with contextlib.ExitStack() as undo:
+        undo.callback(stop.release)
+        undo.callback(store.close)
+        store.open(wait_seconds=WAIT_SECONDS)
+        saver = BackgroundSaver(store) if in_background else None
+        run = AttachedRun(state, data, watch, SavingPolicy(store, policy_config, saver=saver), stop)
+        run.begin(resume, boxes, journal=journal, keep_settings=keep_settings)
+        undo.pop_all()
+    return run
 
 
 class AttachedRun:
@@ -339,26 +335,24 @@ class AttachedRun:
     def __init__(
         self,
         state: TrainingState,
-        config: PolicyConfig,
-        *,
-        runs: StrPath,
-        watch: AttachedWatch,
         data: SampleStream,
-        resume: str | int | None,
-        keep_settings: bool,
-        in_background: bool,
-        journal: bool,
-        boxes: BoxConfig | Replay | None,
+        watch: AttachedWatch,
+        policy: SavingPolicy,
+        stop: Stop,
     ) -> None:
         self.state = state
+        self.policy = policy
+        self.store = policy.store
+        self.resumed: Resumed | None = None
         self.ended_by: str | None = None
         self._watch = watch
+        self._ranks = watch.ranks
         self._data = data
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
         self._has_loader = isinstance(data, DataPosition)
-        self._keep_settings = keep_settings
-        state.position = data.position
-
+        self._stop = stop
+        self._boxes: Boxes | Replay | None = None
+        self._open = True
         self._resuming = False
         self._by_epochs = False
         # With a DataLoader: the number of steps at which the loop ends.
@@ -366,49 +360,37 @@ class AttachedRun:
         self._in_epoch = False
         self._iterating = False
         self._notes: StepNotes | None = None
-        self._ranks = watch.ranks
-        self._journal: AttachedJournal | None = None
-        self._saver: BackgroundSaver | None = None
-        self._boxes: Boxes | Replay | None = None
-        self.store = Store(runs)
-        # Ctrl-C interrupts a loop over a DataLoader as before.
-        self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
-        self._open = True
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._stop.release)
-            undo.callback(self.store.close)
-            self.store.open(wait_seconds=WAIT_SECONDS)
-            self._saver = BackgroundSaver(self.store) if in_background else None
-            self.policy = SavingPolicy(self.store, config, saver=self._saver)
-            self.resumed = None if resume is None else self._load(resume)
-            self._resuming = self.resumed is not None and self.resumed.saved.is_state
-            self._watch.begin(state, self.store.files)
-            if isinstance(boxes, BoxConfig):
-                patience = watch.config.patience
-                self._boxes = Boxes(boxes, self.store, state, patience=patience)
-            elif boxes is not None:
-                self._boxes = boxes
-                boxes.attach(state)
-            if self._boxes is not None and not self._has_loader:
-                self._hear_batches(data, self._boxes)
-            if journal:
-                self._journal = self._ranks.all_do(
-                    lambda: AttachedJournal(
-                        state, self.resumed, runs=runs, config=config, data=data
-                    )
-                )
-            undo.pop_all()
 
-    @staticmethod
-    def _hear_batches(stream: SampleStream, boxes: Boxes | Replay) -> None:
-        if not hasattr(stream, "on_batch"):
+    def begin(
+        self,
+        resume: str | int | None,
+        boxes: BoxConfig | Replay | None,
+        *,
+        journal: bool,
+        keep_settings: bool,
+    ) -> None:
+        """Load the state to resume from, and open the journal and the boxes."""
+        state = self.state
+        state.position = self._data.position
+        self._keep_settings = keep_settings
+        self.resumed = None if resume is None else self._load(resume)
+        self._resuming = self.resumed is not None and self.resumed.saved.is_state
+        self._watch.begin(self.store.files)
+        if isinstance(boxes, Replay):
+            self._boxes = boxes
+            boxes.attach(state)
+        elif boxes is not None and boxes.keep:
+            self._boxes = Boxes(boxes, self.store, state, patience=self._watch.config.patience)
+        if self._boxes is not None and hasattr(self._data, "on_batch"):
+            self._data.on_batch = self._boxes.hand_out
+        elif self._boxes is not None and not self._has_loader:
             logger.warning(
                 "boxes will lack the batch: a %s does not call an attribute on_batch with each "
                 "batch to yield what it returns",
-                type(stream).__name__,
+                type(self._data).__name__,
             )
-        else:
-            stream.on_batch = boxes.hand_out
+        make = functools.partial(AttachedJournal, state, self.resumed, self.policy, self._data)
+        self._journal = self._ranks.all_do(lambda: make(on=journal))
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -418,8 +400,7 @@ class AttachedRun:
             self.close()
         elif self._open:
             # Don't save: the exception may have left the state in the middle of a step.
-            if self._journal is not None:
-                self._journal.ended(f"{type(error).__name__}: {error}")
+            self._journal.ended(f"{type(error).__name__}: {error}")
             self._release(kind, error, at)
 
     @property
@@ -453,11 +434,12 @@ class AttachedRun:
             self._resuming = False
         if self._boxes is not None:
             self._boxes.begin()
-        reason = self._stop.agreed(self._ranks)
+        # A signal that reached any rank ends all.
+        number = self._ranks.highest([self._stop.number])[0]
         if self.steps >= until:
             self.ended_by = "steps"
-        elif reason is not None:
-            self.ended_by = reason
+        elif number:
+            self.ended_by = signal.Signals(number).name
         return self.ended_by is None
 
     def epochs(self, epochs: Iterable[ItemT]) -> Iterator[ItemT]:
@@ -500,8 +482,7 @@ class AttachedRun:
                 self.state.position = position.position
                 if is_skipped:
                     continue
-                if self._journal is not None:
-                    self._journal.read_rate()
+                self._journal.read_rate()
                 yield batch if self._boxes is None else self._boxes.hand_out(batch)
                 self._save()
         finally:
@@ -601,8 +582,7 @@ class AttachedRun:
             spike = self._watch.judge(self.state.step + 1, math.nan)
         if spike is None:
             raise error
-        if self._journal is not None:
-            self._journal.spiked(spike, why=str(error))
+        self._journal.spiked(spike, why=str(error))
         self._roll_back(spike)
 
     def close(self) -> None:
@@ -617,8 +597,7 @@ class AttachedRun:
                 self._record(self.policy.save_now(self.state.step, self.state))
             if self._ranks.first and reason in [number.name for number in STOP_SIGNALS]:
                 logger.warning("%s", self._stopped(reason))
-            if self._journal is not None:
-                self._journal.ended(reason)
+            self._journal.ended(reason)
         finally:
             self._release()
 
@@ -645,11 +624,6 @@ class AttachedRun:
                 group.clear()
                 group.update(before)
         self._data.position = self.state.position
-        if resumed is not None:
-            # Loaders register their generators later, in `batches`: drop the notes about those.
-            notes = resumed.report.notes
-            prefix = f"the generator {DATA_PREFIX}"
-            notes[:] = [note for note in notes if not note.startswith(prefix)]
         return resumed
 
     def _noted(self) -> StepNotes:
@@ -690,14 +664,13 @@ class AttachedRun:
 
     def _save_noted(self, notes: StepNotes, stop: int) -> bool:
         """Write the journal, check the loss for a spike, and only then save."""
-        if self._journal is not None:
-            self._journal.after_step(notes)
+        self._journal.after_step(notes)
         spike = None
         if self._boxes is not None and notes.is_step and notes.metrics.get("loss") is not None:
             self._boxes.stepped(number_of(notes.metrics["loss"]))
         if notes.is_step and notes.stepped:
             spike = self._watch.judge(self.state.step, notes.metrics.get("loss"))
-        if spike is not None and self._journal is not None:
+        if spike is not None:
             self._journal.spiked(spike)
         if spike is not None and self._boxes is not None:
             self._boxes.keep(spike.first, spike.words, found_at=spike.step)
@@ -706,8 +679,7 @@ class AttachedRun:
             return False
 
         self._record(self.policy.after_step(self.state.step, self.state, notes.metrics))
-        if self._journal is not None:
-            self._journal.begin_step()
+        self._journal.begin_step()
         if self._boxes is not None:
             self._boxes.begin()
         return True
@@ -717,13 +689,12 @@ class AttachedRun:
         self._record(self.policy.finish())
         epoch = getattr(self._data, "epoch", 0)
         recovery = self._watch.go_back(spike, self.state, self._load)
-        if self._journal is not None:
-            self._journal.went_back(spike, recovery)
-            self._journal.begin_step()
+        self._journal.went_back(spike, recovery)
+        self._journal.begin_step()
         if self._has_loader:
-            self._warn_of_restart(epoch)
-            if self._journal is not None:
-                self._journal.ended("spike")
+            if self._ranks.first:
+                self._warn_of_restart(epoch)
+            self._journal.ended("spike")
             self._release()
             sys.exit(128 + stop if stop else RESTART_EXIT_STATUS)
 
@@ -731,8 +702,7 @@ class AttachedRun:
         """Write what was saved to the journal, and what the retention deleted after it."""
         pruned = self.policy.pruned
         self.policy.pruned = []
-        if self._journal is not None:
-            self._journal.saved(saved, pruned)
+        self._journal.saved(saved, pruned)
 
     def _warn_of_restart(self, epoch: int) -> None:
         logger.warning("start again to go on")
@@ -756,9 +726,9 @@ class AttachedRun:
     def _release(self, *raised: Any) -> None:
         self._open = False
         try:
-            if self._saver is not None:
+            if self.policy.saver is not None:
                 # With an exception the saver closes without communicating with other ranks.
-                self._saver.__exit__(*(raised or (None, None, None)))
+                self.policy.saver.__exit__(*(raised or (None, None, None)))
             self.store.close()
         finally:
             # Until here a signal must not end the process: the last save may be under way.

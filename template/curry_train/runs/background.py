@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .format import RankFiles, Savable
+from .format import Part, Savable
 from .layout import SavedCheckpoint
 from .ranks import Ranks
 from .store import Store, Writing
@@ -245,7 +245,7 @@ class BackgroundSaver:
     def _run(self, writing: Writing) -> None:
         """Write and commit; runs on the background thread, like those of the other ranks."""
 
-        def write() -> RankFiles:
+        def write() -> Part:
             tensors = self._staging.copy()
             _yield_to_training()
             return writing.write(tensors)

@@ -76,6 +76,7 @@ class Files:
         with self.create(new) as stream:
             stream.write(data)
         self.path(new).replace(self.path(key))
+        self.sync_folder(folder)
 
     def sync_folder(self, key: str) -> None:
         descriptor = os.open(self.path(key), os.O_RDONLY)
@@ -99,6 +100,12 @@ class Files:
         if not path.is_dir():
             return []
         return sorted(entry.name for entry in path.iterdir())
+
+    def below(self, key: str) -> list[str]:
+        """Return the files below a folder, relative to it; links and devices too."""
+        path = self.path(key)
+        found = [one for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
+        return sorted(one.relative_to(path).as_posix() for one in found)
 
     def kind(self, key: str) -> str | None:
         """Return "file", "folder" or "other" (a link, a device), or None if nothing exists."""

@@ -48,11 +48,12 @@ METADATA_FILE_NAME = ".metadata"
 
 
 @dataclass(frozen=True)
-class RankFiles:
-    """The files that one rank wrote, and torch's places of the tensors in them."""
+class Part:
+    """What one rank wrote: its files, torch's places of the tensors in them, and its own values."""
 
     files: Mapping[str, FileEntry]
-    places: Mapping[MetadataIndex, Any] = field(default_factory=dict)
+    places: Mapping[MetadataIndex, Any]
+    values: Mapping[str, Any]
 
 
 class HashingFolder:
@@ -120,18 +121,6 @@ INDEX_GLOBALS = {
 }
 
 
-@dataclass(frozen=True)
-class TensorFacts:
-    """Shape and dtype of one saved tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def checked_index(index: Any, manifest: Manifest) -> Metadata:
     """Check what a checkpoint holds of its tensors, and return the index for torch's reader."""
     try:
@@ -155,34 +144,22 @@ def _checked(index: Any, manifest: Manifest) -> Metadata:
         chunks = []
         for offsets, sizes, file, position, length in pieces:
             chunk = ChunkStorageMetadata(_size(offsets), _size(sizes))
-            _check_place(name, (file, position, length), manifest, left)
-            num_bytes = math.prod(chunk.sizes) * dtype.itemsize
-            corners = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-            if num_bytes > length or any(begin + size > whole for begin, size, whole in corners):
-                raise HostileCheckpoint(f"a piece of {name:.80} is larger than the tensor")
             num_elements += math.prod(chunk.sizes)
+            corners = zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            is_inside = all(begin + size <= whole for begin, size, whole in corners)
+            position, length = _size([position, length])
+            left[file] -= length
+            is_inside &= position + length <= manifest.files[file].bytes and left[file] >= 0
+            if not is_inside or math.prod(chunk.sizes) * dtype.itemsize > length:
+                raise HostileCheckpoint(
+                    f"a piece of {name:.80} is outside of the tensor or of {file}, or on another"
+                )
             chunks.append(chunk)
             storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, position, length)
         if num_elements != math.prod(shape):
             raise HostileCheckpoint(f"the pieces of {name:.80} are not the whole tensor")
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
     return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
-
-
-def _check_place(
-    name: str, place: tuple[Any, Any, Any], manifest: Manifest, left: dict[str, int]
-) -> None:
-    """Check that a piece is inside of its file, and charge it to the bytes that are left there."""
-    file, position, length = place
-    if type(name) is not str or type(file) is not str or file not in left:
-        raise HostileCheckpoint(
-            f"{name!r:.80} is placed in {file!r:.80}, which is not a file of this checkpoint"
-        )
-    if type(position) is not int or type(length) is not int:
-        raise HostileCheckpoint(f"{name:.80} is placed at {position!r:.40}, {length!r:.40}")
-    left[file] -= length
-    if not 0 <= position <= position + length <= manifest.files[file].bytes or left[file] < 0:
-        raise HostileCheckpoint(f"{name:.80} is placed outside of {file}, or on other tensors")
 
 
 def _size(numbers: Any) -> torch.Size:
@@ -192,10 +169,10 @@ def _size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def facts_of(metadata: Metadata) -> dict[str, TensorFacts]:
-    """Return shape and dtype of every tensor, by name."""
+def shapes_of(metadata: Metadata) -> dict[str, Tensor]:
+    """Return a tensor without memory for each that is saved, by name."""
     return {
-        name: TensorFacts(tuple(entry.size), entry.properties.dtype)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
         for name, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -251,11 +228,6 @@ class Snapshot:
     # Which of the tensors are parameters.
     parameters: Collection[str] = ()
 
-    @property
-    def judged(self) -> dict[str, Tensor]:
-        """All tensors in which NaN can be."""
-        return {**self.tensors, **self.inline}
-
     def snapshot(self) -> "Snapshot":
         """Return this snapshot, so that several saves of one step share it."""
         return self
@@ -271,7 +243,8 @@ class Savable(Protocol):
 class Contents:
     """The contents of a checkpoint, without the values of its tensors."""
 
-    tensors: Mapping[str, TensorFacts]
+    # Only their shapes and dtypes count.
+    tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
     rank_values: Sequence[Mapping[str, Any]] = ()
     # True for a best-K.
@@ -293,10 +266,6 @@ class LoadReport:
     different: list[str] = field(default_factory=list)
     # Differences that do not prevent a load.
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def ratio(self) -> float:
-        return self.matched / self.wanted if self.wanted else 1.0
 
     @property
     def exact(self) -> bool:
@@ -356,10 +325,10 @@ class SafetensorsLayout:
         self._names = sorted(whole, key=lambda name: (-whole[name].dtype.itemsize, name))
         self.tensors: list[Tensor] = [whole[name] for name in self._names]
 
-    def write(self, tensors: Sequence[Tensor]) -> RankFiles:
+    def write(self, tensors: Sequence[Tensor]) -> Mapping[MetadataIndex, Any]:
         """Write these values in place of `self.tensors`."""
         if not self._first:
-            return RankFiles({})
+            return {}
 
         text = json.dumps(self._header(tensors), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -368,7 +337,7 @@ class SafetensorsLayout:
             for tensor in tensors:
                 if tensor.numel():
                     stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        return RankFiles(self._folder.entries)
+        return {}
 
     def _header(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         header: dict[str, Any] = {SAFETENSORS_NOTES: {"format": "pt"}}
@@ -381,7 +350,7 @@ class SafetensorsLayout:
             position = end
         return header
 
-    def join(self, parts: list[RankFiles]) -> dict[str, Any]:
+    def join(self, parts: list[Part]) -> dict[str, Any]:
         """Return what the state holds of the tensors; called on the first rank."""
         return {"others": self._others}
 
@@ -484,16 +453,16 @@ class ShardedLayout:
             planner.resolve_data(item).detach() for item in self._plan.items
         ]
 
-    def write(self, tensors: Sequence[Tensor]) -> RankFiles:
-        """Write these values in place of `self.tensors`."""
+    def write(self, tensors: Sequence[Tensor]) -> Mapping[MetadataIndex, Any]:
+        """Write these values in place of `self.tensors`; return their places in the files."""
         items = [item.index for item in self._plan.items]
         self._planner.copies = dict(zip(items, tensors, strict=True))
         with _without_sums():
             written = self._writer.write_data(self._plan, self._planner).wait()
         self._planner.copies = {}
-        return RankFiles(self._folder.entries, {one.index: one.storage_data for one in written})
+        return {one.index: one.storage_data for one in written}
 
-    def join(self, parts: list[RankFiles]) -> dict[str, Any]:
+    def join(self, parts: list[Part]) -> dict[str, Any]:
         """Write torch's index of all parts; return ours, which is read without unpickling."""
         places = {index: place for part in parts for index, place in part.places.items()}
         # The index contains no path of this machine.

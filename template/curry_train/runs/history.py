@@ -102,17 +102,10 @@ class Attempt:
     kind: str
     step: int
     time: float
-    run: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     last_step: int = 0
     # The reason of its stop event. None without such an event: killed, or still running.
     ended: str | None = None
-
-    @property
-    def from_run(self) -> str | None:
-        """The other run whose state this attempt began with, or None."""
-        from_run = self.facts.get("from_run")
-        return from_run if isinstance(from_run, str) else None
 
 
 @dataclass
@@ -144,10 +137,6 @@ class History:
             found |= {key: attempt.facts[key] for key in RUN_FACTS if key in attempt.facts}
         return found
 
-    @property
-    def last_step(self) -> int:
-        return self.attempts[-1].last_step if self.attempts else 0
-
     def add(self, event: Event) -> None:
         if (
             event.kind in OPENING_EVENT_KINDS
@@ -174,13 +163,8 @@ class History:
         opens = event.kind in OPENING_EVENT_KINDS
         step = event.step if opens else max(0, event.step - 1)
         facts = event.facts if opens else {}
-        run = facts.get("run")
-        if not isinstance(run, str):
-            run = self.attempts[-1].run if self.attempts else None
         kind = event.kind if opens else "lost"
-        self.attempts.append(
-            Attempt(event.attempt, kind, step, event.time, run, facts, last_step=step)
-        )
+        self.attempts.append(Attempt(event.attempt, kind, step, event.time, facts, last_step=step))
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(step)
 
@@ -224,7 +208,6 @@ def _existing(name: str, root: StrPath) -> Path | None:
 # Facts of a run for its journal: configuration, code, packages, device and command.
 
 GIT_SECONDS = 10.0
-STATUS_FILE = Path("/proc/self/status")
 
 
 def run_facts(
@@ -265,13 +248,6 @@ def peak_bytes(device: "torch.device") -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated(device))
-
-    # Linux keeps the peak of the parent process in `ru_maxrss` across fork and exec, but not in
-    # VmHWM.
-    if STATUS_FILE.is_file():
-        for line in STATUS_FILE.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
 
     import resource
 

@@ -31,9 +31,8 @@ CHECKPOINT_SUFFIX = ".dcp"
 MOST_NAMED_RUNS = 10
 
 _METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
-_STEP_PATTERN = re.compile(r"step-(?P<step>\d{8,18})\.dcp")
-_BEST_PATTERN = re.compile(
-    r"(?P<metric>[A-Za-z]\w*)-(?P<value>-?\d[\d.]*(?:e[+-]\d+)?)-step-(?P<step>\d{8,18})\.dcp"
+_FOLDER_PATTERN = re.compile(
+    r"(?:rollback/|recovery/|best-k/[A-Za-z]\w*--?\d[\d.]*(?:e[+-]\d+)?-)step-(\d{8,18})\.dcp"
 )
 _LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
 
@@ -97,11 +96,8 @@ def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
 
 def step_of(folder: str) -> int | None:
     """Return the step of a checkpoint's folder in its run, or None if it is of no checkpoint."""
-    kind, _, name = folder.partition("/")
-    if kind not in CHECKPOINT_KINDS:
-        return None
-    found = (_BEST_PATTERN if kind == BEST_KIND else _STEP_PATTERN).fullmatch(name)
-    return int(found["step"]) if found else None
+    found = _FOLDER_PATTERN.fullmatch(folder)
+    return int(found[1]) if found else None
 
 
 def is_leftover(name: str) -> bool:
@@ -262,19 +258,25 @@ def read_manifest(files: Files, folder: str) -> Manifest:
             f"{where} holds the manifest of {name}: it was renamed or copied here"
         )
 
-    present = files.names(folder)
-    for known in {*present, *manifest.files} - {MANIFEST_FILE_NAME}:
-        entry = manifest.files.get(known)
-        kind = files.kind(f"{folder}/{known}") if known in present else None
-        if entry is None:
-            raise DamagedCheckpoint(f"{where}: {known} is not in the manifest")
-        if kind != "file":
-            raise DamagedCheckpoint(f"{where}: {known} is {_what(kind)}")
-        if (size := files.size(f"{folder}/{known}")) != entry.bytes:
-            raise DamagedCheckpoint(
-                f"{where}: {known} has {size:,} bytes, and {entry.bytes:,} were saved"
-            )
+    check_sizes(files, folder, manifest)
     return manifest
+
+
+def check_sizes(files: Files, folder: str, manifest: Manifest) -> None:
+    """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
+    where = files.location(folder)
+    present = files.below(folder)
+    for name in {*present, *manifest.files} - {MANIFEST_FILE_NAME}:
+        entry = manifest.files.get(name)
+        kind = files.kind(f"{folder}/{name}")
+        if entry is None:
+            raise DamagedCheckpoint(f"{where}: {name} is not in the manifest")
+        if kind != "file":
+            raise DamagedCheckpoint(f"{where}: {name} is {_what(kind)}")
+        if (size := files.size(f"{folder}/{name}")) != entry.bytes:
+            raise DamagedCheckpoint(
+                f"{where}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
+            )
 
 
 def _what(kind: str | None) -> str:
@@ -286,7 +288,7 @@ def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[
     """Read these files and compare their sizes and hashes with the manifest."""
     for name in names:
         try:
-            with files.open(f"{folder}/{name}") as stream:
+            with files.open(f"{folder}/{name}" if folder else name) as stream:
                 num_bytes, file_hash = hash_stream(stream)
         except OSError as error:
             raise DamagedCheckpoint(

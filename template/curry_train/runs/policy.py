@@ -29,14 +29,13 @@ from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Savable, Snapshot
 from .layout import (
     BEST_KIND,
-    RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
     folder_name,
 )
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
-from .resume import BEFORE_PREFIX, NothingSaved, Resumed, choose, load_chosen
+from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
 from .retention import (
     is_among_best,
     newest_first,
@@ -199,7 +198,8 @@ def what_is_wrong(
         if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
             return f"{name} is {number}"
 
-    tensors = {name: tensor for name, tensor in snapshot.judged.items() if name not in by_design}
+    every = {**snapshot.tensors, **snapshot.inline}
+    tensors = {name: tensor for name, tensor in every.items() if name not in by_design}
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
         values = _floats(tensors[name])
@@ -222,7 +222,7 @@ def nan_by_design(state: Savable) -> frozenset[str]:
         return frozenset()
     suspects = {
         name: tensor
-        for name, tensor in snapshot.judged.items()
+        for name, tensor in snapshot.tensors.items()
         if not name.startswith("optimizer.")
     }
     return frozenset(
@@ -288,7 +288,8 @@ class SavingPolicy:
         self.saver = saver
         self.notes: list[str] = []
         self.pruned: list[SavedCheckpoint] = []
-        self._damaged: set[str] = set()
+        # Damaged states of this run that a resume has skipped; the first save deletes them.
+        self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
         self._pending = False
         self._entered = False
@@ -305,30 +306,29 @@ class SavingPolicy:
         if error is None:
             self.finish()
 
-    def resume(
-        self, state: TrainingState, what: str | int = "latest", *, strict: bool = True
-    ) -> Resumed | None:
+    def resume(self, state: TrainingState, what: str | int = "latest") -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
         Where this run resumes from an earlier step, its later states stay until a new one is saved.
         `before-180` deletes them at once (see `turn_back`).
         """
-        own = Ranks().agree(lambda: self._own_choice(what))
-        if own is None:
-            self._by_design = nan_by_design(state)
-            self._cadence.go_on()
-            return None
-        resumed = load_chosen(self.store, state, what, config=self.config, strict=strict)
-        self._damaged |= set(resumed.damaged)
-        if own and resumed.saved.kind in RESUMABLE_KINDS:
-            self._last = resumed.saved
-            if str(what).startswith(BEFORE_PREFIX):
-                self.turn_back(resumed.saved.step)
-            elif what != "latest":
-                self.finish()
-                self._go_on_after(resumed.saved.step)
+        resumed = None
+        try:
+            resumed = load_chosen(self.store, state, what, config=self.config)
+        except NothingSaved:
+            if what != "latest":
+                raise
+        else:
+            if resumed.is_own and resumed.saved.is_state:
+                self._damaged = list(resumed.damaged)
+                self._last = resumed.saved
+                if str(what).startswith(BEFORE_PREFIX):
+                    self.turn_back(resumed.saved.step)
+                elif what != "latest":
+                    self.finish()
+                    self._go_on_after(resumed.saved.step)
+            logger.info("%s", resumed.words)
         self._by_design = nan_by_design(state)
-        logger.info("%s", resumed.words)
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
         return resumed
@@ -424,7 +424,7 @@ class SavingPolicy:
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
         folder = folder_name(kind, step, None if metric is None else Metric(*metric))
-        if Ranks().agree(lambda: folder not in self._damaged and self.store.is_saved(folder)):
+        if Ranks().agree(lambda: self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
 
@@ -446,8 +446,7 @@ class SavingPolicy:
     def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
         """Record the committed checkpoints, and delete those that retention no longer keeps."""
         for saved in committed:
-            self._damaged.discard(saved.folder)
-            if saved.kind in RESUMABLE_KINDS:
+            if saved.is_state:
                 self._last = saved
         self.pruned += self._discard(self._superseded)
         return committed
@@ -457,7 +456,7 @@ class SavingPolicy:
         committed = self.store.all_committed()
         given_up = self.store.given_up(committed)
         counted = [saved for saved in committed if saved not in given_up]
-        beyond_counts = to_delete(counted, self.config, damaged=frozenset(self._damaged))
+        beyond_counts = to_delete(counted, self.config)
         return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]
 
     def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
@@ -467,25 +466,18 @@ class SavingPolicy:
             self.store.discard(saved)
         return discarded
 
-    def _own_choice(self, what: str | int) -> bool | None:
-        """Return whether `what` is a state of this run; None for `latest` without a save."""
-        try:
-            return choose(self.store, what, config=self.config).place is None
-        except NothingSaved:
-            if what == "latest":
-                return None
-            raise
-
     def _enter_line(self, step: int) -> None:
         """Check at the first save that the run has no states from this step or beyond.
 
         A resume would take such states for later ones of this training.
         """
+        for folder in self._damaged:
+            self.store.discard(folder)
+        self._damaged = []
         if self._entered:
             return
         self.store.open()
-        ahead = [one for one in self._states_from(step) if one.folder not in self._damaged]
-        if ahead:
+        if ahead := self._states_from(step):
             raise RunError(
                 f"{self.store.files.location('')} has {ahead[0].folder}, but training is at step "
                 f"{step}: resume from it, give this run a folder of its own, or call "

@@ -27,11 +27,13 @@ TYPE_DESCRIPTIONS = {
 }
 
 
-def read_fields(tree: type[Tree], values: Mapping[str, Any], *, inside: str = "") -> Tree:
+def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: str = "") -> Tree:
     """Build a `tree` from `values`, which runs its own checks.
 
     `inside` is the key that holds the values, for error messages.
     """
+    if isinstance(values, tree):
+        return values
     if not isinstance(values, Mapping):
         raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
     hints = typing.get_type_hints(tree)
@@ -74,7 +76,7 @@ def _nearest_key(key: str, keys: list[str]) -> str:
 
 def _read(kind: Any, value: Any, path: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
-        return value if isinstance(value, kind) else read_fields(kind, value, inside=path)
+        return read_fields(kind, value, inside=path)
     for choice in _choices(kind):
         done, result = _as(choice, value)
         if done:
@@ -125,12 +127,6 @@ def _path(inside: str, key: object) -> str:
     return f"{inside}.{key}" if inside else str(key)
 
 
-def check_types(settings: Any) -> None:
-    """Raise ValueError for the first field of a dataclass whose value has another type."""
-    for name, kind in typing.get_type_hints(type(settings)).items():
-        _read(kind, getattr(settings, name), name)
-
-
 def require(held: bool, key: str, value: Any, wanted: str) -> None:
     """Raise ValueError `{key} must be {wanted}; got {value}` unless `held`."""
     if not held:
@@ -165,7 +161,6 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
         require_least(self, 1, "rollback_keep", "recovery_keep")
         fits = self.keep_every is None or self.keep_every >= 1
         require(fits, "keep_every", self.keep_every, "1 or more, or null for none")
@@ -191,7 +186,6 @@ class PolicyConfig:
     overhead: float = 0.035
 
     def __post_init__(self) -> None:
-        check_types(self)
         every = self.rollback_every
         fits = every is None or isinstance(every, str) or every >= 1
         require(fits, "rollback_every", every, "1 or more, auto, or null for never")
@@ -239,7 +233,6 @@ class SpikeConfig:
     skip_around: int = 8
 
     def __post_init__(self) -> None:
-        check_types(self)
         require_least(self, 16, "window")
         require_least(self, 1, "patience", "attempts")
         require_least(self, 0, "skip_around")
@@ -273,5 +266,4 @@ class BoxConfig:
     most_bytes: int = 100 * 10**9
 
     def __post_init__(self) -> None:
-        check_types(self)
         require_least(self, 0, "keep", "most_bytes")

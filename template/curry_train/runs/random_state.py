@@ -29,6 +29,8 @@ from .ranks import DamagedCheckpoint
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
 logger = logging.getLogger(__name__)
+# Prefix of the names under which the generators of a loader are saved.
+DATA_PREFIX = "data-"
 
 
 def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
@@ -52,6 +54,8 @@ def restore_random_state(
     notes = [
         f"the generator {name} was saved, but does not exist here"
         for name in sorted(states.keys() - known)
+        # Those of a loader are registered later.
+        if not name.startswith(f"generator-{DATA_PREFIX}")
     ]
     for name in sorted(here - states.keys()):
         notes.append(f"the generator {name.removeprefix('generator-')} was not saved")
@@ -109,8 +113,6 @@ def seed_new_rank(
 # The position in the training data, with any DataLoader.
 
 BatchT = TypeVar("BatchT")
-# Prefix of the names under which the generators of a loader are saved.
-DATA_PREFIX = "data-"
 _NO_BATCH: Any = object()
 
 
@@ -244,19 +246,15 @@ def spared_workers(loader: Any) -> Iterator[None]:
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
     """Return the generators that belong to a loader and its samplers."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = {
-        "loader": loader,
-        "sampler": getattr(loader, "sampler", None),
-        "batch-sampler": batch_sampler,
-        "inner-sampler": getattr(batch_sampler, "sampler", None),
-    }
+    places = {"loader": "", "sampler": "sampler", "batch-sampler": "batch_sampler"}
+    places["inner-sampler"] = "batch_sampler.sampler"
     found: dict[str, torch.Generator] = {}
-    for name, owner in owners.items():
+    for name, place in places.items():
+        owner = loader
+        for attribute in filter(None, place.split(".")):
+            owner = getattr(owner, attribute, None)
         generator = getattr(owner, "generator", None)
-        if not isinstance(generator, torch.Generator):
-            continue
-        if all(generator is not other for other in found.values()):
+        if isinstance(generator, torch.Generator) and generator not in found.values():
             found[name] = generator
     return found
 

@@ -50,14 +50,13 @@ class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
 
 
+@functools.cache
 def report_in_one_line() -> None:
     """Print these errors without a traceback where a script does not catch them.
 
     Their message says what to do next; other errors are printed as before.
     """
     before = sys.excepthook
-    if getattr(before, "reports_in_one_line", False):
-        return
 
     def report(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
         if isinstance(error, RunError | StateMismatch):
@@ -65,7 +64,6 @@ def report_in_one_line() -> None:
         else:
             before(kind, error, at)
 
-    vars(report)["reports_in_one_line"] = True
     sys.excepthook = report
 
 
@@ -73,10 +71,6 @@ def report_in_one_line() -> None:
 
 LocalT = TypeVar("LocalT")
 ResultT = TypeVar("ResultT")
-# What a rank sends: its result, or an error; every rank raises the damage of any.
-RESULT = "result"
-DAMAGE = "damage"
-ERROR = "error"
 RELEASE_SECONDS = 0.2
 
 
@@ -172,52 +166,51 @@ class Ranks:
         if not self.together:
             return central([local()])[0]
         own_error: Exception | None = None
-        own_result: tuple[str, Any]
+        own: tuple[type[RunError] | None, Any]
         try:
-            own_result = RESULT, local()
+            own = None, local()
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks got it
             own_error = error
-            own_result = _described(error)
+            own = _described(error)
 
         gathered: list[Any] | None = [None] * self.size if self.first else None
         with _other_ranks_answer():
-            dist.gather_object(own_result, gathered, dst=self._first_rank, group=self.group)
+            dist.gather_object(own, gathered, dst=self._first_rank, group=self.group)
         answers: list[Any] | None = None
         if gathered is not None:
             try:
                 answers = self._answers(gathered, central)
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
                 own_error = error
-                what, words = _described(error)
-                answers = [(what, f"rank 0: {words}")] * self.size
+                kind, words = _described(error)
+                answers = [(kind, f"rank 0: {words}")] * self.size
         answer: list[Any] = [None]
         try:
             with _other_ranks_answer():
                 dist.scatter_object_list(answer, answers, src=self._first_rank, group=self.group)
         except OtherRank as error:
             raise own_error or error from error
-        what, value = answer[0]
+        kind, value = answer[0]
 
-        if what == DAMAGE:
-            raise own_error or DamagedCheckpoint(value)
+        if kind is None:
+            result: ResultT = value
+            return result
         # Damage is passed over, so a rank may not raise it where another rank ends.
-        if what == ERROR and (own_error is None or own_result[0] == DAMAGE):
-            raise OtherRank(value) from own_error
-        if own_error is not None:
-            raise own_error
-        result: ResultT = value
-        return result
+        if own_error is None or (kind is OtherRank and own[0] not in (None, OtherRank)):
+            raise kind(value) from own_error
+        raise own_error
 
     def _answers(
-        self, gathered: list[tuple[str, Any]], central: Callable[[list[LocalT]], list[ResultT]]
-    ) -> list[tuple[str, Any]]:
+        self, gathered: list[tuple[Any, Any]], central: Callable[[list[LocalT]], list[ResultT]]
+    ) -> list[tuple[Any, Any]]:
         """Return one answer for each rank: its result of `central`, or the errors of all ranks."""
-        errors = {rank: found for rank, found in enumerate(gathered) if found[0] != RESULT}
+        errors = {rank: found for rank, found in enumerate(gathered) if found[0] is not None}
         if errors:
-            what = ERROR if any(kind == ERROR for kind, _ in errors.values()) else DAMAGE
+            kinds = {kind for kind, _ in errors.values()}
+            kind = OtherRank if OtherRank in kinds else DamagedCheckpoint
             words = "; ".join(f"rank {rank}: {value}" for rank, (_, value) in errors.items())
-            return [(what, words)] * self.size
-        return [(RESULT, result) for result in central([value for _, value in gathered])]
+            return [(kind, words)] * self.size
+        return [(None, result) for result in central([value for _, value in gathered])]
 
     @property
     def _first_rank(self) -> int:
@@ -249,7 +242,9 @@ def _other_ranks_answer() -> Iterator[None]:
         ) from error
 
 
-def _described(error: Exception) -> tuple[str, str]:
-    """Return what a rank tells the others of its error."""
-    is_damage = isinstance(error, DamagedCheckpoint) and not isinstance(error, HostileCheckpoint)
-    return DAMAGE if is_damage else ERROR, f"{type(error).__name__}: {error}"
+def _described(error: Exception) -> tuple[type[RunError], str]:
+    """Return the class of the error that the other ranks raise, and its message."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, DamagedCheckpoint) and not isinstance(error, HostileCheckpoint):
+        return type(error), words
+    return OtherRank, words

@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/runs/test_resume.py`.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from .state import TrainingState
 from .store import SavedRun
 
 BEFORE_PREFIX = "before-"
+MOST_STEPS = 10**18
 logger = logging.getLogger(__name__)
 
 
@@ -51,6 +52,8 @@ class Resumed:
     report: LoadReport
     # Folders of the skipped checkpoints, with the reason.
     damaged: Mapping[str, str] = field(default_factory=dict)
+    # Whether it is of this run.
+    is_own: bool = True
 
     @property
     def words(self) -> str:
@@ -79,19 +82,25 @@ def load_chosen(
     choice = Ranks().agree(lambda: choose(own, what, config=config))
     chosen = own if choice.place is None else SavedRun(choice.place)
 
-    damaged = dict(choice.damaged)
+    tried: dict[str, str] = {}
     for saved in choice.candidates:
         try:
             report = chosen.load(saved, state, strict=strict)
         except HostileCheckpoint:
             raise
         except DamagedCheckpoint as error:
-            damaged[saved.folder] = str(error)
+            tried[saved.folder] = str(error)
             logger.warning("skipped a damaged checkpoint: %s", error)
         else:
-            return Resumed(saved, report, _beyond(damaged, saved))
+            newer = {
+                folder: reason
+                for folder, reason in choice.damaged.items()
+                if (step_of(folder) or 0) >= saved.step
+            }
+            return Resumed(saved, report, newer | tried, choice.place is None)
     raise DamagedCheckpoint(
-        f"no requested checkpoint is intact: {'; '.join(damaged.values())}; {_others(chosen)}"
+        f"no requested checkpoint is intact: {'; '.join((tried | dict(choice.damaged)).values())}; "
+        f"{_others(chosen)}"
     )
 
 
@@ -106,28 +115,33 @@ def choose(
     text = str(what).strip()
     before = text.removeprefix(BEFORE_PREFIX)
     if text == "best":
-        return _best(run, config)
+        best = best_first(run.committed(BEST_KIND), config)
+        return _found(run, best, {}, f"no best-K checkpoint for {config.best_k_metric}")
     if text == "latest":
-        return _states(run, lambda step: True, "nothing to resume from: start the run anew")
+        return _states(run, range(MOST_STEPS), "nothing to resume from: start the run anew")
     if text.isdecimal():
-        return _states(run, lambda step: step == int(text), f"no step {text}; {_others(run)}")
+        return _states(run, range(int(text), int(text) + 1), f"no step {text}")
     if text != before and before.isdecimal():
-        missing = f"no state from before step {before}; {_others(run)}"
-        return _states(run, lambda step: step < int(before), missing)
+        return _states(run, range(int(before)), f"no state from before step {before}")
 
     place, inside = split_request(text)
     path = Path(place)
     folder = f"{path.parent.name}/{path.name}"
     if step_of(folder) is not None:
-        root = path.parent.parent
-        choice = _found(SavedRun(root), folder)
-        return replace(choice, place=str(root))
-    if not any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
+        place = str(path.parent.parent)
+        other = SavedRun(place)
+        kind = folder.partition("/")[0]
+        candidates = [saved for saved in other.committed(kind) if saved.folder == folder]
+        damaged = {name: why for name, why in other.damaged(kind).items() if name == folder}
+        choice = _found(other, candidates, damaged, f"no {folder}")
+    elif any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
+        choice = choose(SavedRun(place), inside or "latest", config=config)
+    else:
         raise ValueError(
             f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
             f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
         )
-    return replace(choose(SavedRun(place), inside or "latest", config=config), place=place)
+    return replace(choice, place=place)
 
 
 def split_request(text: str) -> tuple[str, str]:
@@ -137,48 +151,25 @@ def split_request(text: str) -> tuple[str, str]:
     return (text, "") if is_whole else (place, inside)
 
 
-def _states(run: SavedRun, fits: Callable[[int], bool], missing: str) -> ResumeChoice:
-    """Return the states whose steps fit; raise NothingSaved with what is `missing` without one."""
-    states = [saved for saved in newest_first(run.states()) if fits(saved.step)]
+def _states(run: SavedRun, steps: range, missing: str) -> ResumeChoice:
+    """Return the states of these steps, and those that are damaged."""
+    states = [saved for saved in newest_first(run.states()) if saved.step in steps]
     damaged = {
         folder: reason
         for kind in RESUMABLE_KINDS
         for folder, reason in run.damaged(kind).items()
-        if fits(step_of(folder) or 0)
+        if (step_of(folder) or 0) in steps
     }
-    if not states and not damaged:
-        raise NothingSaved(f"{run.files.location('')} holds {missing}")
-    return ResumeChoice(states, damaged)
+    return _found(run, states, damaged, missing)
 
 
-def _best(run: SavedRun, config: PolicyConfig) -> ResumeChoice:
-    candidates = best_first(run.committed(BEST_KIND), config)
-    if not candidates:
-        raise NothingSaved(
-            f"{run.files.location('')} holds no best-K checkpoint for {config.best_k_metric}: name "
-            f"the metric in best_k_metric, or resume from latest"
-        )
-    return ResumeChoice(candidates)
-
-
-def _found(run: SavedRun, folder: str) -> ResumeChoice:
-    kind = folder.partition("/")[0]
-    candidates = [saved for saved in run.committed(kind) if saved.folder == folder]
-    if candidates:
-        return ResumeChoice(candidates)
-    damaged = run.damaged(kind)
-    if folder not in damaged:
-        raise NothingSaved(f"{run.files.location(folder)} does not exist; {_others(run)}")
-    return ResumeChoice(candidates, {folder: damaged[folder]})
-
-
-def _beyond(damaged: Mapping[str, str], saved: SavedCheckpoint) -> dict[str, str]:
-    """Return the damaged checkpoints that were preferred to the one that was loaded."""
-    return {
-        folder: reason
-        for folder, reason in damaged.items()
-        if saved.kind == BEST_KIND or (step_of(folder) or 0) >= saved.step
-    }
+def _found(
+    run: SavedRun, candidates: Sequence[SavedCheckpoint], damaged: Mapping[str, str], missing: str
+) -> ResumeChoice:
+    """Raise NothingSaved with what is `missing` if there is not even a damaged candidate."""
+    if not candidates and not damaged:
+        raise NothingSaved(f"{run.files.location('')} holds {missing}; {_others(run)}")
+    return ResumeChoice(candidates, damaged)
 
 
 def _others(run: SavedRun) -> str:

@@ -1,13 +1,12 @@
 """Decide which checkpoints stay on the disk.
 
 These are pure functions over the list of saved checkpoints, so that every history can be tested.
-Steps are compared as numbers, never as text. A recovery counts as a rollback too. A damaged
-checkpoint does not count.
+Steps are compared as numbers, never as text. A recovery counts as a rollback too.
 
 Proof: `python -m pytest tests/runs/test_retention.py`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from .layout import (
     BEST_KIND,
@@ -19,46 +18,27 @@ from .policy_config import PolicyConfig
 # Retention: which checkpoints to keep and which to delete.
 
 
-def to_delete(
-    saved: Iterable[SavedCheckpoint],
-    config: PolicyConfig,
-    *,
-    damaged: Collection[str] = (),
-) -> list[SavedCheckpoint]:
+def to_delete(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
     """Return the checkpoints to delete after a save; `saved` must not hold those given up.
 
-    `damaged` names folders. The newest intact state and the best ones always stay. So do best-Ks of
-    another metric, because the configuration does not cover them.
+    The newest state and the best ones always stay. So do best-Ks of another metric, because the
+    configuration does not cover them.
     """
     everything = list(saved)
-    intact = [one for one in everything if one.folder not in damaged]
-    line = newest_first(intact)
-    keep = _folders_to_keep(intact, line, config)
-    superseded = {one.folder for one in everything if line and one.step < line[0].step}
+    retention = config.retention
+    line = newest_first(everything)
+    recoveries = [one for one in line if one.kind == "recovery"]
+    keep = [*_steps(line, retention.rollback_keep), *recoveries[: retention.recovery_keep]]
+    if retention.keep_every:
+        permanent = [one for one in line if one.step % retention.keep_every == 0]
+        keep += _steps(permanent, len(permanent))
+    keep += best_first(everything, config)[: config.best_k]
     covered_metrics = {config.best_k_metric} if config.best_k else set()
     return [
         one
         for one in everything
-        if one.folder not in keep
-        and (one.is_state or _metric(one) in covered_metrics)
-        and (one.folder not in damaged or one.folder in superseded)
+        if one not in keep and (one.is_state or _metric(one) in covered_metrics)
     ]
-
-
-def _folders_to_keep(
-    intact: list[SavedCheckpoint], line: list[SavedCheckpoint], config: PolicyConfig
-) -> set[str]:
-    """Return the folders that the counts of the configuration keep."""
-    retention = config.retention
-    recoveries = [one for one in line if one.kind == "recovery"]
-
-    keep = {one.folder for one in _steps(line, retention.rollback_keep)}
-    keep |= {one.folder for one in recoveries[: retention.recovery_keep]}
-    keep |= {one.folder for one in best_first(intact, config)[: config.best_k]}
-    if retention.keep_every:
-        permanent = [one for one in line if one.step % retention.keep_every == 0]
-        keep |= {one.folder for one in _steps(permanent, len(permanent))}
-    return keep
 
 
 def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
@@ -81,12 +61,9 @@ def is_among_best(
     """Return whether a state with this value would be among the best K; never if not finite."""
     if config.best_k == 0 or not float("-inf") < value < float("inf"):
         return False
-    badness = _badness(Metric(config.best_k_metric, value), step, config)
-    better = 0
-    for one in best_first(saved, config):
-        if _badness(one.metric, one.step, config) <= badness:
-            better += 1
-    return better < config.best_k
+    own = _badness(Metric(config.best_k_metric, value), step, config)
+    ranked = [_badness(one.metric, one.step, config) for one in best_first(saved, config)]
+    return sum(other <= own for other in ranked) < config.best_k
 
 
 def _badness(metric: Metric | None, step: int, config: PolicyConfig) -> tuple[float, int]:

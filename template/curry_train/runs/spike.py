@@ -91,10 +91,6 @@ class SpikeWatchdog:
         same spike.
         """
         value = self._agreed(number_of(loss))
-        if self._suspects and step > self._suspects[-1][0] + self.config.window:
-            # The watchdog was off since then, so these suspects no longer count.
-            self._suspects.clear()
-
         baseline, limit = self.limit()
         if math.isfinite(value):
             self._reported = False
@@ -234,7 +230,6 @@ class Recoveries:
         if write:
             data = json.dumps([asdict(one) for one in self.done], indent=1).encode()
             self._files.write(RECOVERIES_FILE_NAME, data)
-            self._files.sync_folder("")
 
 
 def _read(files: Files) -> list[Recovery]:
@@ -281,8 +276,7 @@ class AttachedWatch:
     """
 
     def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None, data: SampleStream) -> None:
-        if not isinstance(spike, SpikeConfig):
-            spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
+        spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
         self.config = spike
         self.ranks = Ranks.on_the_host()
         group = None
@@ -290,25 +284,22 @@ class AttachedWatch:
             group = self.ranks.group or dist.group.WORLD
         self.watchdog = SpikeWatchdog(spike, group=group)
         self._data = data
-        self._judged = 0
 
-    def begin(self, state: TrainingState, files: Files) -> None:
-        """Read the step that the run resumes from, and the samples that it skips."""
-        self._judged = state.step
+    def begin(self, files: Files) -> None:
+        """Read which samples the run skips."""
         self.recoveries = Recoveries(files)
         for recovery in self.recoveries.done:
             self._data.skip(recovery.start, recovery.stop)
 
     def judge(self, step: int, loss: Any) -> Spike | None:
         """Return the spike that this step's loss completes, or None."""
-        if self.config.action == "none" or step == self._judged:
+        if self.config.action == "none":
             return None
         if loss is None:
             raise ValueError(
                 "the watchdog needs the loss of each step: "
                 "call run.step(loss=loss), or leave spike out"
             )
-        self._judged = step
         spike = self.watchdog.observe(step, loss)
         if spike is not None and not self.config.rolls_back and self.ranks.first:
             logger.warning(
@@ -332,7 +323,6 @@ class AttachedWatch:
             raise SpikeNotRecovered(self._given_up(spike, attempt - 1, f"{BEFORE_PREFIX}{first}"))
 
         resumed = _load_before(spike, first, load)
-        self._judged = state.step
         start = self._data.after(state.position, windows=max(0, first - 1 - state.step))
         stop = self._data.after(state.position, windows=spike.step + around - state.step)
         recovery = Recovery(spike.step, state.step, start, stop, attempt)

@@ -15,7 +15,7 @@ Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot, TensorFacts
+from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
 from .parameters import FrozenBase, bare_name, bare_names, parameter_names, require_base
 from .random_state import (
     check_random_state,
@@ -276,7 +276,7 @@ def _state_of_a_training() -> Iterator[None]:
     """Raise DamagedCheckpoint where values do not have the form of a training state."""
     try:
         yield
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, RecursionError, TypeError) as error:
         raise DamagedCheckpoint(
             f"the saved state is not that of a training run ({type(error).__name__}: {error})"
         ) from error
@@ -289,11 +289,7 @@ FREE = "free"
 
 
 class Load:
-    """A load that passed its checks.
-
-    Fill `new`, which nothing uses yet, and call `prepare`, which may still refuse the checkpoint.
-    Then fill `live`, which are in use, and call `finish`.
-    """
+    """A load that passed its checks: fill `targets`, and call `finish`."""
 
     def __init__(self, state: TrainingState, contents: Contents, *, strict: bool) -> None:
         values = contents.values
@@ -304,9 +300,8 @@ class Load:
         self._contents = contents
         self._ranks = Ranks()
         self.report = LoadReport()
-        # Tensors that are filled in place, and new ones that are filled before anything changes.
-        self.live: dict[str, Tensor] = {}
-        self.new: dict[str, Tensor] = {}
+        # This state's own tensors where they fit, and new ones.
+        self.targets: dict[str, Tensor] = {}
         # A rank that was not there at the save loads the values of rank 0.
         self._is_new_rank = self._ranks.rank >= values["world_size"]
         source = 0 if self._is_new_rank else self._ranks.rank
@@ -324,54 +319,52 @@ class Load:
             raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         # This state's own tensors, by the names under which they would be saved.
         self._own = own.by_name
-        self._match_model(current["model"])
-        # Names of the optimizers and parts that fit.
-        self._fitting: set[str] = set()
-        if not contents.model_only:
-            self._match_others(current)
+        self._match(current)
         if strict and not self.report.exact:
             raise StateMismatch(_describe(self.report))
         self._choose_tensors()
 
-    def _match_model(self, current: Mapping[str, Any]) -> None:
-        """Compare the saved state of the model with the current one; report what differs."""
-        saved = self._contents.values["model"]
-        was = _descriptions(saved, self._contents.tensors)
-        now = _descriptions(current, self._own)
-        fitting = {name for name in was if was[name] == now.get(name)}
-        report = self.report
-        report.missing += sorted(now.keys() - was.keys())
-        report.extra += sorted(was.keys() - now.keys())
-        report.different += _differences(was, now, was.keys() & now.keys())
-        report.wanted = len(now.keys() | was.keys())
-        report.matched = len(fitting)
-        # Names that fit, each with the name of its tensor; and the model's other state.
-        self._filled = {
-            name: saved[name].name
-            for name in fitting
-            if isinstance(saved[name], Stored) and was[name] != FREE
-        }
-        self._extras = {name: saved[name] for name in fitting - self._filled.keys()}
-
-    def _match_others(self, current: Mapping[str, Any]) -> None:
-        """Compare the optimizers and parts; those that do not fit are not loaded."""
+    def _match(self, current: Mapping[str, Any]) -> None:
+        """Compare what is saved with the current state, and report what differs."""
         was = self._sections(self._contents.values, self._parts, self._contents.tensors)
         parts = {**dict.fromkeys(self._state.parts), **current["parts"]}
         now = self._sections(current, parts, self._own)
-        for name in sorted(was.keys() & now.keys()):
-            found = _differences(was[name], now[name], was[name].keys() | now[name].keys())
-            self.report.different += found
-            if not found:
-                self._fitting.add(name)
+        report = self.report
         new = {name for name, one in self._state.parts.items() if hasattr(one, "may_be_new")}
-        self.report.missing += sorted(now.keys() - was.keys() - new)
-        self.report.extra += sorted(was.keys() - now.keys())
+        report.missing += sorted(now.keys() - was.keys() - new)
+        report.extra += sorted(was.keys() - now.keys())
+        for section in [name for name in was if name in now]:
+            before = was[section]
+            after = now[section]
+            report.missing += sorted(after.keys() - before.keys())
+            report.extra += sorted(before.keys() - after.keys())
+            report.different += [
+                f"{name} was {before[name]} and is {after[name]}"
+                for name in sorted(before.keys() & after.keys())
+                if before[name] != after[name]
+            ]
+        # The optimizers and parts that fit; the others are not loaded.
+        self._fitting = {section for section in was if was[section] == now.get(section)}
+        model = was["model"]
+        fitting = {name for name in model if model[name] == now["model"].get(name)}
+        report.wanted = len(now["model"].keys() | model.keys())
+        report.matched = len(fitting)
+        # Names that fit, each with the name of its tensor; and the model's other state.
+        saved = self._contents.values["model"]
+        self._filled = {
+            name: saved[name].name
+            for name in fitting
+            if isinstance(saved[name], Stored) and model[name] != FREE
+        }
+        self._extras = {name: saved[name] for name in fitting - self._filled.keys()}
 
     def _sections(
         self, values: Mapping[str, Any], parts: Mapping[str, Any], tensors: Mapping[str, Any]
     ) -> dict[str, dict[str, str]]:
-        """Describe what has to be equal of each optimizer, and of each part that is a module."""
-        sections: dict[str, dict[str, str]] = {}
+        """Describe what has to be equal of the model, the optimizers, and of parts."""
+        sections = {"model": _descriptions(values["model"], tensors)}
+        if self._contents.model_only:
+            return sections
         for number, one in enumerate(values["optimizers"]):
             shown = f"optimizer {number}"
             sections[shown] = {shown: one["class"]}
@@ -391,7 +384,7 @@ class Load:
         """Find the tensors to fill."""
         state = self._state
         values = self._contents.values
-        self.live |= {stored: self._own[stored] for stored in self._filled.values()}
+        self.targets |= {stored: self._own[stored] for stored in self._filled.values()}
         self._add(self._extras)
         if not self._contents.model_only:
             for optimizer, saved in self._optimizers():
@@ -408,10 +401,10 @@ class Load:
             _as_json(values["config"])
         if values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
-            for name in state.buffer_names() & self.live.keys():
+            for name in state.buffer_names() & self.targets.keys():
                 own_name = f"rank-{self._ranks.rank}.{name}"
                 if own_name in self._contents.tensors:
-                    self.live[own_name] = self.live.pop(name)
+                    self.targets[own_name] = self.targets.pop(name)
 
     def _part_names(self) -> list[str]:
         return [name for name in self._state.parts if name in self._fitting]
@@ -435,30 +428,26 @@ class Load:
                 if entries is not None and name in self._filled:
                     yield parameter, group, name, entries
 
-    def _add(
-        self, content: Any, make: Callable[[Stored, TensorFacts], Tensor] | None = None
-    ) -> None:
+    def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
         for found in references(content):
-            facts = self._contents.tensors[found.name]
+            saved = self._contents.tensors[found.name]
             current = self._own.get(found.name)
-            if found.name in self.live or found.name in self.new:
+            if found.name in self.targets:
                 continue
-            if current is not None and _has(current, facts) and not is_expanded(current):
-                self.live[found.name] = current
+            if current is not None and _has(current, saved) and not is_expanded(current):
+                self.targets[found.name] = current
             else:
-                self.new[found.name] = (make or _new_tensor)(found, facts)
+                self.targets[found.name] = (make or _new_tensor)(found, saved)
 
-    def prepare(self) -> None:
-        """Read everything but the tensors that are filled in place, and load the parts.
-
-        What is damaged or does not fit is found here, before model and optimizers change.
-        """
-        tensors = {**self._own, **self.live, **self.new}
-        self._read_extras = {name: decode(item, tensors) for name, item in self._extras.items()}
-        self._read: list[tuple[Optimizer, dict[Any, Any], list[Any]]] = []
-        self._late: dict[str, Any] = {}
+    def finish(self) -> None:
+        """Restore everything from the filled tensors and the saved values."""
+        state = self._state
+        notes = self.report.notes
+        tensors = {**self._own, **self.targets}
+        self._finish_model(tensors)
         if self._contents.model_only:
+            notes.append("parameters only: optimizer, generators and position are as they were")
             return
         with _state_of_a_training():
             for optimizer, saved in self._optimizers():
@@ -466,62 +455,39 @@ class Load:
                     parameter: {**decode(item, tensors)}
                     for parameter, _, _, item in self._entries(optimizer, saved)
                 }
-                options = [{**decode(one, tensors)} for one in saved["options"]]
-                groups = list(zip(optimizer.param_groups, options, strict=True))
-                found = {**entries, **decode(saved["others"], tensors)}
-                self._read.append((optimizer, found, groups))
-        self._random = decode(self._of_rank["random"], tensors)
-        check_random_state(self._random)
-
-        read = {name: decode(self._parts[name], tensors) for name in self._part_names()}
-        for name, content in read.items():
-            # What shares its memory with the model or an optimizer is loaded once that is filled.
-            if any(one.name in self._own for one in references(self._parts[name])):
-                self._late[name] = content
-            else:
-                self._load_part(name, content)
-
-    def _load_part(self, name: str, content: Any) -> None:
-        part = self._state.parts[name]
-        try:
-            part.load_state_dict(content)
-        except Exception as error:
-            raise StateMismatch(
-                f"load_state_dict of {name} ({type(part).__name__}) refused its saved state "
-                f"({type(error).__name__}: {error}): build it as at the save"
-            ) from error
-
-    def finish(self) -> None:
-        """Restore everything from the filled tensors and the values that were read."""
-        state = self._state
-        self._finish_model()
-        notes = self.report.notes
-        if self._contents.model_only:
-            notes.append("parameters only: optimizer, generators and position are as they were")
-            return
-        for optimizer, entries, groups in self._read:
-            optimizer.state.clear()
-            optimizer.state.update(entries)
-            for group, options in groups:
-                group.update(options)
+                entries |= decode(saved["others"], tensors)
+                optimizer.state.clear()
+                optimizer.state.update(entries)
+                for group, options in zip(optimizer.param_groups, saved["options"], strict=True):
+                    group.update(decode(options, tensors))
         for parameter in state.model.parameters():
             parameter.grad = None
-        for name, content in self._late.items():
-            self._load_part(name, content)
+        for name in self._part_names():
+            part = state.parts[name]
+            content = decode(self._parts[name], tensors)
+            try:
+                part.load_state_dict(content)
+            except Exception as error:
+                raise StateMismatch(
+                    f"load_state_dict of {name} ({type(part).__name__}) refused its saved state "
+                    f"({type(error).__name__}: {error}): build it as at the save"
+                ) from error
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
         notes += self._changes_of_the_run()
-        state.loaded_random = (self._random, self._is_new_rank)
+        random = decode(self._of_rank["random"], tensors)
+        check_random_state(random)
+        state.loaded_random = (random, self._is_new_rank)
         notes += state.restore_random()
 
-    def _finish_model(self) -> None:
+    def _finish_model(self, tensors: Mapping[str, Tensor]) -> None:
         """Load what was not filled in the model's own memory."""
         model = self._state.model
         late = {}
         for full, value in model.state_dict().items():
             name = MODEL_PREFIX + bare_name(model, full)
-            if name in self._read_extras:
-                late[full] = self._read_extras[name]
+            if name in self._extras:
+                late[full] = decode(self._extras[name], tensors)
             elif name in self._filled:
                 filled = self._own[self._filled[name]]
                 if memory_of(_once(value)) != memory_of(filled) and filled.numel():
@@ -565,32 +531,25 @@ def _descriptions(content: Mapping[str, Any], tensors: Mapping[str, Any]) -> dic
     return found
 
 
-def _differences(was: Mapping[str, str], now: Mapping[str, str], names: Iterable[str]) -> list[str]:
-    pairs = [(name, was.get(name, "missing"), now.get(name, "missing")) for name in sorted(names)]
-    return [
-        f"{name} was {before} and is {after}" for name, before, after in pairs if before != after
-    ]
-
-
-def _new_entry(parameter: Tensor, on_host: bool, found: Stored, facts: TensorFacts) -> Tensor:
+def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -> Tensor:
     """Return a tensor for the state of a parameter, where the optimizer keeps it."""
     if found.device is None and on_host:
-        return _new_tensor(found, facts)
+        return _new_tensor(found, saved)
     is_strided = parameter.layout is torch.strided and not parameter.is_quantized
-    if is_strided and tuple(parameter.shape) == facts.shape:
-        return torch.zeros_like(parameter, dtype=facts.dtype, requires_grad=False)
-    return torch.zeros(facts.shape, dtype=facts.dtype, device=parameter.device)
+    if is_strided and parameter.shape == saved.shape:
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
-def _new_tensor(found: Stored, facts: TensorFacts) -> Tensor:
+def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
     """Return a tensor on the current device of the kind that it was on, or on the host."""
     is_cuda = found.device == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else None
-    return torch.zeros(facts.shape, dtype=facts.dtype, device=device)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
 
 
-def _has(tensor: Tensor, facts: TensorFacts) -> bool:
-    return tuple(tensor.shape) == facts.shape and tensor.dtype == facts.dtype
+def _has(tensor: Tensor, saved: Tensor) -> bool:
+    return tensor.shape == saved.shape and tensor.dtype == saved.dtype
 
 
 def _once(value: Any) -> Any:
@@ -607,7 +566,7 @@ def _once(value: Any) -> Any:
 
 
 def _describe(report: LoadReport) -> str:
-    lines = [f"{report.matched} of {report.wanted} tensors match ({report.ratio:.0%})"]
+    lines = [f"{report.matched} of {report.wanted} tensors match"]
     for title, names in (
         ("missing in the checkpoint", report.missing),
         ("only in the checkpoint", report.extra),

@@ -24,18 +24,17 @@ from .format import (
     Contents,
     HashingFolder,
     LoadReport,
-    RankFiles,
+    Part,
     SafetensorsLayout,
     Savable,
     ShardedLayout,
     Snapshot,
-    TensorFacts,
     checked_index,
     copy_into,
-    facts_of,
     read_best,
     read_tensors,
     readable,
+    shapes_of,
 )
 from .layout import (
     BEST_KIND,
@@ -43,7 +42,6 @@ from .layout import (
     MANIFEST_FILE_NAME,
     MOST_MANIFEST_BYTES,
     RESUMABLE_KINDS,
-    FileEntry,
     Manifest,
     Metric,
     SavedCheckpoint,
@@ -99,10 +97,8 @@ class Writing:
         self._new = HashingFolder(self.files, self.folder)
         layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
-        ranks_values = ranks.exchange(
-            lambda: snapshot.rank_values, lambda gathered: [gathered] + [[]] * (ranks.size - 1)
-        )
-        self._values = {"values": snapshot.values, "ranks": ranks_values}
+        self._values = snapshot.values
+        self._rank_values = snapshot.rank_values
         self.optimizers = snapshot.optimizers
 
     @property
@@ -110,20 +106,24 @@ class Writing:
         """The live tensors that this rank writes."""
         return self._layout.tensors
 
-    def write(self, tensors: Sequence[Tensor] | None = None) -> RankFiles:
+    def write(self, tensors: Sequence[Tensor] | None = None) -> Part:
         """Write this rank's files, from the live tensors or from copies of them."""
-        return self._layout.write(self.tensors if tensors is None else tensors)
+        places = self._layout.write(self.tensors if tensors is None else tensors)
+        return Part(self._new.entries, places, self._rank_values)
 
-    def commit(self, parts: list[RankFiles]) -> Manifest:
+    def commit(self, parts: list[Part]) -> Manifest:
         """Write the manifest and rename the folder; called on the first rank after all parts."""
-        entries: dict[str, FileEntry] = {}
-        for part in parts:
-            entries |= part.files
-        content = self._values | self._layout.join(parts)
+        content = {
+            "values": self._values,
+            "ranks": [part.values for part in parts],
+            **self._layout.join(parts),
+        }
         data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
         with self._new.create(STATE_FILE_NAME) as stream:
             stream.write(data)
-        entries |= self._new.entries
+        entries = dict(self._new.entries)
+        for part in parts:
+            entries |= part.files
 
         about = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -133,7 +133,6 @@ class Writing:
         manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.branches)
         rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
-        self.files.sync_folder(self.folder)
 
         self._rename()
         # From here on the checkpoint is committed, and an error does not undo it.
@@ -186,24 +185,26 @@ class SavedRun:
 
     def committed(self, kind: str) -> list[SavedCheckpoint]:
         """Return the checkpoints of a kind whose manifests and file sizes are valid, by step."""
-        committed = []
-        for folder in self._folders(kind):
-            with contextlib.suppress(DamagedCheckpoint):
-                committed.append(self._saved(folder, read_manifest(self.files, folder)))
-        return sorted(committed, key=lambda saved: saved.step)
+        saved = [one for one in self._read(kind).values() if isinstance(one, SavedCheckpoint)]
+        return sorted(saved, key=lambda one: one.step)
 
     def damaged(self, kind: str) -> dict[str, str]:
         """Return the folders of a kind that `committed` leaves out, with the reason.
 
         Damage inside a file of the right size is found by `verify` only.
         """
-        reasons = {}
-        for folder in self._folders(kind):
-            try:
-                read_manifest(self.files, folder)
-            except DamagedCheckpoint as error:
-                reasons[folder] = str(error)
-        return reasons
+        return {folder: one for folder, one in self._read(kind).items() if isinstance(one, str)}
+
+    def _read(self, kind: str) -> dict[str, SavedCheckpoint | str]:
+        """Return each folder's checkpoint, or why it is damaged."""
+        found: dict[str, SavedCheckpoint | str] = {}
+        for folder in [f"{kind}/{name}" for name in self.files.names(kind)]:
+            if step_of(folder) is not None:
+                try:
+                    found[folder] = self._saved(folder, read_manifest(self.files, folder))
+                except DamagedCheckpoint as error:
+                    found[folder] = str(error)
+        return found
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
@@ -246,27 +247,21 @@ class SavedRun:
         """Verify a checkpoint, compare it with the state, and only then change the state.
 
         The ranks share the reading for the verification, and an error on one of them is raised on
-        all. After an error while values are read, the state has to be loaded again.
+        all. After an error while values are restored, the state has to be loaded again.
         """
         ranks = Ranks()
         folder = ranks.agree(lambda: self.folder_of(checkpoint))
 
-        def check() -> Manifest:
+        def check() -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
             verify_files(self.files, folder, manifest, own_share)
-            return manifest
+            return self.open_content(folder, manifest)
 
-        manifest = ranks.all_do(check)
-        contents, fill = ranks.all_do(lambda: self.open_content(folder, manifest))
+        contents, fill = ranks.all_do(check)
         loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
 
-        def prepare() -> None:
-            fill(loading.new)
-            loading.prepare()
-
-        ranks.all_do(prepare)
-        ranks.all_do(lambda: fill(loading.live))
+        ranks.all_do(lambda: fill(loading.targets))
         ranks.all_do(loading.finish)
         return loading.report
 
@@ -277,11 +272,10 @@ class SavedRun:
         found = self._values(folder)
         if manifest.kind == BEST_KIND:
             best = read_best(self.files, folder, found.get("others"))
-            facts = {name: TensorFacts(tuple(one.shape), one.dtype) for name, one in best.items()}
-            contents = Contents(facts, found["values"], found["ranks"], model_only=True)
+            contents = Contents(best, found["values"], found["ranks"], model_only=True)
             return contents, lambda targets: copy_into(targets, best)
         metadata = checked_index(found.get("index"), manifest)
-        contents = Contents(facts_of(metadata), found["values"], found["ranks"])
+        contents = Contents(shapes_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
     def folder_of(self, checkpoint: Which) -> str:
@@ -308,11 +302,6 @@ class SavedRun:
             )
         return folder
 
-    def values(self, checkpoint: Which) -> Mapping[str, Any]:
-        """Return the state beside the tensors: step, position, configuration and so on."""
-        values: Mapping[str, Any] = self._values(self.folder_of(checkpoint))["values"]
-        return values
-
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{STATE_FILE_NAME}"
         try:
@@ -324,10 +313,6 @@ class SavedRun:
                 f"{self.files.location(key)} can't be read ({error})"
             ) from error
         return dict(found)
-
-    def _folders(self, kind: str) -> list[str]:
-        folders = [f"{kind}/{name}" for name in self.files.names(kind)]
-        return [folder for folder in folders if step_of(folder) is not None]
 
     def _saved(self, folder: str, manifest: Manifest) -> SavedCheckpoint:
         location = self.files.location(folder)
@@ -452,7 +437,7 @@ class Store(SavedRun):
                 raise failed from error
             raise
 
-    def commit(self, writing: Writing, parts: list[RankFiles]) -> SavedCheckpoint:
+    def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""
         # After a takeover: the new writer has removed the folder, or this raises.
         self._lock.require_held()
@@ -513,21 +498,13 @@ class Store(SavedRun):
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
 
-        A damaged checkpoint of the same name, or one that was given up, stays until the new one is
-        written; any other raises StepExists.
+        An incomplete checkpoint of the same name, or one that was given up, stays until the new
+        one is written; any other raises StepExists.
         """
-        if self.files.kind(final) is not None:
-            try:
-                is_current = len(self.verify(final).branches) >= len(self.branches)
-            except DamagedCheckpoint as error:
-                logger.warning("a new save replaces a damaged checkpoint: %s", error)
-            else:
-                if is_current:
-                    raise StepExists(
-                        f"{self.files.location(final)} is saved already: if it is stale, discard "
-                        f"it first"
-                    )
-
+        if self.is_saved(final):
+            raise StepExists(
+                f"{self.files.location(final)} is saved already: if it is stale, discard it first"
+            )
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self.files.make_folder(folder)
         return folder

@@ -34,8 +34,10 @@ from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
     Manifest,
+    check_sizes,
     hash_stream,
     parse_manifest,
+    verify_files,
 )
 from .policy_config import SpikeConfig
 from .ranks import DamagedCheckpoint, Ranks, RunError
@@ -68,23 +70,17 @@ class Commit:
 
     def verify(self) -> None:
         """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
-        path = self.path
-        if path.is_dir():
-            present = set(_relative_files(path)) - {MANIFEST_FILE_NAME}
-            if present != set(self.manifest.files):
-                name = min(present ^ set(self.manifest.files))
-                state = "not in the manifest" if name in present else "missing"
-                raise DamagedCheckpoint(f"{path}: {name} is {state}")
-        folder = path if path.is_dir() else path.parent
-        for name, entry in self.manifest.files.items():
-            if _entry_of(folder / name) != entry:
-                raise DamagedCheckpoint(f"{path}: {name} is not what was saved (another hash)")
+        files = Files(self.path.parent)
+        folder = self.path.name if self.path.is_dir() else ""
+        if folder:
+            check_sizes(files, folder, self.manifest)
+        verify_files(files, folder, self.manifest, self.manifest.files)
 
 
 def commit_folder(folder: StrPath) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
-    names = [name for name in _relative_files(path) if name != MANIFEST_FILE_NAME]
+    names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
     entries = {name: _entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         _sync_folder(below)
@@ -191,15 +187,7 @@ def _manifest_of(path: Path) -> Path:
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
-    # A temporary file, synced and renamed.
     Files(path.parent).write(path.name, manifest.render())
-    _sync_folder(path.parent)
-
-
-def _relative_files(folder: Path) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()
-    )
 
 
 def _entry_of(path: Path, *, sync: bool = False) -> FileEntry:
@@ -233,10 +221,20 @@ def _remove(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _keep_newest(folders: list[Path], limit: int | None, keep: Path | None = None) -> None:
-    """Delete all but the newest `limit` folders and `keep`; those never committed go first."""
+def _commit_in_place(
+    written: Path, pattern: str, limit: int | None, keep: Path | None = None
+) -> Path:
+    """Commit a folder and give it its name; return its path.
+
+    Of the folders beside it of this pattern all but the newest `limit` and `keep` are deleted,
+    first those that were never committed.
+    """
+    commit_folder(written)
+    final = _show(written)
+    _sweep(final)
     if not limit or limit < 0:
-        return
+        return final
+    folders = [one for one in final.parent.glob(pattern) if one.is_dir()]
     committed = []
     for path in folders:
         moment = 0
@@ -244,9 +242,10 @@ def _keep_newest(folders: list[Path], limit: int | None, keep: Path | None = Non
             moment = read_commit(path).time
         committed.append((moment, path))
     committed.sort()
-    spare = [path for _, path in committed[:-1] if keep is None or path != keep]
+    spare = [path for _, path in committed[:-1] if path != keep]
     for path in spare[: max(0, len(folders) - limit)]:
         _remove(path)
+    return final
 
 
 # The three libraries.
@@ -353,11 +352,9 @@ class _HuggingFaceCommits:
 
     def _commit(self, args: Any, state: Any) -> None:
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
-        commit_folder(path)
-        _sweep(path)
         best = state.best_model_checkpoint
-        folders = [one for one in path.parent.glob("checkpoint-*") if one.is_dir()]
-        _keep_newest(folders, self._limit, keep=None if best is None else Path(best))
+        keep = None if best is None else Path(best)
+        _commit_in_place(path, "checkpoint-*", self._limit, keep)
 
 
 def _hide(path: Path) -> None:
@@ -384,15 +381,8 @@ def _commit_accelerator(accelerator: Any) -> None:
             final = Path(output_dir)
             place = ranks.agree(lambda: str(_hidden(final)))
         written = ranks.all_do(lambda: save(place, *args, **options))
-        return ranks.agree(lambda: commit(Path(written), names))
-
-    def commit(written: Path, names: bool) -> str:
-        commit_folder(written)
-        final = _show(written)
-        _sweep(final)
-        if names:
-            _keep_newest([one for one in final.parent.glob("checkpoint_*") if one.is_dir()], limit)
-        return str(final)
+        kept = limit if names else None
+        return str(ranks.agree(lambda: _commit_in_place(Path(written), "checkpoint_*", kept)))
 
     accelerator.save_state = save_state
 

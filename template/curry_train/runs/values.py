@@ -17,7 +17,7 @@ import io
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -42,10 +42,12 @@ class Place:
 
     shown: str
     name: str
+    depth: int = 0
 
     def inner(self, key: Any, number: int) -> "Place":
         """Return the place of an element, by its key and its number in the container."""
-        return Place(f"{self.shown}[{key!r:.60}]", f"{self.name}/{name_component(key, number)}")
+        name = f"{self.name}/{name_component(key, number)}"
+        return Place(f"{self.shown}[{key!r:.60}]", name, self.depth + 1)
 
 
 def name_component(key: Any, number: int) -> str:
@@ -188,15 +190,15 @@ def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors | Non
 
 # Values of other types.
 
+_SEQUENCES = (list, tuple)
+_MAPPINGS = (dict, OrderedDict, Counter)
 # Immutable, and read by torch.load as they are.
 _SIMPLE_TYPES = frozenset(
     {type(None), bool, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device}
 )
 
 
-def encode(
-    value: Any, place: Place, tensors: CollectedTensors | None = None, *, depth: int = 0
-) -> Any:
+def encode(value: Any, place: Place, tensors: CollectedTensors | None = None) -> Any:
     """Return a copy of a value that `dump` can write; its tensors go into `tensors`.
 
     Raises ValueError, with the path, for a value that could not be restored.
@@ -207,27 +209,28 @@ def encode(
         return value
     if isinstance(value, Tensor):
         return _encode_tensor(value, place, tensors)
-    if depth >= MOST_NESTED:
+    if place.depth >= MOST_NESTED:
         refuse_value(place, f"a value that contains itself, or {MOST_NESTED} others around it,")
-
-    def inner(key: Any, number: int, item: Any) -> Any:
-        return encode(item, place.inner(key, number), tensors, depth=depth + 1)
-
-    if kind in (list, tuple):
-        return kind(inner(number, number, item) for number, item in enumerate(value))
-    if kind in (dict, OrderedDict, Counter):
-        key_place = Place(f"a key of {place.shown}", "")
-        made: Any = kind(
-            {
-                encode(key, key_place, depth=depth + 1): inner(key, number, item)
-                for number, (key, item) in enumerate(value.items())
-            }
+    if kind in _SEQUENCES:
+        return kind(
+            encode(item, place.inner(number, number), tensors) for number, item in enumerate(value)
         )
-        # Versions of modules that `nn.Module.state_dict` leaves in an attribute.
-        if hasattr(value, "_metadata"):
-            made._metadata = copy.deepcopy(value._metadata)
-        return made
+    if kind in _MAPPINGS:
+        key_place = Place(f"a key of {place.shown}", "", place.depth + 1)
+        items = {
+            encode(key, key_place): encode(item, place.inner(key, number), tensors)
+            for number, (key, item) in enumerate(value.items())
+        }
+        return _mapping_like(value, items)
     return _came_back(value, place)
+
+
+def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
+    made = type(value)(items)
+    # Versions of modules that `nn.Module.state_dict` leaves in an attribute.
+    if hasattr(value, "_metadata"):
+        made._metadata = copy.deepcopy(value._metadata)
+    return made
 
 
 def _came_back(value: Any, place: Place) -> Any:
@@ -245,8 +248,15 @@ def _came_back(value: Any, place: Place) -> Any:
 
 def decode(content: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
+
+    def tensor_of(stored: Stored) -> Tensor:
+        tensor = (tensors or {})[stored.name]
+        if stored.is_parameter:
+            return nn.Parameter(tensor, stored.requires_grad)
+        return tensor.requires_grad_() if stored.requires_grad else tensor
+
     try:
-        return _decode(content, tensors or {})
+        return _with_tensors(content, tensor_of)
     except (
         AttributeError,
         LookupError,
@@ -260,35 +270,23 @@ def decode(content: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
         ) from error
 
 
-def _decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
+def references(content: Any) -> list[Stored]:
+    """Return the tensors that an encoded value names."""
+    found: list[Stored] = []
+    _with_tensors(content, found.append)
+    return found
+
+
+def _with_tensors(content: Any, tensor_of: Callable[[Stored], Any]) -> Any:
     kind = type(content)
     if kind is Stored:
-        tensor = tensors[content.name]
-        if content.is_parameter:
-            return nn.Parameter(tensor, content.requires_grad)
-        return tensor.requires_grad_() if content.requires_grad else tensor
-    if kind in (list, tuple):
-        return kind(_decode(item, tensors) for item in content)
-    if kind in (dict, OrderedDict, Counter):
-        pairs = [(_decode(key, {}), _decode(item, tensors)) for key, item in content.items()]
-        made: Any = kind(dict(pairs))
-        if hasattr(content, "_metadata"):
-            made._metadata = content._metadata
-        return made
+        return tensor_of(content)
+    if kind in _SEQUENCES:
+        return kind(_with_tensors(item, tensor_of) for item in content)
+    if kind in _MAPPINGS:
+        items = {key: _with_tensors(item, tensor_of) for key, item in content.items()}
+        return _mapping_like(content, items)
     return content
-
-
-def references(content: Any) -> Iterator[Stored]:
-    """Return the tensors that an encoded value names."""
-    waiting = [content]
-    while waiting:
-        item = waiting.pop()
-        if type(item) is Stored:
-            yield item
-        elif type(item) in (list, tuple):
-            waiting += item
-        elif type(item) in (dict, OrderedDict, Counter):
-            waiting += item.values()
 
 
 # The file.
