@@ -272,16 +272,3 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     assert "batch size 4," in printed_header(
         "validate", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal"
     )
-
-
-def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
-    gates = ("recompute/flops", "recompute/profiler", "sac/products")
-    ended = run(
-        "--model",
-        "transformer",
-        "--blocks",
-        "layers.[01]",
-        *[part for gate in gates for part in ("--gate", gate)],
-    )
-    assert ended.exit_code == 0, ended.output
-    assert "layers.0 to layers.1" in ended.output

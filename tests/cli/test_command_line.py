@@ -28,10 +28,6 @@ PROMISED = (
     *("validate", "plan", "memory", "preflight", "savings", "bench", "grad-flow", "train", "runs"),
     *("new", "add", "update", "diff", "list", "agents-md", "gen-tests"),
 )
-NAMED_SCRIPTS = (
-    *("validate_checkpointing.py", "gen_checkpoint_tests.py", "memory_savings_benchmark.py"),
-    *("plan_memory.py", "scaffold.py"),
-)
 SCREEN_COLUMNS = 80
 SHARED_OPTIONS = (
     "device",
@@ -107,13 +103,6 @@ def first(option):
 @pytest.mark.parametrize("path", ALL_PAGES, ids=" ".join)
 def test_each_page_has_a_line_for_each_option_and_ends_with_an_example(path):
     assert not faults_of_page(path, help_of(*path))
-
-
-def test_every_option_of_a_model_is_in_the_section_of_the_model():
-    text = help_of("plan")
-    section = text[text.index("Model:") : text.index("Options:")]
-    for name in ("model", "trainer", "script", "model-config", "factory", "dtype", "seed"):
-        assert f"\n  --{name} " in section
 
 
 def test_discovery_finds_every_command():
@@ -317,14 +306,10 @@ def build():
 @pytest.mark.parametrize(
     "started",
     [
-        pytest.param([str(ROOT / "scripts/curry_train.py"), "validate"], id="curry_train.py"),
-        pytest.param(
-            [str(ROOT / "scripts/validate_checkpointing.py")],
-            id="validate_checkpointing.py",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(["-m", "curry_train", "validate"], id="-m", marks=pytest.mark.long),
+        [str(ROOT / "scripts/curry_train.py"), "validate"],
+        pytest.param(["-m", "curry_train", "validate"], marks=pytest.mark.long),
     ],
+    ids=str,
 )
 def test_worker_processes_can_import_the_main_module(started, tmp_path):
     """Run enough quick gates for two processes, each of which imports the main module again."""
@@ -366,13 +351,6 @@ def test_python_m_is_the_same_command(tmp_path):
 def test_recorded_figures_name_the_command_as_it_is_typed(monkeypatch, started, recorded):
     monkeypatch.setattr(sys, "orig_argv", started.split())
     assert provenance(torch.device("cpu"))["command"] == recorded
-
-
-@pytest.mark.parametrize("script", NAMED_SCRIPTS)
-def test_a_named_script_is_thin_and_starts_a_command_of_the_package(script):
-    text = (ROOT / "scripts" / script).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 25
-    assert "from curry_train.cli." in text
 
 
 # Completion in a shell.

@@ -11,10 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from curry_train.cli.grad_flow import grad_flow_command
 from curry_train.cli.memory import memory_command
 from curry_train.cli.screen import ScreenCommand
-from curry_train.cli.validate import validate_command
 from curry_train.core.wording import parse_bytes
 
 FULL = Path("/dev/full")
@@ -41,29 +39,11 @@ def test_a_reader_that_has_ended_gets_no_traceback():
 
 
 @needs_full_device
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (validate_command, ["--model", "mlp", "--gate", "recompute/off"]),
-        (memory_command, ["--model", "mlp"]),
-        (grad_flow_command, ["--model", "mlp"]),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_results_that_do_not_fit_the_disk_are_one_line(command, words):
-    done = CliRunner().invoke(command, [*words, "--json", "/dev/full"])
+def test_results_that_do_not_fit_the_disk_are_one_line():
+    done = CliRunner().invoke(memory_command, ["--model", "mlp", "--json", "/dev/full"])
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1] == "Error: /dev/full: No space left on device"
     assert done.stdout
-
-
-def test_a_place_where_no_file_can_be_made_is_one_line(tmp_path):
-    done = CliRunner().invoke(
-        validate_command, ["--model", "mlp", "--gate", "recompute/off", "--json", "/proc/none"]
-    )
-    assert done.exit_code == 2
-    assert "/proc/none" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def ended_by(work):

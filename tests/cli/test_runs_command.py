@@ -188,14 +188,8 @@ def test_resume_check_says_why_a_training_does_not_run(monkeypatch):
 def test_one_bit_or_one_figure_makes_runs_differ():
     first = {"weight": torch.ones(3), "nan": torch.tensor([float("nan")])}
     assert different_tensor(first, {name: held.clone() for name, held in first.items()}) is None
-    second = first | {
-        "weight": torch.tensor([1.0, 1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))])
-    }
+    second = first | {"weight": torch.tensor([1.0, 1.0, 1.0 + 2**-23])}
     assert different_tensor(first, second) == "weight differs in the final state"
-    assert (
-        different_tensor({"a": torch.zeros(1)}, {"a": -torch.zeros(1)})
-        == "a differs in the final state"
-    )
     assert different_tensor(first, {"weight": first["weight"]}).startswith("nan is in one")
 
 
@@ -209,13 +203,6 @@ def test_resume_check_finds_a_model_that_keeps_state_outside_of_its_state_dict(m
     assert status == 1
     assert "NOT equal, result: another one" in output
     assert "some value is in no state_dict (step 5)" in " ".join(output.split())
-
-
-def test_a_run_is_found_by_its_name_in_the_folder_of_runs(runs, monkeypatch):
-    """Find a run as `diff`, `plot` and `--resume` do."""
-    monkeypatch.chdir(runs.parent)
-    assert call("show", "first-001") == call("show", runs / "first-001")
-    assert call("verify", "first-001")[0] == 0
 
 
 def test_show_lists_the_attempts_with_their_events(tmp_path):

@@ -204,16 +204,6 @@ def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
     assert "losses: 20 of 20 common steps" in ended.stderr
 
 
-def test_damage_is_reported(run, tmp_path):
-    plant(tmp_path / "runs/a", last=10)
-    path = plant(tmp_path / "runs/b", last=10) / "journal.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:3], b"garbage\n", *lines[3:5], b"\xff\n", *lines[5:]]))
-    output = run("a", "b").output
-    assert ["damaged", "lines", "0", "2"] in [line.split() for line in output.splitlines()]
-    assert "losses: equal to the bit in 10 common steps, 1 to 10" in output
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -178,25 +178,6 @@ def test_add_prints_a_dependency_and_lines_of_valid_python(
     compile("\n".join(line.removeprefix("  ") for line in lines), "loop", "exec")
 
 
-def test_add_own_copies_the_room_and_it_runs_alone(bundle: Bundle, repository: Path) -> None:
-    arguments = ("add", "loss-spike", "--own", "--into", "src/mylib/saving")
-    added = scaffold(bundle, *arguments, cwd=repository)
-    assert added.returncode == 0, added.stderr
-    assert set(tree(repository / "src/mylib/saving")) == {
-        "__init__.py", "core/__init__.py", "core/blocks.py", "core/measure.py",
-        "runs/__init__.py", "runs/attach.py", "runs/spike.py",
-    }  # fmt: skip
-    line = after(added.stdout, "Use it:")
-    assert line == "from mylib.saving import runs"
-    code = "from mylib.saving.runs import saving; print(saving())"
-    ran = shell(
-        f"PYTHONPATH=src python -I -S -c \"import sys; sys.path.insert(0, 'src'); {code}\"",
-        cwd=repository,
-    )
-    assert ran.stdout.startswith("(3.14"), ran.stderr
-    assert "Nothing to do" in scaffold(bundle, "update", cwd=repository).stdout
-
-
 def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path: Path) -> None:
     write(tmp_path / "setup.py", "")
     added = scaffold(REAL, "add", "checkpoint-policy", "--own", "--into", "saving", cwd=tmp_path)

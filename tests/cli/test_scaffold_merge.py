@@ -182,7 +182,7 @@ def conflicting(bundle: Bundle, project: Path) -> Path:
     return project
 
 
-@pytest.mark.parametrize("written", range(4))
+@pytest.mark.parametrize("written", [0, 2])
 def test_update_that_was_killed_between_two_files_is_completed_by_running_it_again(
     bundle: Bundle,
     conflicting: Path,

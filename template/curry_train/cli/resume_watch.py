@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..core.digest import digest
 from ..core.generators import generator_digests, generator_states, set_generator_states
 
+# The kinds of objects that are noted when they are made, by the part that their state is.
+KINDS = {"scheduler": LRScheduler, "scaler": torch.amp.GradScaler}
 PARTS = ("data order", "model", "optimizer", "scheduler", "scaler", "generators")
 
 
@@ -56,8 +59,7 @@ class StateWatch:
         self._depth = 0
         self._stepping = 0
         self._roots: list[nn.Module] = []
-        kinds = (Optimizer, LRScheduler, torch.amp.GradScaler)
-        self._made: dict[type, list[Any]] = {kind: [] for kind in kinds}
+        self._made: dict[str, list[Any]] = {"optimizer": [], "scheduler": [], "scaler": []}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,21 +69,21 @@ class StateWatch:
                 register_optimizer_step_post_hook(self._after_step),
             ):
                 stack.callback(hook.remove)
-            for kind in self._made:
+            for part, kind in {"optimizer": Optimizer, **KINDS}.items():
                 for one in _with_subclasses(kind):
                     if "__init__" in vars(one):
-                        noted = self._noted(kind, vars(one)["__init__"])
+                        noted = self._noted(self._made[part], vars(one)["__init__"])
                         stack.enter_context(mock.patch.object(one, "__init__", noted))
             call = self._call(nn.Module.__call__)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield
 
-    def _noted(self, kind: type, begin: Callable[..., None]) -> Callable[..., None]:
+    def _noted(self, made: list[Any], begin: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(begin)
-        def run(made: Any, *args: Any, **options: Any) -> None:
-            if all(one is not made for one in self._made[kind]):
-                self._made[kind].append(made)
-            begin(made, *args, **options)
+        def run(new: Any, *args: Any, **options: Any) -> None:
+            if all(one is not new for one in made):
+                made.append(new)
+            begin(new, *args, **options)
 
         return run
 
@@ -143,26 +145,19 @@ class StateWatch:
         if self._is_begun:
             return
         self._is_begun = True
-        schedulers = self._made[LRScheduler]
-        scalers = self._scalers()
         if self.mode == "straight":
-            self.fresh["scheduler"] = [_numbers(vars(one)) for one in schedulers]
-            self.fresh["scaler"] = [dict(one.state_dict()) for one in scalers]
+            for part in KINDS:
+                states = [one.state_dict() for one in self._made[part]]
+                self.fresh[part] = copy.deepcopy(states)
             self.fresh["generators"] = generator_states()
         elif self.mode == "optimizer":
-            for optimizer in self._made[Optimizer]:
+            for optimizer in self._made["optimizer"]:
                 optimizer.state.clear()
-        elif self.mode == "scheduler":
-            for scheduler, kept in zip(schedulers, self.fresh["scheduler"], strict=True):
-                vars(scheduler).update(kept)
-        elif self.mode == "scaler":
-            for scaler, kept in zip(scalers, self.fresh["scaler"], strict=True):
-                scaler.load_state_dict(kept)
+        elif self.mode in KINDS:
+            for one, kept in zip(self._made[self.mode], self.fresh[self.mode], strict=True):
+                one.load_state_dict(kept)
         elif self.mode == "generators":
             set_generator_states(self.fresh["generators"])
-
-    def _scalers(self) -> list[torch.amp.GradScaler]:
-        return [one for one in self._made[torch.amp.GradScaler] if one.is_enabled()]
 
     def _begun(self) -> dict[str, Any]:
         """Return the notes of this step, which its first forward pass begins."""
@@ -193,15 +188,13 @@ class StateWatch:
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)
         }
-        schedule: list[dict[str, Any]] = [_numbers(vars(it)) for it in self._made[LRScheduler]]
-        scales: list[dict[str, Any]] = [dict(it.state_dict()) for it in self._scalers()]
         # The forward pass may follow, in a closure of the optimizer.
-        self._now |= {
-            "optimizer": state,
-            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "scheduler": {key: value for values in schedule for key, value in values.items()},
-            "scaler": {key: value for values in scales for key, value in values.items()},
-        }
+        self._now |= {"optimizer": state}
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self._now["rates"] = rates
+        for part in KINDS:
+            states = [_numbers(one.state_dict()) for one in self._made[part]]
+            self._now[part] = {key: value for one in states for key, value in one.items()}
 
     def _after_step(self, *_: Any) -> None:
         self._stepping -= 1
@@ -224,13 +217,10 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of an object that are numbers, or lists of numbers."""
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float)
-
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if is_number(value) or (isinstance(value, list) and all(map(is_number, value)))
-    }
+    """Return the values that are numbers, or lists of numbers."""
+    found = {}
+    for name, value in values.items():
+        listed = value if isinstance(value, list) else [value]
+        if all(isinstance(one, int | float) for one in listed):
+            found[name] = copy.copy(value)
+    return found

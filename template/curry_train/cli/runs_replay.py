@@ -15,7 +15,8 @@ import click
 from ..core.wording import three_digits
 from ..gates.loop_run import run_ranks, run_watched
 from ..runs.box import BoxFacts, read_facts
-from ..runs.replay import Replay
+from ..runs.fingerprints import read_fingerprints
+from ..runs.replay import Replay, examine
 from .options import PROGRAM_INPUTS, all_of, program_of, results_option
 from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 
@@ -89,20 +90,25 @@ def repeat(
 
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
     """Return what the first rank has found, or the first one that names an operation."""
-    found = run_ranks(str(__spec__.name), [box, str(until), *program], num_ranks=num_ranks)
-    if not all("steps" in one for one in found):
-        raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
+    with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
+        words = [box, str(until), record, *program]
+        found = run_ranks(str(__spec__.name), words, num_ranks=num_ranks)
+        if not all("steps" in one for one in found):
+            raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
+        for rank, one in enumerate(found):
+            one |= examine(read_fingerprints(record, rank))
     return next((one for one in found if one["origin"]), found[0])
 
 
-def _main(result: str, box: str, until: str, *program: str) -> None:
+def _main(result: str, box: str, until: str, record: str, *program: str) -> None:
     def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
         root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
-        with Replay(box, until=int(until), root=root, end=end).running():
+        replay = Replay(box, until=int(until), root=root, record=Path(record), end=end)
+        with replay.running():
             run()
         end({"ended": True})
 
-    run_watched(result, program[0], program[1:], watch, saves=True)
+    run_watched(result, program[0], program[1:], watch, saves=True, ignored=[record])
 
 
 def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
