@@ -107,9 +107,7 @@ def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path)
     ("a", "b", "first"),
     [
         ((1.0, math.nan, 2.0), (1.0, math.nan, 2.0), None),
-        ((1.0, math.inf, 2.0), (1.0, math.inf, 2.0), None),
         ((1.0, math.nan, 2.0), (1.0, 1.0, 2.0), 2),
-        ((1.0, 0.0, 2.0), (1.0, 1.0, 2.0), 2),
         ((1.0, 3.0, math.inf), (1.0, 3.0, -math.inf), 3),
     ],
 )

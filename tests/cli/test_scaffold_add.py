@@ -3,7 +3,6 @@
 Run: `python -m pytest tests/cli/test_scaffold_add.py`.
 """
 
-import os
 import re
 from pathlib import Path
 
@@ -208,23 +207,6 @@ for _ in range(2):
     run.step(loss=loss)
 run.close()
 """
-
-
-def test_the_copied_test_of_a_technique_passes_in_its_new_place(repository: Path) -> None:
-    """Run a copied test with torch and pytest alone; `test_owned_tests` has all techniques."""
-    arguments = ("add", "recompute", "--into", "src/mylib/training")
-    added = scaffold(REAL, *arguments, cwd=repository)
-    assert added.returncode == 0, added.stderr
-    write(repository / "conftest.py", "import sys\n\nsys.modules['curry_train'] = None\n")
-    variables = {
-        "PATH": f"{Path(warm_python()).parent}{os.pathsep}{os.environ['PATH']}",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    ran = shell(after(added.stdout, "Next:"), cwd=repository, **variables)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert int(re.search(r"(\d+) passed", ran.stdout)[1]) >= 2, ran.stdout  # type: ignore[index]
-    line = after(added.stdout, "Use it:")
-    assert shell(f'PYTHONPATH=src python -c "{line}"', cwd=repository, **variables).returncode == 0
 
 
 def _folder(path: Path) -> Path:

@@ -97,15 +97,10 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
     [
         (["new", "1run"], "'1run' can't be a project's name"),
         (["new", "run", "--name", "my run"], "give --name ASCII letters"),
-        (["new", "run", "--name", "größe"], "ASCII"),
-        (["new", "run", "--name", "__"], "ASCII"),
         (["new", "run", "--name", "torch"], "something that the project needs itself"),
-        (["new", "run", "--name", "Curry_Train"], "something that the project needs itself"),
         (["new", "full"], "full exists; name a new folder"),
         (["new", "file"], "file exists; name a new folder"),
-        (["new", "file/run"], "file is not a folder"),
         (["new", "gone/run"], "gone is not a folder"),
-        (["new", "link", "--name", "run"], "link exists; name a new folder"),
         (["new", ".", "--name", "run"], "exists; name a new folder"),
         (["new", "x" * 300], "File name too long"),
         (["add", "Sacs", "--into", "package"], "did you mean 'sac'?"),
@@ -115,24 +110,15 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
         ),
         (["add", "sac"], "--into is missing"),
         (["add", "memory-plan", "--own"], "takes neither --own nor --overwrite"),
-        (["add", "loss-spike", "--overwrite"], "takes neither --own nor --overwrite"),
         (["add", "sac", "--into", "my-package"], "can't import a folder called 'my-package'"),
-        (["add", "sac", "--into", "class"], "can't import a folder called 'class'"),
         (["add", "sac", "--into", "file"], "file is a file, and a folder must go there"),
-        (["add", "sac", "--into", "file/package"], "file is a file, and a folder must go there"),
-        (["add", "sac", "--into", "/"], "can't import a folder called ''"),
         (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),
-        (["add", "sac", "--into", "tests"], "tests is a file, and a folder must go there"),
         (["add", "sac", "--into", "hole"], "hole/sac.py is a folder, and a file must go there"),
         (["diff", "full"], "full has no curry-train.lock"),
         (["update", "full"], "full has no curry-train.lock"),
-        (["update", "gone"], "gone has no curry-train.lock"),
         (["diff", "damaged"], "curry-train.lock is damaged"),
-        (["update", "damaged"], "curry-train.lock is damaged"),
-        (["diff", "first_edition"], "curry-train.lock is damaged"),
         (["diff", "torn"], "curry-train.lock is damaged"),
         (["diff", "hostile"], "hostile/../secret leads out of"),
-        (["update", "hostile"], "hostile/../secret leads out of"),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(
@@ -141,14 +127,9 @@ def test_a_mistake_gets_one_line_and_status_2(
     place = tmp_path / "place"
     write(place / "full/notes.txt", "")
     write(place / "file", "")
-    (place / "link").symlink_to(place / "full")
     write(place / "root/pyproject.toml", "")
-    if arguments[-1] == "tests":
-        arguments[-1] = "package"
-        write(place / "tests", "")
     write(place / "hole/sac.py/notes.txt", "")
     write(place / "damaged/curry-train.lock", '{"format": 2')
-    write(place / "first_edition/curry-train.lock", '{"format": 1}')
     hostile = Lock("0", files={"../secret": Base("0", b"x")}).to_bytes()
     (write(place / "hostile/curry-train.lock", "")).write_bytes(hostile)
     torn = Lock("0", files={"a": Base("0", b"x" * 99)}).to_bytes().replace(b'"eN', b'"eX')

@@ -34,7 +34,7 @@ MOST_PICKLE_BYTES = 2**28
 # Smaller pickles can't take much memory or time.
 SMALL_PICKLE_BYTES = 2**16
 # Keys of nested containers that are visited; shared containers could give endlessly many.
-MOST_KEYS = 500_000
+MOST_KEYS = 200_000
 DEEPEST_KEY_PATH = 60
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 # The magic number, the version, facts of the machine, the values and the storages' keys.
