@@ -101,10 +101,8 @@ def test_names_from_the_file_are_escaped(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give either --model or --snapshot"),
         (["--model", "mlp", "--snapshot", "FILE"], "give either --model or --snapshot"),
         (["--snapshot", "FILE", "--dtype", "bfloat16"], "--dtype is of a model"),
-        (["--snapshot", "FILE", "--batch-size", "2"], "--batch-size is of a model"),
         (["--snapshot", "BAD"], "is no CUDA memory snapshot"),
     ],
 )

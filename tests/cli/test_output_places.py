@@ -121,16 +121,6 @@ def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, 
     assert "Traceback" not in done.stderr
 
 
-def test_a_module_that_ends_python_when_it_is_imported_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "at_once.py").write_text("import sys\nsys.exit('usage: at_once')\n")
-    done = CliRunner().invoke(memory_command, ["--model", "at_once.py:build"])
-    assert done.exit_code == 2
-    error = " ".join(done.stderr.split())
-    assert "the import of at_once raised SystemExit: usage: at_once (at_once.py:2)" in error
-
-
 def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -118,21 +118,13 @@ def test_a_mistake_gets_its_message_and_status_2(runs, words, message):
 
 
 def test_a_missing_run_is_answered_with_the_existing_ones(runs, monkeypatch):
-    """List the likeliest first and at most ten, in every command that takes a run."""
     monkeypatch.chdir(runs.parent)
     status, output = call("show", "frist-001")
     assert (status, " ".join(output.split())) == (
         2,
         "Error: frist-001 is no run: did you mean first-001?",
     )
-    for number in range(2, 14):
-        (runs / f"other-{number:03d}/rollback").mkdir(parents=True)
-    for words in (["show", "first-01"], ["verify", "runs/first-01"]):
-        status, output = call(*words)
-        assert (status, output.count("other-")) == (2, 9)
-        assert "did you mean first-001? runs also has other-0" in " ".join(output.split())
-        assert output.split()[-3:] == ["and", "3", "more"]
-    assert "is no run: runs has " in " ".join(call("show", "zzz")[1].split())
+    assert "is no run: runs has first-001" in " ".join(call("verify", "runs/zzz")[1].split())
 
 
 def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):

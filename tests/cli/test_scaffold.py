@@ -5,8 +5,6 @@ Run: `python -m pytest tests/cli/test_scaffold.py`.
 
 import ast
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -60,18 +58,6 @@ def test_a_project_leaves_what_a_run_of_the_template_left(bundle: Bundle) -> Non
         write(bundle.project / path, "")
     write(bundle.package / "core/__pycache__/blocks.pyc", "")
     assert project_files(bundle, name="run", own=False) == before
-
-
-def test_an_owned_project_runs_without_the_package(bundle: Bundle, tmp_path: Path) -> None:
-    assert scaffold(bundle, "new", "my-run", "--own", cwd=tmp_path).returncode == 0
-    code = "import sys; sys.path.insert(0, '.'); import train; train.main()"
-    ran = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code],
-        cwd=tmp_path / "my-run",
-        capture_output=True,
-        text=True,
-    )
-    assert ran.stdout.startswith("trained "), ran.stderr
 
 
 def test_real_project_stays_within_its_budget() -> None:
