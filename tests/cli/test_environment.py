@@ -29,7 +29,7 @@ print(curry_train.__name__)
 '''
 
 
-def run(folder: Path, *, python: str = ">=3.11", dependencies: str = "", text: str | None = None):
+def run(folder, *, python=">=3.11", dependencies="", text=None):
     script = folder / "measure.py"
     script.write_text(text or SCRIPT.format(python=python, dependencies=dependencies))
     program = (

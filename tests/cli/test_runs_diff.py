@@ -206,8 +206,6 @@ def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
     ("content", "message"),
     [
         (None, "there is no run b; runs has a"),
-        (b"", "holds no event: the run died while it started, or is starting just now"),
-        (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is no event"),
         (b'{"v":7}\n', "is not a journal of a run: line 1 is no event"),
     ],
 )

@@ -12,23 +12,21 @@ import pytest
 from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, tree, write
 
 from curry_train.cli.merge import Base, Lock
-from curry_train.cli.ownership import TECHNIQUES, Bundle
+from curry_train.cli.ownership import TECHNIQUES
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
+def bundle(tmp_path):
     return make_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture
-def project(bundle: Bundle, tmp_path: Path) -> Path:
+def project(bundle, tmp_path):
     scaffold(bundle, "new", "run", cwd=tmp_path)
     return tmp_path / "run"
 
 
-def test_diff_tells_edits_of_the_user_from_changes_of_the_release(
-    bundle: Bundle, project: Path
-) -> None:
+def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):
     write(bundle.project / "both.txt", "1\n2\n3\n")
     write(bundle.project / "gone.txt", "1\n")
     scaffold(bundle, "update", cwd=project)
@@ -58,7 +56,7 @@ def test_diff_tells_edits_of_the_user_from_changes_of_the_release(
     ]
 
 
-def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, project: Path) -> None:
+def test_diff_patch_turns_the_users_files_into_the_bundles(bundle, project):
     write(project / "README.md", "# Mine")
     (project / "pyproject.toml").unlink()
     edit(bundle.project / "train.py", "if __name__ == '__main__':\n    main()\n", "main()")
@@ -69,7 +67,7 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, proje
     assert again.endswith("5 files: 5 as it came\n")
 
 
-def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: Path) -> None:
+def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path):
     shown = scaffold(REAL, "list", cwd=tmp_path).stdout
     assert "primitives/grad_accum.py; add: 1 module, " in shown
     assert "plan/planner.py; add: prints the command" in shown
@@ -81,7 +79,7 @@ def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: P
     assert max(map(len, lines)) <= 80
 
 
-def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Path) -> None:
+def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path):
     code = (
         "import sys; sys.argv[1:] = ['list']; from curry_train.cli.scaffold import scaffold_group;"
         "scaffold_group(standalone_mode=False); assert 'torch' not in sys.modules"
@@ -121,9 +119,7 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
         (["diff", "hostile"], "hostile/../secret leads out of"),
     ],
 )
-def test_a_mistake_gets_one_line_and_status_2(
-    bundle: Bundle, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, arguments, message):
     place = tmp_path / "place"
     write(place / "full/notes.txt", "")
     write(place / "file", "")
@@ -146,12 +142,12 @@ def test_a_mistake_gets_one_line_and_status_2(
 @pytest.mark.parametrize("writes", [0, 1])
 @pytest.mark.parametrize("name", ["new", "add", "update"])
 def test_an_unwritable_folder_gets_one_line_and_no_files(
-    bundle: Bundle,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    writes: int,
-) -> None:
+    bundle,
+    tmp_path,
+    monkeypatch,
+    name,
+    writes,
+):
     arguments = {
         "new": ["new", "other"],
         "add": ["add", "sac", "--into", "package"],
@@ -163,7 +159,7 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
     genuine = Path.write_bytes
     count = 0
 
-    def refuse(self: Path, content: bytes) -> int:
+    def refuse(self, content):
         nonlocal count
         count += 1
         if count > writes:

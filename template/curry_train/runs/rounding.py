@@ -62,15 +62,12 @@ class Exchange:
                 if not is_plain(tensor) or tensor.is_meta:
                     continue
                 if self.expected is None:
-                    # Without torch.save, which does nothing in a program that is recorded.
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    if not (path := self._path(digests[name])).exists():
-                        path.write_bytes(pickle.dumps(tensor.detach().cpu().clone()))
+                    self._keep(tensor, digests[name])
                     continue
                 wanted, epsilon = self.expected.get(place, {}).get(name, ("", 0.0))
                 if not wanted or not (self.noise is not None or wanted != digests[name]):
                     continue
-                value = pickle.loads(self._path(wanted).read_bytes()).to(tensor.device)
+                value = self._value(wanted).to(tensor.device)
                 distances[name] = distances_of(tensor.detach(), value)
                 if value.shape == tensor.shape:
                     values[name] = self._noisy(value, epsilon).to(tensor.dtype)
@@ -78,6 +75,19 @@ class Exchange:
 
     def _path(self, digest: str) -> Path:
         return self.folder / digest.replace(" ", "").replace(":", "-")
+
+    def _keep(self, tensor: Tensor, digest: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (path := self._path(digest)).exists():
+            # A pickled tensor uses torch.save, which does nothing in a program that is recorded.
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            path.write_bytes(pickle.dumps((tensor.dtype, tensor.shape, flat)))
+
+    def _value(self, digest: str) -> Tensor:
+        dtype, shape, flat = pickle.loads(self._path(digest).read_bytes())
+        value = torch.empty(shape, dtype=dtype)
+        value.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(flat))
+        return value
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():
