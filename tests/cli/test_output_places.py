@@ -67,6 +67,13 @@ def test_a_full_disk_at_a_file_is_not_taken_for_standard_output():
     assert ended_by(write_run).startswith("Error: No space left on device (test_output_places.py:")
 
 
+def test_an_error_of_a_library_without_a_file_keeps_its_message():
+    def offline():
+        raise OSError("can't connect to the hub")
+
+    assert ended_by(offline).startswith("Error: can't connect to the hub (test_output_places.py:")
+
+
 def test_an_internal_error_is_a_line_with_its_place():
     error = ended_by(lambda: list(zip("ab", "c", strict=True)))
     assert error.startswith("Error: ValueError: zip() argument 2 is shorter than argument 1 (test_")

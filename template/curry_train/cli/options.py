@@ -376,6 +376,7 @@ def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecora
 
 
 def steps_option(default: int, least: int) -> OptionDecorator:
+    """Add `--steps`, the steps that a program of the user's makes."""
     return click.option(
         "--steps",
         "num_steps",
@@ -387,6 +388,7 @@ def steps_option(default: int, least: int) -> OptionDecorator:
 
 
 def ranks_option() -> OptionDecorator:
+    """Add `--ranks`, the processes of a program of the user's."""
     return click.option(
         "--ranks",
         "num_ranks",

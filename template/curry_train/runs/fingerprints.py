@@ -112,10 +112,8 @@ class Recorder:
         self.num_made = Counter[str]()
         # Numbers of what happened in this step, by kind and place.
         self.counts = Counter[tuple[str, str]]()
-        self.paths: dict[int, str] = {}
-        self.parameters: dict[int, str] = {}
         self.watched: dict[str, Tensor] = {}
-        # Names of models, optimizers and loaders, by id.
+        # Names of modules, parameters, optimizers and loaders, by id.
         self.names: dict[int, str] = {}
         # All that has a name, so that nothing else gets its id.
         self.known: list[Any] = []
@@ -284,32 +282,32 @@ class Recorder:
         return output
 
     def _path_of(self, module: nn.Module) -> str:
-        if id(module) not in self.paths:
+        if id(module) not in self.names:
             parent = self.calls[-1][0] if self.calls else ""
-            self.paths[id(module)] = f"{parent}.({type(module).__name__})"
+            self.names[id(module)] = f"{parent}.({type(module).__name__})"
             self.known.append(module)
-        return self.paths[id(module)]
+        return self.names[id(module)]
 
     def _note_root(self, root: nn.Module) -> None:
         """Name the modules and parameters of a module that is called first, and note its state."""
-        if id(root) not in self.paths:
+        if id(root) not in self.names:
             has_parameters = next(root.parameters(), None) is not None
             name = self._name_of(root, "model" if has_parameters else type(root).__name__)
             settings = {}
             for inner, module in root.named_modules():
                 bare = bare_name(root, inner) if inner else ""
                 path = f"{name}.{bare}" if bare else name
-                if self.paths.setdefault(id(module), path) == path:
+                if self.names.setdefault(id(module), path) == path:
                     settings[path] = _settings(module)
             self.known += root.modules()
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
-                is_new = self.parameters.setdefault(id(parameter), bare) == bare
+                is_new = self.names.setdefault(id(parameter), bare) == bare
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
             self._write({"kind": "settings", "step": self.step, "settings": settings})
-        path = self.paths[id(root)]
+        path = self.names[id(root)]
         if self.in_backward or self.counts["state", path]:
             return
         state = dict(root.named_parameters()) | dict(root.named_buffers())
@@ -448,7 +446,7 @@ class Recorder:
     def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
         several = [one for group in optimizer.param_groups for one in group["params"]]
         return {
-            self.parameters.get(id(one), f"{path}.{number}"): one
+            self.names.get(id(one), f"{path}.{number}"): one
             for number, one in enumerate(several)
         }
 
