@@ -72,6 +72,7 @@ def repeat(
     That step is an earlier one, where that left parameters that are not finite, or differed.
     """
     until = facts.step
+    differed = False
     while True:
         repeats: list[dict[str, Any]] = []
         while len(repeats) < times:
@@ -81,11 +82,15 @@ def repeat(
             if times == 1 and until == facts.step and _unlike_run(facts, repeats[0]):
                 times = 2
         earlier = [repeats[0]["not finite"], _first_unlike(repeats)]
+        differed |= earlier[1] is not None
         least = min([one for one in earlier if one is not None], default=until)
         if least >= until:
             break
         until = least
-    return {"step": until, "difference": _difference(facts, until, repeats), "repeats": repeats}
+    difference = _difference(facts, until, repeats)
+    if differed and difference is None:
+        difference = f"does not repeat: the repeats differed in step {until}, and once not"
+    return {"step": until, "difference": difference, "repeats": repeats}
 
 
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
