@@ -41,6 +41,7 @@ LONG_BLOCKS = (
     "curry-train memory --trainer my_trainer:make_trainer",
     "curry-train plan --model my_llama.py:build",
     "curry-train runs spike-check",
+    "curry-train runs resume-check",
     "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
     "--explain --plot",
     "curry-train savings --out savings --model transformer",
@@ -66,6 +67,7 @@ def shortened(text):
         if line.startswith("curry-train savings") and "--strategy" not in line:
             line += " --strategy full"
         line = line.replace("--model transformer", "--model mlp")
+        line = line.replace("--batch-size 32", "--batch-size 4").replace(" steps=20 ", " steps=2 ")
         line = re.sub(r"\btransformer\(\)", "transformer(dim=32)", line)
         lines.append(re.sub(r"\b(train\.py .*steps=\d)0\b", r"\1", line))
     return "\n".join(lines)
