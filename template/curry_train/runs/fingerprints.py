@@ -446,8 +446,7 @@ class Recorder:
     def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
         several = [one for group in optimizer.param_groups for one in group["params"]]
         return {
-            self.names.get(id(one), f"{path}.{number}"): one
-            for number, one in enumerate(several)
+            self.names.get(id(one), f"{path}.{number}"): one for number, one in enumerate(several)
         }
 
     def _state_of(self, optimizer: Optimizer, path: str) -> dict[str, Any]:
