@@ -26,6 +26,7 @@ from boxes_program import CHANGING, FAULTS, PLACES, build
 from curry_train.cli import runs_replay
 from curry_train.cli.options import json_option
 from curry_train.core.wording import provenance, write_json
+from curry_train.gates.loop_run import LoopFailed
 from curry_train.runs.box import read_facts
 from curry_train.workloads.from_script import run_as_main
 
@@ -57,7 +58,7 @@ def forked(words: Sequence[str], log: Path) -> dict[str, Any]:
     os.waitpid(child, 0)
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if "error" in found:
-        raise runs_replay.LoopFailed(found["error"])
+        raise LoopFailed(found["error"])
     return found
 
 

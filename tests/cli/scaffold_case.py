@@ -110,12 +110,12 @@ class Ran:
     stderr: str
 
     @property
-    def error(self) -> str:
+    def error(self):
         """The message, without the line breaks of a narrow screen."""
         return " ".join(self.stderr.split())
 
 
-def make_bundle(root: Path) -> Bundle:
+def make_bundle(root):
     """Make a clone with four techniques and no torch."""
     template = root / "template"
     for folder, files in (("curry_train", PACKAGE), ("project", PROJECT), ("tests", TESTS)):
@@ -125,25 +125,25 @@ def make_bundle(root: Path) -> Bundle:
     return Bundle(template / "curry_train", template / "project", template / "tests", techniques)
 
 
-def release(bundle: Bundle, version: str) -> None:
+def release(bundle, version):
     """Give the bundle another version."""
     (bundle.package / "__init__.py").write_text(f'__version__ = "{version}"\n')
 
 
-def edit(path: Path, old: str, new: str) -> None:
+def edit(path, old, new):
     """Replace a text that is in a file once."""
     text = path.read_text()
     assert text.count(old) == 1, (path, old)
     path.write_text(text.replace(old, new))
 
 
-def write(path: Path, text: str) -> Path:
+def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def scaffold(bundle: Bundle, *arguments: object, cwd: Path) -> Ran:
+def scaffold(bundle, *arguments, cwd):
     """Run the command of a bundle in this process; the wheel of a small one is not built."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(cwd))
@@ -156,7 +156,7 @@ def scaffold(bundle: Bundle, *arguments: object, cwd: Path) -> Ran:
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
-def shell(command: str, *, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def shell(command, *, cwd, **variables):
     """Run what a user would type, with this Python as `python` and no path of ours."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # Without plugins, as for a user who has torch and pytest alone; and no threads that wait.
@@ -167,7 +167,7 @@ def shell(command: str, *, cwd: Path, **variables: str) -> subprocess.CompletedP
     )
 
 
-def tree(root: Path) -> dict[str, bytes]:
+def tree(root):
     """Return every file below `root`."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
@@ -176,7 +176,7 @@ def tree(root: Path) -> dict[str, bytes]:
     }
 
 
-def times(root: Path) -> dict[str, int]:
+def times(root):
     """Return when each file and folder was last changed."""
     return {
         path.relative_to(root).as_posix(): path.stat().st_mtime_ns
@@ -184,7 +184,7 @@ def times(root: Path) -> dict[str, int]:
     }
 
 
-def after(output: str, heading: str) -> str:
+def after(output, heading):
     """Return the indented line below `heading`."""
     lines = output.splitlines()
     return lines[lines.index(heading) + 1].strip()

@@ -31,9 +31,6 @@ def small():
 def large():
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(9)]
     return nn.Sequential(*blocks), torch.randn(4, 8)
-
-def other():
-    return nn.Embedding(8, 8), torch.randint(8, (4, 3))
 """
 
 
@@ -103,16 +100,8 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path):
 
 @needs_matplotlib
 def test_the_command_writes_table_picture_and_json(run, tmp_path):
-    levers = [
-        "--lever",
-        "full",
-        "--lever",
-        "timesteps",
-        "--plot",
-        "bench.png",
-        "--json",
-        "bench.json",
-    ]
+    levers = ["--lever", "full", "--lever", "timesteps"]
+    levers += ["--plot", "bench.png", "--json", "bench.json"]
     ended = run("--model", "mlp", *QUICK, *levers)
     assert ended.exit_code == 0, ended.output
     found = json.loads((tmp_path / "bench.json").read_text())

@@ -105,22 +105,6 @@ def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch
     )
 
 
-@pytest.mark.parametrize(("workloads", "status"), [((), 2), (("snn",), 0)])
-def test_of_several_models_one_that_was_checked_is_enough(run, monkeypatch, workloads, status):
-    gates = (applies_to(*workloads),)
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
-    monkeypatch.setattr("curry_train.cli.validate.measure_rows", measured_here)
-    ended = run("--model", "mlp", "--model", "snn")
-    assert ended.exit_code == status, ended.output
-    assert " ".join(ended.stderr.split()) == ("" if status == 0 else NOTHING)
-
-
-NOTHING = (
-    "Error: nothing was checked: of all gates no gate applies to mlp (no such layer) "
-    "or snn (no such layer)"
-)
-
-
 def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, monkeypatch):
     def gate(name, passed, hint=""):
         return Gate(name, lambda case: Verdict(name, passed, "3 of 4", "4 of 4", hint))
@@ -272,16 +256,3 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     assert "batch size 4," in printed_header(
         "validate", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal"
     )
-
-
-def test_gates_hold_on_the_blocks_that_are_named_where_the_model_has_more(run):
-    gates = ("recompute/flops", "recompute/profiler", "sac/products")
-    ended = run(
-        "--model",
-        "transformer",
-        "--blocks",
-        "layers.[01]",
-        *[part for gate in gates for part in ("--gate", gate)],
-    )
-    assert ended.exit_code == 0, ended.output
-    assert "layers.0 to layers.1" in ended.output

@@ -28,10 +28,6 @@ PROMISED = (
     *("validate", "plan", "memory", "preflight", "savings", "bench", "grad-flow", "train", "runs"),
     *("new", "add", "update", "diff", "list", "agents-md", "gen-tests"),
 )
-NAMED_SCRIPTS = (
-    *("validate_checkpointing.py", "gen_checkpoint_tests.py", "memory_savings_benchmark.py"),
-    *("plan_memory.py", "scaffold.py"),
-)
 SCREEN_COLUMNS = 80
 SHARED_OPTIONS = (
     "device",
@@ -109,13 +105,6 @@ def test_each_page_has_a_line_for_each_option_and_ends_with_an_example(path):
     assert not faults_of_page(path, help_of(*path))
 
 
-def test_every_option_of_a_model_is_in_the_section_of_the_model():
-    text = help_of("plan")
-    section = text[text.index("Model:") : text.index("Options:")]
-    for name in ("model", "trainer", "script", "model-config", "factory", "dtype", "seed"):
-        assert f"\n  --{name} " in section
-
-
 def test_discovery_finds_every_command():
     assert list(COMMANDS) == list(PROMISED)
     assert len(ALL_PAGES) >= len(PROMISED) + 8
@@ -150,7 +139,6 @@ def test_the_list_of_commands_is_shown_without_torch():
     ("words", "advice"),
     [
         (["valdate"], "no command is called 'valdate': did you mean 'validate'?"),
-        (["gradflow"], "no command is called 'gradflow': did you mean 'grad-flow'?"),
         (["runs", "lsit"], "no command is called 'lsit': did you mean 'list'?"),
         (["zzz"], f"no command is called 'zzz': there are {', '.join(PROMISED)}"),
     ],
@@ -317,14 +305,10 @@ def build():
 @pytest.mark.parametrize(
     "started",
     [
-        pytest.param([str(ROOT / "scripts/curry_train.py"), "validate"], id="curry_train.py"),
-        pytest.param(
-            [str(ROOT / "scripts/validate_checkpointing.py")],
-            id="validate_checkpointing.py",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(["-m", "curry_train", "validate"], id="-m", marks=pytest.mark.long),
+        [str(ROOT / "scripts/curry_train.py"), "validate"],
+        pytest.param(["-m", "curry_train", "validate"], marks=pytest.mark.long),
     ],
+    ids=str,
 )
 def test_worker_processes_can_import_the_main_module(started, tmp_path):
     """Run enough quick gates for two processes, each of which imports the main module again."""
@@ -360,19 +344,11 @@ def test_python_m_is_the_same_command(tmp_path):
     [
         ("python ENV/bin/curry-train bench --steps 3", "curry-train bench --steps 3"),
         ("python -m curry_train bench --steps 3", "python -m curry_train bench --steps 3"),
-        ("python3 scripts/curry_train.py bench", "python scripts/curry_train.py bench"),
     ],
 )
 def test_recorded_figures_name_the_command_as_it_is_typed(monkeypatch, started, recorded):
     monkeypatch.setattr(sys, "orig_argv", started.split())
     assert provenance(torch.device("cpu"))["command"] == recorded
-
-
-@pytest.mark.parametrize("script", NAMED_SCRIPTS)
-def test_a_named_script_is_thin_and_starts_a_command_of_the_package(script):
-    text = (ROOT / "scripts" / script).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 25
-    assert "from curry_train.cli." in text
 
 
 # Completion in a shell.
@@ -406,9 +382,8 @@ def test_an_error_breaks_between_words_and_keeps_its_lines():
     assert all(len(line) <= 80 for line in lines if " " in line)
 
 
-@pytest.mark.parametrize("words", ["vlidat", "plan --budgte 3GiB", "plan --dtype float31"])
-def test_what_click_refuses_fits_too(words):
-    ended = CliRunner().invoke(main, words.split())
+def test_what_click_refuses_fits_too():
+    ended = CliRunner().invoke(main, ["plan", "--dtype", "float31"])
     assert ended.exit_code == 2
     assert max(map(len, ended.stderr.splitlines())) <= 80
     assert "Error: " in ended.stderr

@@ -61,17 +61,7 @@ UNFIT = {
     "python_random": "draws from python's generator",
     "other_in_backward": "keeps state between calls",
 }
-LLAMA = """
-from transformers import LlamaConfig, LlamaForCausalLM
-
-
-def llama():
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, pad_token_id=0
-    ))
-"""
-FIT = ("healthy", "llama")
+FIT = ("healthy",)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +73,6 @@ def repository(tmp_path_factory):
     (package / "__init__.py").touch()
     factories = [f"\n\ndef {name}_model():\n    return model({name})\n" for name in UNFIT]
     (package / "models.py").write_text(MODELS + "".join(factories))
-    (package / "languages.py").write_text(LLAMA)
     (root / "src" / "mylib").mkdir()
     (root / "src" / "mylib" / "__init__.py").touch()
     ignored = shutil.ignore_patterns("__pycache__")
@@ -102,8 +91,7 @@ def run(repository, monkeypatch):
 
 
 def spec(name):
-    homes = {"healthy": "theirs.models:healthy", "llama": "theirs.languages:llama"}
-    return homes.get(name, f"theirs.models:{name}_model")
+    return f"theirs.models:{name if name in FIT else f'{name}_model'}"
 
 
 def pytest_run(root, *arguments, path):
@@ -211,16 +199,6 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run):
     assert "5 passed" in done.stdout or "4 passed, 1 skipped" in done.stdout, done.stdout
 
 
-def test_a_file_that_it_wrote_itself_is_written_again(repository, run):
-    arguments = ["--model", "mlp", "--out", "tests/test_again.py", "--gate", "grad-accum"]
-    path = repository / "tests" / "test_again.py"
-    assert run(*arguments).exit_code == 0
-    text = path.read_text()
-    path.write_text(text.replace("batch_size=4", "batch_size=1"))
-    assert run(*arguments).exit_code == 0
-    assert path.read_text() == text
-
-
 def test_a_model_in_a_file_is_found_from_any_folder(repository, run):
     folder = repository / "nets"
     folder.mkdir()
@@ -234,13 +212,6 @@ def test_a_model_in_a_file_is_found_from_any_folder(repository, run):
     assert "2 passed" in done.stdout
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no full device")
-def test_a_place_without_room_is_one_line(run):
-    full = run("--model", "mlp", "--out", "/dev/full")
-    assert full.exit_code == 2
-    assert "No space left on device" in full.output
-
-
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests" / "test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
@@ -250,6 +221,7 @@ def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     assert not is_rendered(path.read_text())
     assert run("--model", "mlp", "--out", path, "--overwrite").exit_code == 0
     assert is_rendered(path.read_text())
+    assert run("--model", "mlp", "--out", path).exit_code == 0
 
 
 def test_the_command_for_a_path_with_spaces_can_be_typed(repository, run):
@@ -282,13 +254,6 @@ def test_a_removed_gate_fails_instead_of_passing_silently(repository, run):
     done = pytest_run(repository, "tests/test_gone.py", path=TEMPLATE)
     assert done.returncode == 1
     assert "no gate of curry_train matches" in done.stdout
-
-
-def test_without_cuda_its_tests_skip_with_the_reason(repository, run):
-    assert run("--model", "mlp", "--out", "tests/test_cuda.py", "--device", "cuda").exit_code == 0
-    text = (repository / "tests" / "test_cuda.py").read_text()
-    assert 'pytest.skip("no CUDA device")' in text
-    assert 'device=torch.device("cuda")' in text
 
 
 @pytest.mark.parametrize(

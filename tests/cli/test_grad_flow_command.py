@@ -4,20 +4,18 @@ python -m pytest tests/cli/test_grad_flow_command.py
 """
 
 import json
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
 
-from curry_train.cli.figures import NONFINITE_COLOUR, plot_flow
+pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
+
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from curry_train.cli.figures import NONFINITE_COLOUR
 from curry_train.cli.main import main
-from curry_train.primitives.grad_flow import (
-    AFTER_BACKWARD,
-    LayerFlow,
-    StepFlow,
-    Update,
-    ValueSpread,
-)
+from curry_train.primitives.grad_flow import AFTER_BACKWARD
 
 QUICK = ["--model", "mlp", "--device", "cpu"]
 OWN = """
@@ -58,14 +56,7 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
 
 def test_json_has_every_step_and_layer(run, tmp_path):
     path = tmp_path / "flow.json"
-    arguments = [
-        "--steps",
-        "4",
-        "--microbatches",
-        "2",
-        "--clip-norm",
-        "0.01",
-    ]
+    arguments = ["--steps", "4", "--microbatches", "2", "--clip-norm", "0.01"]
     ended = run(*QUICK, *arguments, "--layers", "*.0", "--json", str(path))
     assert ended.exit_code == 0, ended.output
     data = json.loads(path.read_text())
@@ -77,57 +68,20 @@ def test_json_has_every_step_and_layer(run, tmp_path):
     assert step["scaled"] < 0.5
     assert step["gradients_read"] == AFTER_BACKWARD
     assert list(step["layers"]) == [f"{index}.0" for index in range(6)]
-    assert step["layers"]["0.0"]["activation"].keys() == {
-        "elements",
-        "zeros",
-        "nonfinite",
-        "squares",
-        "norm",
-        "rms",
-        "zero",
-        "bad",
-    }
+    assert {"nonfinite", "norm", "rms"} <= step["layers"]["0.0"]["activation"].keys()
 
 
 def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    ended = run(
-        "--model", "own_model:build", "--device", "cpu", "--steps", "2", "--json", "own.json"
-    )
+    words = ["--model", "own_model:build", "--device", "cpu", "--steps", "2"]
+    ended = run(*words, "--json", "own.json", "--plot", "own.png")
     assert ended.exit_code == 1, ended.output
+    pixels = imread(tmp_path / "own.png")[..., :3]
+    assert (abs(pixels - list(to_rgb(NONFINITE_COLOUR))).max(-1) < 0.02).sum() > 5000
     assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
     data = json.loads((tmp_path / "own.json").read_text())
     assert data["steps"][0]["gradient"]["norm"] == "nan"
-
-
-def test_a_plot_is_a_png_with_every_mark(tmp_path):
-    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
-    from matplotlib.colors import to_rgb
-    from matplotlib.image import imread
-
-    good = LayerFlow(ValueSpread(10, 0, 0, 10.0), 1, ValueSpread(10, 0, 0, 1e-3), Update(1.0, 1e-3))
-    bad = replace(good, gradient=ValueSpread(10, 0, 3, float("nan")))
-    names = [f"layers.{index}" for index in range(100)]
-    records = [
-        StepFlow(
-            step=step,
-            stepped=step != 2,
-            layers=dict.fromkeys(names, good if step < 3 else bad)
-            | {names[0]: replace(good, activation=None)},
-            order=tuple(names),
-            forwards=1,
-            gradient=None,
-            gradients_read=AFTER_BACKWARD,
-            scaled=None,
-        )
-        for step in range(4)
-    ]
-    plot_flow(records, tmp_path / "flow.png")
-    pixels = imread(tmp_path / "flow.png")[..., :3]
-    assert pixels.shape[0] > 1000
-    red = abs(pixels - list(to_rgb(NONFINITE_COLOUR))).max(-1) < 0.02
-    assert red.sum() > 5000  # a quarter of one panel
 
 
 def test_a_report_on_a_script_says_that_its_loop_was_not_run(run, tmp_path, monkeypatch):

@@ -10,8 +10,11 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from owned_copies import OWNED_TECHNIQUES, OWNED_TESTS_FOLDER, own
 
+from curry_train.cli.ownership import Kind, find_bundle, technique_files
+
+BUNDLE = find_bundle()
+OWNED = {one.name: one for one in BUNDLE.techniques if one.kind is Kind.OWNED}
 GENERATORS_LEFT_AS_THEY_ARE = (
     'settings["preserve_rng_state"] = False\n    output = checkpoint(call,'
 )
@@ -92,21 +95,29 @@ def pytest_runtest_setup(item):
         pytest.skip("one failure is enough")
 """
 PYTEST = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-PACKAGE_IMPORT = re.compile(r"^from curry_train\.primitives\.", re.MULTILINE)
-
-
-def owned_test(technique):
-    """Name the test of a technique."""
-    return f"test_{technique.replace('-', '_')}.py"
 
 
 def copies():
-    """Yield the name of each copy with its technique and its faults; the first has none."""
+    """Yield the name of each copy with its technique and its fault; the first has none."""
     for technique, faults in FAULTS.items():
-        stem = OWNED_TECHNIQUES[technique]
-        yield f"{stem}_right", technique, []
+        stem = technique.replace("-", "_")
+        yield f"{stem}_right", technique, ("", "")
         for index, fault in enumerate(faults):
-            yield f"{stem}_fault_{index}", technique, [fault]
+            yield f"{stem}_fault_{index}", technique, fault
+
+
+def own(folder, name, technique, fault):
+    """Copy a technique as `add` does, with its test; a fault must be found in the copy."""
+    files = technique_files(BUNDLE, [OWNED[technique]], directory=name, package=name)
+    test = files.pop(f"tests/{OWNED[technique].test}")
+    (folder / f"test_{name}.py").write_bytes(test)
+    (folder / name).mkdir()
+    (folder / name / "__init__.py").touch()
+    assert any(fault[0] in content.decode() for content in files.values()), fault
+    for path, content in files.items():
+        (folder / path).write_text(
+            content.decode().replace(*fault) if fault[0] else content.decode()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -115,15 +126,8 @@ def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("owned")
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\nfilterwarnings = error\n")
-    for name, technique, faults in copies():
-        stem = OWNED_TECHNIQUES[technique]
-        own(folder, stem, package=name, faults=faults)
-        text = (OWNED_TESTS_FOLDER / owned_test(technique)).read_text()
-        text, num_imports = PACKAGE_IMPORT.subn(f"from {name}.", text)
-        assert num_imports == 1
-        assert "curry_train" not in text
-        (folder / f"test_{name}.py").write_text(text)
-
+    for copy in copies():
+        own(folder, *copy)
     report = folder / "report.xml"
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -149,28 +153,24 @@ def outcomes(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("technique", OWNED_TECHNIQUES)
+@pytest.mark.parametrize("technique", OWNED)
 def test_an_owned_copy_passes_its_test_without_the_package(technique, outcomes):
-    passed, failed = outcomes[f"{OWNED_TECHNIQUES[technique]}_right"]
+    passed, failed = outcomes[f"{technique.replace('-', '_')}_right"]
     assert not failed
     assert passed >= 4
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, _, faults in copies() if faults], ids=lambda name: name
-)
+@pytest.mark.parametrize("name", [name for name, _, fault in copies() if fault[0]])
 def test_a_faulty_copy_fails_its_test(name, outcomes):
     _, failed = outcomes[name]
     assert failed, "the owned test passes with this fault"
 
 
 def test_every_owned_technique_has_a_short_test_and_two_faults():
-    tests = {path.name: path for path in OWNED_TESTS_FOLDER.glob("test_*.py")}
-    assert set(tests) == set(map(owned_test, OWNED_TECHNIQUES))
-    assert set(FAULTS) == set(OWNED_TECHNIQUES)
+    assert FAULTS.keys() == OWNED.keys()
     assert all(len(faults) >= 2 for faults in FAULTS.values())
-    lengths = {stem: len(path.read_text().splitlines()) for stem, path in tests.items()}
-    assert max(lengths.values()) <= 180, lengths
-    for path in tests.values():
-        imported = set(re.findall(r"^(?:from|import) (\w+)", path.read_text(), re.MULTILINE))
-        assert imported - sys.stdlib_module_names <= {"torch", "pytest", "curry_train"}, path
+    for technique in OWNED.values():
+        text = (BUNDLE.tests / technique.test).read_text()
+        assert len(text.splitlines()) <= 180
+        imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
+        assert imported - sys.stdlib_module_names <= {"torch", "pytest", "curry_train"}

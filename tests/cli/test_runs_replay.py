@@ -12,8 +12,10 @@ import pytest
 from click.testing import CliRunner
 from warm_python import warm_python
 
+from curry_train.cli import runs_replay
 from curry_train.cli.main import main
 from curry_train.cli.runs_replay import describe
+from curry_train.runs.box import BoxFacts
 
 SCRIPT = """\
 import sys
@@ -111,6 +113,19 @@ def test_a_box_of_another_model_and_one_without_its_state_are_refused(
 def test_wrong_usage_has_a_message_and_status_2(words, message, trained, monkeypatch):
     status, output = replay(monkeypatch, trained, *words)
     assert (status, message in output) == (2, True), output
+
+
+def test_repeats_that_differ_once_and_not_again_do_not_repeat(monkeypatch):
+    def found(*steps):
+        named = {str(step): [digest, digest] for step, digest in steps}
+        return {"steps": named, "not finite": None, "operations": [], "origin": None}
+
+    first = [found((7, one), (8, "b")) for one in "ac"]
+    answers = iter([*first, found((7, "a")), found((7, "a"))])
+    monkeypatch.setattr(runs_replay, "_run", lambda *_: next(answers))
+    facts = BoxFacts(8, "why", None, {}, None, 1, "train.py")
+    repeated = runs_replay.repeat("box", facts, [], times=2, show=str)
+    assert (repeated["step"], repeated["difference"][:15]) == (7, "does not repeat")
 
 
 GROWN = {"module": "h.1", "gain": 80.0, "sizes": [1.5, 120.0], "batch": 1.0}

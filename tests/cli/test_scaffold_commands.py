@@ -12,23 +12,21 @@ import pytest
 from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, tree, write
 
 from curry_train.cli.merge import Base, Lock
-from curry_train.cli.ownership import TECHNIQUES, Bundle
+from curry_train.cli.ownership import TECHNIQUES
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
+def bundle(tmp_path):
     return make_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture
-def project(bundle: Bundle, tmp_path: Path) -> Path:
+def project(bundle, tmp_path):
     scaffold(bundle, "new", "run", cwd=tmp_path)
     return tmp_path / "run"
 
 
-def test_diff_tells_edits_of_the_user_from_changes_of_the_release(
-    bundle: Bundle, project: Path
-) -> None:
+def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):
     write(bundle.project / "both.txt", "1\n2\n3\n")
     write(bundle.project / "gone.txt", "1\n")
     scaffold(bundle, "update", cwd=project)
@@ -58,7 +56,7 @@ def test_diff_tells_edits_of_the_user_from_changes_of_the_release(
     ]
 
 
-def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, project: Path) -> None:
+def test_diff_patch_turns_the_users_files_into_the_bundles(bundle, project):
     write(project / "README.md", "# Mine")
     (project / "pyproject.toml").unlink()
     edit(bundle.project / "train.py", "if __name__ == '__main__':\n    main()\n", "main()")
@@ -69,7 +67,7 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle: Bundle, proje
     assert again.endswith("5 files: 5 as it came\n")
 
 
-def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: Path) -> None:
+def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path):
     shown = scaffold(REAL, "list", cwd=tmp_path).stdout
     assert "primitives/grad_accum.py; add: 1 module, " in shown
     assert "plan/planner.py; add: prints the command" in shown
@@ -81,7 +79,7 @@ def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path: P
     assert max(map(len, lines)) <= 80
 
 
-def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Path) -> None:
+def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path):
     code = (
         "import sys; sys.argv[1:] = ['list']; from curry_train.cli.scaffold import scaffold_group;"
         "scaffold_group(standalone_mode=False); assert 'torch' not in sys.modules"
@@ -97,15 +95,10 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
     [
         (["new", "1run"], "'1run' can't be a project's name"),
         (["new", "run", "--name", "my run"], "give --name ASCII letters"),
-        (["new", "run", "--name", "größe"], "ASCII"),
-        (["new", "run", "--name", "__"], "ASCII"),
         (["new", "run", "--name", "torch"], "something that the project needs itself"),
-        (["new", "run", "--name", "Curry_Train"], "something that the project needs itself"),
         (["new", "full"], "full exists; name a new folder"),
         (["new", "file"], "file exists; name a new folder"),
-        (["new", "file/run"], "file is not a folder"),
         (["new", "gone/run"], "gone is not a folder"),
-        (["new", "link", "--name", "run"], "link exists; name a new folder"),
         (["new", ".", "--name", "run"], "exists; name a new folder"),
         (["new", "x" * 300], "File name too long"),
         (["add", "Sacs", "--into", "package"], "did you mean 'sac'?"),
@@ -115,40 +108,24 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path: Pat
         ),
         (["add", "sac"], "--into is missing"),
         (["add", "memory-plan", "--own"], "takes neither --own nor --overwrite"),
-        (["add", "loss-spike", "--overwrite"], "takes neither --own nor --overwrite"),
         (["add", "sac", "--into", "my-package"], "can't import a folder called 'my-package'"),
-        (["add", "sac", "--into", "class"], "can't import a folder called 'class'"),
         (["add", "sac", "--into", "file"], "file is a file, and a folder must go there"),
-        (["add", "sac", "--into", "file/package"], "file is a file, and a folder must go there"),
-        (["add", "sac", "--into", "/"], "can't import a folder called ''"),
         (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),
-        (["add", "sac", "--into", "tests"], "tests is a file, and a folder must go there"),
         (["add", "sac", "--into", "hole"], "hole/sac.py is a folder, and a file must go there"),
         (["diff", "full"], "full has no curry-train.lock"),
         (["update", "full"], "full has no curry-train.lock"),
-        (["update", "gone"], "gone has no curry-train.lock"),
         (["diff", "damaged"], "curry-train.lock is damaged"),
-        (["update", "damaged"], "curry-train.lock is damaged"),
-        (["diff", "first_edition"], "curry-train.lock is damaged"),
         (["diff", "torn"], "curry-train.lock is damaged"),
         (["diff", "hostile"], "hostile/../secret leads out of"),
-        (["update", "hostile"], "hostile/../secret leads out of"),
     ],
 )
-def test_a_mistake_gets_one_line_and_status_2(
-    bundle: Bundle, tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, arguments, message):
     place = tmp_path / "place"
     write(place / "full/notes.txt", "")
     write(place / "file", "")
-    (place / "link").symlink_to(place / "full")
     write(place / "root/pyproject.toml", "")
-    if arguments[-1] == "tests":
-        arguments[-1] = "package"
-        write(place / "tests", "")
     write(place / "hole/sac.py/notes.txt", "")
     write(place / "damaged/curry-train.lock", '{"format": 2')
-    write(place / "first_edition/curry-train.lock", '{"format": 1}')
     hostile = Lock("0", files={"../secret": Base("0", b"x")}).to_bytes()
     (write(place / "hostile/curry-train.lock", "")).write_bytes(hostile)
     torn = Lock("0", files={"a": Base("0", b"x" * 99)}).to_bytes().replace(b'"eN', b'"eX')
@@ -165,12 +142,12 @@ def test_a_mistake_gets_one_line_and_status_2(
 @pytest.mark.parametrize("writes", [0, 1])
 @pytest.mark.parametrize("name", ["new", "add", "update"])
 def test_an_unwritable_folder_gets_one_line_and_no_files(
-    bundle: Bundle,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    writes: int,
-) -> None:
+    bundle,
+    tmp_path,
+    monkeypatch,
+    name,
+    writes,
+):
     arguments = {
         "new": ["new", "other"],
         "add": ["add", "sac", "--into", "package"],
@@ -182,7 +159,7 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
     genuine = Path.write_bytes
     count = 0
 
-    def refuse(self: Path, content: bytes) -> int:
+    def refuse(self, content):
         nonlocal count
         count += 1
         if count > writes:

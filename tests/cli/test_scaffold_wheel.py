@@ -18,7 +18,6 @@ from scaffold_case import ROOT, make_bundle, scaffold, shell, tree, write
 
 from curry_train.cli.ownership import (
     BUNDLED_FOLDER,
-    Bundle,
     build_wheel,
     find_bundle,
     wheel_name,
@@ -27,12 +26,12 @@ from curry_train.cli.screen import UnusableInput
 
 
 @pytest.fixture
-def bundle(tmp_path: Path) -> Bundle:
+def bundle(tmp_path):
     return make_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+def clone(tmp_path_factory):
     """Copy the sources of the package, so that no edit changes them during the tests."""
     root = tmp_path_factory.mktemp("clone")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -43,7 +42,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.fixture(scope="module")
-def wheel(clone: Bundle) -> bytes:
+def wheel(clone):
     return build_wheel(clone)
 
 
@@ -51,9 +50,7 @@ def wheel(clone: Bundle) -> bytes:
 TEXTS = (".jinja", ".md")
 
 
-def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(
-    clone: Bundle, wheel: bytes
-) -> None:
+def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(clone, wheel):
     names = zipfile.ZipFile(io.BytesIO(wheel)).namelist()
     modules = [path.relative_to(clone.package.parent) for path in clone.package.rglob("*.py")]
     assert {path.as_posix() for path in modules} <= set(names)
@@ -67,7 +64,7 @@ def test_wheel_holds_the_package_with_the_files_that_new_and_add_copy(
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_a_wheel_that_pip_can_not_build_gets_its_message(clone: Bundle, tmp_path: Path) -> None:
+def test_a_wheel_that_pip_can_not_build_gets_its_message(clone, tmp_path):
     root = Path(shutil.copytree(clone.package.parents[1], tmp_path / "clone"))
     write(root / "pyproject.toml", "[build-system]\nrequires = 7\n")
     with pytest.raises(UnusableInput, match=r"pip can't build the wheel of .*clone:\n"):
@@ -75,7 +72,7 @@ def test_a_wheel_that_pip_can_not_build_gets_its_message(clone: Bundle, tmp_path
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory):
     """Make a virtual environment with torch and the other packages, but not curry-train."""
     place = tmp_path_factory.mktemp("environment") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
@@ -89,7 +86,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(environment: Path, clone: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(environment, clone, tmp_path_factory):
     """Make a project, move it, and install its wheel from its own folder."""
     folder = tmp_path_factory.mktemp("new")
     assert scaffold(clone, "new", "my-run", cwd=folder).returncode == 0
@@ -106,9 +103,7 @@ def installed(environment: Path, clone: Bundle, tmp_path_factory: pytest.TempPat
     return moved
 
 
-def test_project_installs_from_its_own_wheel_alone(
-    environment: Path, installed: Path, clone: Bundle
-) -> None:
+def test_project_installs_from_its_own_wheel_alone(environment, installed, clone):
     code = "import curry_train; print(curry_train.__file__, curry_train.__version__)"
     shown = shell(f'{environment}/bin/python -c "{code}"', cwd=installed).stdout.split()
     assert Path(shown[0]).is_relative_to(environment)
@@ -117,8 +112,8 @@ def test_project_installs_from_its_own_wheel_alone(
 
 
 def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
-    environment: Path, installed: Path, clone: Bundle, tmp_path: Path
-) -> None:
+    environment, installed, clone, tmp_path
+):
     """Use the template, tests and metadata in the wheel, without a clone."""
     write(tmp_path / "theirs/setup.py", "")
     write(tmp_path / "ours/setup.py", "")
@@ -154,18 +149,14 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
         pytest.param("", marks=pytest.mark.long, id="all"),
     ],
 )
-def test_project_passes_its_own_tests_without_the_bundle(
-    environment: Path, installed: Path, chosen: str
-) -> None:
+def test_project_passes_its_own_tests_without_the_bundle(environment, installed, chosen):
     ran = shell(f'make test PYTHON={environment}/bin/python ARGS="{chosen}"', cwd=installed)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
 
 
 @pytest.mark.long
-def test_make_train_creates_the_environment_once_and_trains(
-    environment: Path, clone: Bundle, tmp_path: Path
-) -> None:
+def test_make_train_creates_the_environment_once_and_trains(environment, clone, tmp_path):
     assert scaffold(clone, "new", "run", cwd=tmp_path).returncode == 0
     project = tmp_path / "run"
     shutil.copytree(environment, project / ".venv", symlinks=True)
@@ -182,9 +173,7 @@ def test_make_train_creates_the_environment_once_and_trains(
 
 
 @pytest.mark.long
-def test_owned_project_passes_its_own_tests_without_the_package(
-    environment: Path, clone: Bundle, tmp_path: Path
-) -> None:
+def test_owned_project_passes_its_own_tests_without_the_package(environment, clone, tmp_path):
     assert scaffold(clone, "new", "run", "--own", cwd=tmp_path).returncode == 0
     here = "Path(curry_train.__file__).parents[1] == Path(__file__).parent"
     write(

@@ -128,7 +128,6 @@ def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):
         ),
         (["--steps", "30"], "begin in step 20, and the watchdog judges from step 33 on"),
         (["--steps", "40", "spike.action=warn"], "needs spike.action=rollback"),
-        (["--steps", "40", "modle=mlp"], "modle is no key; did you mean model"),
         (["--steps", "40", "--runs", "full"], "full is not empty: give a new folder"),
     ],
 )

@@ -110,7 +110,6 @@ def test_json_on_standard_output_is_alone_there(train):
         ),
         (["--resume", "latest"], "Error: there is no saved state to resume from for 'latest'"),
         (["parallel=ddp"], "this is a single process: start it with torchrun"),
-        (["model=nothing"], "Error: no workload is called 'nothing'"),
         (["model=mlp"], "use data.source=workload"),
     ],
 )

@@ -140,6 +140,7 @@ def _take(asked: socket.socket, place: str) -> None:
     os.environ.update(environment)
     sys.argv[:] = words
     sys.executable = str(Path(place).with_name("python"))  # for processes that it starts
+    sys.orig_argv[:] = [sys.executable, *words]
 
 
 def _answer(asked: socket.socket, process: int) -> NoReturn:

@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/skills/test_pages.py`.
 """
 
+import functools
 import json
 import os
 import pkgutil
@@ -10,13 +11,18 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
 import yaml
+from click.testing import CliRunner
 from pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 from tree import ROOT, skills
 from warm_python import warm_python
+
+from curry_train.cli import scaffold
+from curry_train.cli.main import main
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
 NAMES = [skill.name for skill in skills(ROOT)]
@@ -35,10 +41,13 @@ LONG_BLOCKS = (
     "curry-train memory --trainer my_trainer:make_trainer",
     "curry-train plan --model my_llama.py:build",
     "curry-train runs spike-check",
+    "curry-train runs resume-check",
     "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
     "--explain --plot",
     "curry-train savings --out savings --model transformer",
 )
+# Commands with one of these words run the user's program, or trust the process with signals.
+OTHER_PROCESS = {"--script", "--trainer", "train", "&&", "|", ">"}
 # Replaces the script that pip writes for the entry point, with the python of the test.
 INSTALLED_COMMAND = """\
 #!/bin/sh
@@ -58,6 +67,7 @@ def shortened(text):
         if line.startswith("curry-train savings") and "--strategy" not in line:
             line += " --strategy full"
         line = line.replace("--model transformer", "--model mlp")
+        line = line.replace("--batch-size 32", "--batch-size 4").replace(" steps=20 ", " steps=2 ")
         line = re.sub(r"\btransformer\(\)", "transformer(dim=32)", line)
         lines.append(re.sub(r"\b(train\.py .*steps=\d)0\b", r"\1", line))
     return "\n".join(lines)
@@ -100,7 +110,25 @@ def copy(tmp_path_factory):
     return root
 
 
+# Several pages make a project.
+WHEEL = functools.cache(scaffold.build_wheel)
+
+
+@pytest.fixture
+def in_this_process(copy, monkeypatch):
+    """Run commands in the folder of the bundle, and forget the modules that they import there."""
+    monkeypatch.chdir(copy)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr(scaffold, "build_wheel", WHEEL)
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(copy)):
+            del sys.modules[name]
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("page", "block"), list(blocks_of("bash")))
 def test_command_runs(page, block, copy):
     environment = os.environ | {
@@ -116,6 +144,10 @@ def test_command_runs(page, block, copy):
         assert words[0] in ("python", "make", "curry-train", "cd")
         if words[1] == "new":  # pages make the same project
             shutil.rmtree(copy / words[2], ignore_errors=True)
+        if words[0] == "curry-train" and not OTHER_PROCESS & {*words}:
+            ended = CliRunner().invoke(main, words[1:])
+            assert ended.exit_code == 0, f"{line}\n{ended.output}"
+            continue
         # Use the packages that are installed already.
         command = f"{line} PYTHON=python" if words[0] == "make" else line
         ended = subprocess.run(

@@ -11,22 +11,21 @@ Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
 from ..bench.report import Bench
-from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
+from ..bench.savings import SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
-from ..core.wording import format_bytes, format_mebibytes, format_seconds
+from ..core.wording import format_bytes, format_mebibytes
 from ..plan.planner import Planner
 from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
 from ..runs.history import Course, History
-from ..runs.journal import event_number, printable
+from ..runs.journal import printable
 from .options import require_matplotlib
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ COLOURS = (
     *("#EE8866", "#999933", "#882255", "#117733", "#332288", "#AA4499", "#DDAA33"),
 )
 GREY_COLOUR = "#555555"
+# Of a legend at the right of the panels.
+OUTSIDE = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
 STRATEGY_MARKERS = "osD^vP<X>hpd8H"
 BYTES_PER_MIB = 2**20
 BYTES_PER_GIB = 2**30
@@ -76,16 +77,13 @@ PLAIN_RATIO = Ratio(1.0, None, None, None)
 RATIO_AXIS = "step time / that of the plain step in the same round"
 
 
-@dataclass(frozen=True)
-class Trade:
-    """The cost of a setup, its interval where there is one, and its peak memory."""
+class Trade(NamedTuple):
+    """The cost of a setup, the ends of its interval where it has one, and its peak memory."""
 
     name: str
     cost: float
+    ends: tuple[float | None, float | None]
     peak_bytes: int
-    lower: float | None = None
-    upper: float | None = None
-    label: str = ""
 
 
 def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: str) -> None:
@@ -95,9 +93,9 @@ def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: st
         index = names.index(trade.name)
         colour = COLOURS[index % len(COLOURS)]
         marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
-        axes.plot([cost], [peak], marker, color=colour, label=trade.label or trade.name)
-        if trade.lower is not None:
-            axes.hlines(peak, trade.lower, trade.upper, colour, linewidth=0.9, alpha=0.5)
+        axes.plot([cost], [peak], marker, color=colour, label=trade.name)
+        if None not in trade.ends:
+            axes.hlines(peak, *trade.ends, colour, linewidth=0.9, alpha=0.5)
     front = list(zip(*pareto(points), strict=True))
     axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
     axes.set_ylim(0, 1.1 * max((peak for _, peak in points), default=1.0))
@@ -113,14 +111,12 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
     trades = []
     for row in bench.rows:
         if row.step and row.peak_bytes:
-            label = f"{row.name}, {format_seconds(row.step.median)}"
             ratio = row.ratio or PLAIN_RATIO
             ends = (ratio.lower, ratio.upper)
-            trades.append(Trade(row.name, ratio.median, row.peak_bytes, *ends, label))
+            trades.append(Trade(row.name, ratio.median, ends, row.peak_bytes))
     figure = _new_figure(9, 5, title, TRADE_NOTE)
-    axes = figure.add_subplot()
-    _draw_trades(axes, trades, [trade.name for trade in trades], RATIO_AXIS)
-    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
+    _draw_trades(figure.add_subplot(), trades, [trade.name for trade in trades], RATIO_AXIS)
+    figure.legend(**OUTSIDE)
     _save(figure, path)
 
 
@@ -138,20 +134,14 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
             peak = row.peak_bytes or 0
             if row.ratio is not None or row.name == REFERENCE_STRATEGY:
                 ratio = row.ratio or PLAIN_RATIO
-                times.append(Trade(row.name, ratio.median, peak, ratio.lower, ratio.upper))
+                times.append(Trade(row.name, ratio.median, (ratio.lower, ratio.upper), peak))
             share = 100 * (row.recompute_ratio or 0)
-            flops.append(Trade(row.name, share, peak, label=_strategy_label(row)))
+            flops.append(Trade(row.name, share, (None, None), peak))
         _draw_trades(panels[0], times, names, RATIO_AXIS)
         _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
         panels[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold")
         panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
     _save(figure, path)
-
-
-def _strategy_label(row: SavingsRow) -> str:
-    if row.name == REFERENCE_STRATEGY or row.peak_ratio is None:
-        return row.name
-    return f"{row.name} {row.peak_ratio:.0%}" if row.modules else f"{row.name} (no change)"
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -233,20 +223,19 @@ def _draw_cells(axes: Any, grid: Any) -> Any:
     from matplotlib.colors import ListedColormap, LogNorm
 
     good = grid[numpy.isfinite(grid) & (grid > 0)]
-    highest = float(good.max()) if good.size else 1.0
-    lowest = max(float(good.min()), highest / 10**COLOUR_DECADES) if good.size else 0.1
+    highest = good.max(initial=0.0) or 1.0
     # A small range would let noise look like a slope.
-    lowest = min(lowest, highest / 10)
+    lowest = min(max(good.min(initial=highest), highest / 10**COLOUR_DECADES), highest / 10)
 
     # Without the darkest end of viridis, which is left to values that are exactly 0.
     colours: Any = ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0.15, 1.0, 256)))
     ends = {"bad": NOT_SEEN_COLOUR, "under": ZERO_COLOUR, "over": NONFINITE_COLOUR}
-    colours = colours.with_extremes(**ends)
-    shown = numpy.where(grid > 0, numpy.maximum(grid, lowest), grid)
     # Values out of the scale have the colours of its ends; LogNorm would mask 0 and infinity.
-    shown = numpy.where(grid == 0, lowest / 2, numpy.where(grid == math.inf, 2 * highest, shown))
+    shown = grid.clip(lowest, 2 * highest)
+    shown[grid == 0] = lowest / 2
+    norm = LogNorm(lowest, highest)
     options = {"aspect": "auto", "interpolation": "nearest"}
-    return axes.imshow(shown, norm=LogNorm(lowest, highest), cmap=colours, **options)
+    return axes.imshow(shown, norm=norm, cmap=colours.with_extremes(**ends), **options)
 
 
 # memory: bytes by owner over a step or a record, and at its peak.
@@ -285,9 +274,7 @@ def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | 
     moment = course.moments[course.peak_place]
     axes.plot([moment], [peak], "v", color="black", clip_on=False, label=course.peak_text)
     _frame(axes, course.unit, "MiB alive", grid="y")
-    figure.legend(
-        title="MiB at the peak", loc="outside right upper", fontsize=9, frameon=False, reverse=True
-    )
+    figure.legend(title="MiB at the peak", reverse=True, **OUTSIDE)
     _save(figure, path)
 
 
@@ -346,7 +333,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     time = f"predicted time of one optimizer step ({samples} samples), ms"
     _frame(axes, f"predicted peak memory{per_rank}, {unit}", time)
     # Long enough to show which lines are dashed.
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False, handlelength=4)
+    figure.legend(handlelength=4, **OUTSIDE)
     _save(figure, path)
     return lines
 
@@ -416,7 +403,10 @@ def plot_runs(
 
     `smooth` draws the loss as a mean over that many steps.
     """
-    drawn = sorted((history for history in histories if len(history.steps)), key=_last_loss)
+    with_steps = (history for history in histories if len(history.steps))
+    drawn = sorted(
+        with_steps, key=lambda one: numpy.nan_to_num(one.steps.values["loss"][-1], nan=math.inf)
+    )
     if not drawn:
         raise ValueError("there is nothing to draw: no journal has a step that counts")
     looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
@@ -447,15 +437,9 @@ def plot_runs(
     _draw_events(events, looks[:MOST_NAMED])
     if len(drawn) > 1:
         handles, names = loss.get_legend_handles_labels()
-        where = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
-        figure.legend(handles[::-1], names[::-1], **where)
+        figure.legend(handles[::-1], names[::-1], **OUTSIDE)
     _save(figure, path)
     return [history.name for history, _ in looks[:MOST_NAMED]]
-
-
-def _last_loss(history: History) -> float:
-    loss = event_number(history.steps.values["loss"][-1])
-    return loss if loss == loss else float("inf")
 
 
 def shorten(name: str) -> str:

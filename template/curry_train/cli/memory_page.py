@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 
@@ -62,8 +63,7 @@ MOST_POINTS = 1500
 MOST_BLOCKS = 6000
 
 
-@dataclass(frozen=True)
-class CourseBlock:
+class CourseBlock(NamedTuple):
     """A block that a page names."""
 
     born: int
@@ -101,28 +101,23 @@ def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> Memory
     phases = [(phase, starts[index], starts[index + 1]) for index, phase in enumerate(STEP_PHASES)]
     moments = tuple(point.index for point in timeline.points)
     peak = timeline.peak
-    named = (CourseBlock(life.born, life.died, life.nbytes, *_words(life.owner)) for life in lives)
-    title = f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}"
+    named = (
+        CourseBlock(life.born, life.died, life.nbytes, group, layer.replace("(rest)", ""))
+        for life in lives
+        for group, layer in [life.owner]
+    )
+    drawn = [group for group in GROUP_COLOURS if any(timeline.owners.get(group, ()))]
     return MemoryCourse(
-        title=title,
+        title=f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}",
         unit="operation",
         moments=moments,
-        owners={group: timeline.owners[group] for group in _drawn(timeline.owners)},
+        owners={group: timeline.owners[group] for group in drawn},
         end=timeline.num_operations - 1,
         phases=tuple(phases),
         peak_place=moments.index(peak.index),
         peak_text=f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
         blocks=_largest(named),
     )
-
-
-def _words(owner: tuple[str, str]) -> tuple[str, str]:
-    group, layer = owner
-    return group, "" if layer == "(rest)" else layer
-
-
-def _drawn(owners: Mapping[str, Sequence[int]]) -> list[str]:
-    return [group for group in GROUP_COLOURS if any(owners.get(group, ()))]
 
 
 def _largest(blocks: Iterable[CourseBlock]) -> tuple[CourseBlock, ...]:
@@ -183,11 +178,10 @@ def write_page(course: MemoryCourse, path: str | Path) -> None:
     """Write one page with the course and its blocks; it loads nothing."""
     labels = sorted({block.label for block in course.blocks})
     names = list(course.owners)
-    shown = [block for block in course.blocks if block.owner in course.owners]
-    number = {label: index for index, label in enumerate(labels)}
     blocks = [
-        [block.born, block.freed, block.num_bytes, names.index(block.owner), number[block.label]]
-        for block in shown
+        [*block[:3], names.index(block.owner), labels.index(block.label)]
+        for block in course.blocks
+        if block.owner in course.owners
     ]
     data = {
         "title": course.title,

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib.util
 import shlex
-import tempfile
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,16 +63,6 @@ def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
             raise click.BadParameter(str(error)) from error
 
     return callback
-
-
-def new_folder(stack: contextlib.ExitStack, path: str | None) -> Path:
-    """Return a folder that is absent or empty, or a temporary one where no path was given."""
-    if path is None:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    folder = Path(path)
-    if folder.exists() and any(folder.iterdir()):
-        raise UnusableInput(f"{folder} is not empty: give a new folder")
-    return folder
 
 
 def all_of(*options: OptionDecorator) -> OptionDecorator:
@@ -387,6 +376,7 @@ def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecora
 
 
 def steps_option(default: int, least: int) -> OptionDecorator:
+    """Add `--steps`, the steps that a program of the user's makes."""
     return click.option(
         "--steps",
         "num_steps",
@@ -398,6 +388,7 @@ def steps_option(default: int, least: int) -> OptionDecorator:
 
 
 def ranks_option() -> OptionDecorator:
+    """Add `--ranks`, the processes of a program of the user's."""
     return click.option(
         "--ranks",
         "num_ranks",

@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 
 import functools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..plan.optimizers import make_optimizer, optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
-from ..plan.rank_time import Links, parse_links
+from ..plan.rank_time import parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from ..plan.timeline import measure_timeline
 from ..workloads.models import is_taken, load_workload
@@ -223,28 +223,29 @@ def plan_command(
     here = [] if target else [FOR_THIS_DEVICE[place.type]]
     try:
         own, precision, size = _own_settings(spec, dtype, global_batch)
-        settings: dict[str, Any] = {
-            "dtype": precision,
-            "optimizer": optimizer,
-            "blocks": blocks,
-            "seed": seed,
-        }
-        meshes = shared.pop("meshes")
-        gpu = shared.pop("fits")
+        settings: dict[str, Any] = {"dtype": precision, "optimizer": optimizer}
+        settings |= {"blocks": blocks, "seed": seed}
+        meshes, gpu, kind = (shared.pop(name) for name in ("meshes", "fits", "parallel"))
+        settings |= {name: shared.pop(name) for name in ("links", "context_bytes")}
+        settings["margin"] = shared.pop("margin_percent") / 100
         if gpu is not None:
-            fewest = _find_fewest(spec, gpu, meshes, shared, size, settings)
+            fewest = _find_fewest(spec, gpu, kind or "fsdp2", meshes, shared, size, settings)
             click.echo(fewest.table())
             return provenance(torch.device("cpu")) | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
-        shared["mesh"] = meshes[0] if meshes else {}
+        sharding = Sharding(kind, mesh=meshes[0] if meshes else {}, **shared)
+        if kind is not None and not sharding.is_shared and not meshes:
+            raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
+        if verify and sharding.is_shared:
+            raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
         planner = functools.partial(
             Planner,
             spec,
             device=find_profile(target) if target else profile_of(place),
             chunked_loss=chunked_loss,
             without=without,
-            **_sharing(verify=verify, **shared),
+            sharding=sharding,
             **settings,
         )
         plan, plain = _find_plan(
@@ -298,58 +299,25 @@ OPTIONS_OF_FITS = (
 def _find_fewest(
     spec: str,
     gpu: str,
+    kind: str,
     meshes: list[dict[str, int]],
     shared: dict[str, Any],
     global_batch: int | None,
     settings: dict[str, Any],
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
-    _refuse_others(OPTIONS_OF_FITS, "--fits tries settings by itself")
-    kind = shared.pop("parallel") or "fsdp2"
-    links = shared.pop("links")
-    card = {"context_bytes": shared.pop("context_bytes")}
-    card["margin"] = shared.pop("margin_percent") / 100
+    others = [one.opts[0] for one in typed_options() if one.name not in OPTIONS_OF_FITS]
+    if others:
+        raise ValueError(f"--fits tries settings by itself: leave out {', '.join(others)}")
     with messages_on_screen() as show_message:
         return fewest_gpus(
             spec,
             find_profile(gpu),
             global_batch=global_batch or 1,
-            links=links,
-            **card,
             sharding=[Sharding(kind, mesh=mesh, **shared) for mesh in meshes or [{}]],
             tell=show_message,
             **settings,
         )
-
-
-def _refuse_others(taken: Sequence[str], why: str) -> None:
-    """Raise an error for options on the command line that are not among those taken."""
-    others = [option.opts[0] for option in typed_options() if option.name not in taken]
-    if others:
-        raise ValueError(f"{why}: leave out {', '.join(others)}")
-
-
-def _sharing(
-    *,
-    verify: bool,
-    parallel: str | None,
-    links: Links | None,
-    context_bytes: int | None,
-    margin_percent: float,
-    **options: Any,
-) -> dict[str, Any]:
-    """Return for the planner how ranks share the training, and what a device needs besides."""
-    sharding = Sharding(parallel, **options)
-    if parallel is not None and not sharding.is_shared and not options["mesh"]:
-        raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
-    if verify and sharding.is_shared:
-        raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
-    return {
-        "sharding": sharding,
-        "links": links,
-        "context_bytes": context_bytes,
-        "margin": margin_percent / 100,
-    }
 
 
 def _find_plan(

@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,8 +29,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.digest import digest
 from ..core.generators import generator_digests, generator_states, set_generator_states
+from ..runs.fingerprints import leaves_of
 
-PARTS = ("data order", "model", "optimizer", "scheduler", "scaler", "generators")
+# What is noted when it is made, by the part that its state_dict is; a model is at its first call.
+KINDS = {"optimizer": Optimizer, "scheduler": LRScheduler, "scaler": torch.amp.GradScaler}
+PARTS = ("data order", "model", *KINDS, "generators")
 
 
 class StateWatch:
@@ -46,18 +50,16 @@ class StateWatch:
         self.path = fresh
         self.mode = mode
         self.steps: list[dict[str, Any]] = []
-        # What the first step began with; the inputs of all steps.
-        self.fresh: dict[str, Any] = {"model": [], "data order": []}
+        self._made: dict[str, list[Any]] = {"model": [], **{part: [] for part in KINDS}}
+        # The states that they had at first; the inputs of the model in all steps.
+        self.fresh: dict[str, Any] = {"data order": [], **{part: [] for part in self._made}}
         if mode in PARTS:
             # The parent process has let another process write it.
             self.fresh = torch.load(fresh, weights_only=False)
+        self._num_settled = dict.fromkeys(self._made, 0)
         self._now: dict[str, Any] = {}
-        self._is_begun = False
         self._depth = 0
         self._stepping = 0
-        self._roots: list[nn.Module] = []
-        kinds = (Optimizer, LRScheduler, torch.amp.GradScaler)
-        self._made: dict[type, list[Any]] = {kind: [] for kind in kinds}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,28 +69,56 @@ class StateWatch:
                 register_optimizer_step_post_hook(self._after_step),
             ):
                 stack.callback(hook.remove)
-            for kind in self._made:
+            for part, kind in KINDS.items():
                 for one in _with_subclasses(kind):
                     if "__init__" in vars(one):
-                        noted = self._noted(kind, vars(one)["__init__"])
+                        noted = self._noted(part, vars(one)["__init__"])
                         stack.enter_context(mock.patch.object(one, "__init__", noted))
             call = self._call(nn.Module.__call__)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield
 
-    def _noted(self, kind: type, begin: Callable[..., None]) -> Callable[..., None]:
+    def _noted(self, part: str, begin: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(begin)
         def run(made: Any, *args: Any, **options: Any) -> None:
-            if all(one is not made for one in self._made[kind]):
-                self._made[kind].append(made)
+            self._add(part, made)
             begin(made, *args, **options)
 
         return run
+
+    def _add(self, part: str, made: Any) -> None:
+        if all(one is not made for one in self._made[part]):
+            self._made[part].append(made)
 
     @property
     def present(self) -> list[str]:
         """Return the parts that this training has."""
         return [part for part in PARTS if any(step[part] for step in self.steps)]
+
+    def _settle(self) -> None:
+        """Take or withhold the state of what was made since, before anything of it is noted."""
+        if self.mode == "straight" and "generators" not in self.fresh:
+            self.fresh["generators"] = generator_states()
+        elif self.mode == "generators" and "generators" in self.fresh:
+            set_generator_states(self.fresh.pop("generators"))
+        for part, objects in self._made.items():
+            for number, one in enumerate(objects[self._num_settled[part] :]):
+                if self.mode == "straight":
+                    self.fresh[part].append(copy.deepcopy(one.state_dict()))
+                elif self.mode == part:
+                    one.load_state_dict(self.fresh[part][self._num_settled[part] + number])
+            self._num_settled[part] = len(objects)
+
+    def _states(self, part: str) -> dict[str, Any]:
+        """Return the state of a part: digests of tensors, and numbers."""
+        found: dict[str, Any] = {}
+        for number, one in enumerate(self._made[part]):
+            state = one.state_dict()
+            # Rates are noted apart.
+            state.pop("param_groups", None)
+            for name, value in leaves_of(state, str(number) if number else "").items():
+                found[name] = digest(value) if isinstance(value, Tensor) else value
+        return found
 
     # Before the forward pass of a model.
 
@@ -108,76 +138,25 @@ class StateWatch:
         return run
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
-        self._take_or_withhold()
-        if not any(root is one for one in self._roots):
-            self._add(root)
-        now = self._begun()
+        self._add("model", root)
+        self._settle()
+        if "model" not in self._now:
+            self._now |= {"data order": [], "generators": generator_digests()}
+            self._now["model"] = self._states("model")
         leaves, form = tree_flatten((args, options))
         tensors = [number for number, one in enumerate(leaves) if isinstance(one, Tensor)]
         inputs = self.fresh["data order"]
         step = len(self.steps)
-        number = len(now["data order"])
+        number = len(self._now["data order"])
         if self.mode == "straight":
             inputs += [[] for _ in range(step + 1 - len(inputs))]
             inputs[step].append([leaves[one].detach().clone() for one in tensors])
         elif self.mode == "data order" and step < len(inputs) and number < len(inputs[step]):
             for one, kept in zip(tensors, inputs[step][number], strict=False):
                 leaves[one] = kept.to(leaves[one].device)
-        now["data order"].append([digest(leaves[one]) for one in tensors])
+        self._now["data order"].append([digest(leaves[one]) for one in tensors])
         changed: tuple[Any, Any] = tree_unflatten(leaves, form)
         return changed
-
-    def _add(self, root: nn.Module) -> None:
-        """Take or withhold the state of a model at its first call."""
-        self._roots.append(root)
-        tensors = list(root.state_dict(keep_vars=True).values())
-        if self.mode == "straight":
-            self.fresh["model"].append([one.detach().clone() for one in tensors])
-        elif self.mode == "model":
-            with torch.no_grad():
-                for one, kept in zip(tensors, self.fresh["model"].pop(0), strict=True):
-                    one.copy_(kept)
-
-    def _take_or_withhold(self) -> None:
-        """Take or withhold all but the model, once, before anything of the first step is noted."""
-        if self._is_begun:
-            return
-        self._is_begun = True
-        schedulers = self._made[LRScheduler]
-        scalers = self._scalers()
-        if self.mode == "straight":
-            self.fresh["scheduler"] = [_numbers(vars(one)) for one in schedulers]
-            self.fresh["scaler"] = [dict(one.state_dict()) for one in scalers]
-            self.fresh["generators"] = generator_states()
-        elif self.mode == "optimizer":
-            for optimizer in self._made[Optimizer]:
-                optimizer.state.clear()
-        elif self.mode == "scheduler":
-            for scheduler, kept in zip(schedulers, self.fresh["scheduler"], strict=True):
-                vars(scheduler).update(kept)
-        elif self.mode == "scaler":
-            for scaler, kept in zip(scalers, self.fresh["scaler"], strict=True):
-                scaler.load_state_dict(kept)
-        elif self.mode == "generators":
-            set_generator_states(self.fresh["generators"])
-
-    def _scalers(self) -> list[torch.amp.GradScaler]:
-        return [one for one in self._made[torch.amp.GradScaler] if one.is_enabled()]
-
-    def _begun(self) -> dict[str, Any]:
-        """Return the notes of this step, which its first forward pass begins."""
-        if "model" not in self._now:
-            begun = {"data order": [], "model": self._model(), "generators": generator_digests()}
-            self._now |= begun
-        return self._now
-
-    def _model(self) -> dict[str, str]:
-        return {
-            f"model-{number}.{name}" if number else name: digest(one)
-            for number, root in enumerate(self._roots)
-            for name, one in root.state_dict().items()
-            if isinstance(one, Tensor)
-        }
 
     # The optimizer.
 
@@ -185,30 +164,18 @@ class StateWatch:
         self._stepping += 1
         if self._stepping > 1:
             return
-        self._take_or_withhold()
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        state = {
-            f"{key} of parameter {number}": digest(value)
-            for number, parameter in enumerate(parameters)
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        }
-        schedule: list[dict[str, Any]] = [_numbers(vars(it)) for it in self._made[LRScheduler]]
-        scales: list[dict[str, Any]] = [dict(it.state_dict()) for it in self._scalers()]
+        self._settle()
         # The forward pass may follow, in a closure of the optimizer.
-        self._now |= {
-            "optimizer": state,
-            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
-            "scheduler": {key: value for values in schedule for key, value in values.items()},
-            "scaler": {key: value for values in scales for key, value in values.items()},
-        }
+        self._now |= {part: self._states(part) for part in KINDS}
+        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        self._now["rates"] = rates
 
     def _after_step(self, *_: Any) -> None:
         self._stepping -= 1
         if self._stepping:
             return
         without_model: dict[str, Any] = {"data order": [], "model": {}, "generators": {}}
-        self.steps.append(without_model | self._now | {"after": self._model()})
+        self.steps.append(without_model | self._now | {"after": self._states("model")})
         self._now = {}
         if len(self.steps) == self.last:
             if self.mode == "straight":
@@ -221,16 +188,3 @@ def _with_subclasses(kind: type) -> Iterator[type]:
     one: type
     for one in kind.__subclasses__():
         yield from _with_subclasses(one)
-
-
-def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of an object that are numbers, or lists of numbers."""
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float)
-
-    return {
-        name: list(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if is_number(value) or (isinstance(value, list) and all(map(is_number, value)))
-    }

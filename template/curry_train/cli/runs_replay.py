@@ -15,7 +15,8 @@ import click
 from ..core.wording import three_digits
 from ..gates.loop_run import run_ranks, run_watched
 from ..runs.box import BoxFacts, read_facts
-from ..runs.replay import Replay
+from ..runs.fingerprints import read_fingerprints
+from ..runs.replay import Replay, examine
 from .options import PROGRAM_INPUTS, all_of, program_of, results_option
 from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 
@@ -71,6 +72,7 @@ def repeat(
     That step is an earlier one, where that left parameters that are not finite, or differed.
     """
     until = facts.step
+    differed = False
     while True:
         repeats: list[dict[str, Any]] = []
         while len(repeats) < times:
@@ -80,29 +82,38 @@ def repeat(
             if times == 1 and until == facts.step and _unlike_run(facts, repeats[0]):
                 times = 2
         earlier = [repeats[0]["not finite"], _first_unlike(repeats)]
+        differed |= earlier[1] is not None
         least = min([one for one in earlier if one is not None], default=until)
         if least >= until:
             break
         until = least
-    return {"step": until, "difference": _difference(facts, until, repeats), "repeats": repeats}
+    difference = _difference(facts, until, repeats)
+    if differed and difference is None:
+        difference = f"does not repeat: the repeats differed in step {until}, and once not"
+    return {"step": until, "difference": difference, "repeats": repeats}
 
 
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
     """Return what the first rank has found, or the first one that names an operation."""
-    found = run_ranks(str(__spec__.name), [box, str(until), *program], num_ranks=num_ranks)
-    if not all("steps" in one for one in found):
-        raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
+    with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
+        words = [box, str(until), record, *program]
+        found = run_ranks(str(__spec__.name), words, num_ranks=num_ranks)
+        if not all("steps" in one for one in found):
+            raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
+        for rank, one in enumerate(found):
+            one |= examine(read_fingerprints(record, rank))
     return next((one for one in found if one["origin"]), found[0])
 
 
-def _main(result: str, box: str, until: str, *program: str) -> None:
+def _main(result: str, box: str, until: str, record: str, *program: str) -> None:
     def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
         root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
-        with Replay(box, until=int(until), root=root, end=end).running():
+        replay = Replay(box, until=int(until), root=root, record=Path(record), end=end)
+        with replay.running():
             run()
         end({"ended": True})
 
-    run_watched(result, program[0], program[1:], watch, saves=True)
+    run_watched(result, program[0], program[1:], watch, saves=True, ignored=[record])
 
 
 def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:

@@ -55,6 +55,8 @@ PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # The path of --json in the context of a command.
 JSON_KEY = "curry_train.json_path"
+# The words that were typed behind the name of a command.
+WORDS_KEY = "curry_train.words"
 
 
 class UnusableInput(click.ClickException):
@@ -68,7 +70,7 @@ Ended = tuple[Mapping[str, Any], bool | int | UnusableInput]
 
 
 @contextmanager
-def errors_that_fit() -> Iterator[None]:
+def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     """End a command in a few lines, also where its output can't be written."""
     try:
         yield
@@ -77,13 +79,13 @@ def errors_that_fit() -> Iterator[None]:
         error.format_message = lambda: message  # type: ignore[method-assign]
         raise
     except OSError as error:
-        if error.errno == errno.EPIPE:
+        if error.errno == errno.EPIPE or keeps_traceback:
             raise
         if error.filename is not None:
             raise UnusableInput(f"{error.filename}: {error.strerror}") from error
         place = traceback.extract_tb(error.__traceback__)[-1].filename
         if {"click", "rich"}.isdisjoint(Path(place).parts):
-            raise UnusableInput(f"{error.strerror} ({place_of(error)})") from error
+            raise UnusableInput(f"{error.strerror or error} ({place_of(error)})") from error
         # Buffered text is written at the end of the process, and would fail again.
         with suppress(OSError), Path(os.devnull).open("w") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
@@ -137,7 +139,7 @@ class ScreenCommand(click.Command):
 
     `example` is what follows the name of the command in a call that works. A command returns
     `Ended`: the results, which are written where `--json` has a path, and how it ends, by `leave`.
-    A ValueError or a RuntimeError ends it with its message and status 2, unless it
+    An error of the input or the environment ends it with its message and status 2, unless it
     `keeps_traceback`.
     """
 
@@ -165,6 +167,7 @@ class ScreenCommand(click.Command):
         if not isinstance(self, click.Group):
             home = str(Path.home())
             args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
+            ctx.meta[WORDS_KEY] = tuple(args)
         return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
@@ -173,12 +176,13 @@ class ScreenCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         path = ctx.meta.get(JSON_KEY)
+        kept = standard_output_kept() if path == "-" else nullcontext()
+        with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
+            ended = self._ended(ctx)
+        if ended is None:
+            return
+        results, status = ended
         with errors_that_fit():
-            with standard_output_kept() if path == "-" else nullcontext():
-                ended = self._ended(ctx)
-            if ended is None:
-                return
-            results, status = ended
             if path and results:
                 write_json(path, dict(results))
             if isinstance(status, UnusableInput):

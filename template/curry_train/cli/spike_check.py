@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,10 @@ from ..runs.ranks import RunError
 from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
-from .options import choose_device, model_option, new_folder, results_option
+from .options import choose_device, model_option, results_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
-from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
 from .train import open_named_run
 
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
@@ -248,10 +249,10 @@ def spike_check_command(
     if model:
         given.append(f"model={model}")
     sizes: dict[str, Any] = {"steps": steps, "at": at, "num_windows": windows, "config": config}
-    with contextlib.ExitStack() as stack:
-        folder = new_folder(stack, keep_path)
-        show = stack.enter_context(messages_on_screen())
-        found = spike_check(folder, given, **sizes, show=show)
+    if keep_path and Path(keep_path).exists() and any(Path(keep_path).iterdir()):
+        raise UnusableInput(f"{keep_path} is not empty: give a new folder")
+    with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
+        found = spike_check(Path(keep_path or folder), given, **sizes, show=show)
     for line in describe(found):
         click.echo(fill_screen(line, indent=""))
     device = choose_device(load_config(config, given).device)

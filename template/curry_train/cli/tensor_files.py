@@ -12,6 +12,7 @@ import contextlib
 import io
 import os
 import pickle
+import re
 import stat
 import struct
 import warnings
@@ -34,7 +35,7 @@ MOST_PICKLE_BYTES = 2**28
 # Smaller pickles can't take much memory or time.
 SMALL_PICKLE_BYTES = 2**16
 # Keys of nested containers that are visited; shared containers could give endlessly many.
-MOST_KEYS = 500_000
+MOST_KEYS = 200_000
 DEEPEST_KEY_PATH = 60
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 # The magic number, the version, facts of the machine, the values and the storages' keys.
@@ -241,23 +242,15 @@ def _read_zip(stream: Any, path: Path | None, found: Inspection) -> None:
     found.format = "torch.save file"
     with zipfile.ZipFile(stream) as archive:
         _check_records(archive, found)
-        names = [name for name in archive.namelist() if name.count("/") <= 1]
-        name = next((one for one in names if one.endswith("data.pkl")), None)
-        if name is None:
-            found.format = "zip file"
-            found.unknown.append("it has no data.pkl: torch.save did not write it")
-            return
-        record = archive.getinfo(name)
+        names = [name for name in archive.namelist() if re.fullmatch(r"([^/]*/)?data\.pkl", name)]
+        if not names:
+            raise ValueError("it has no data.pkl: torch.save did not write it")
+        record = archive.getinfo(names[0])
         if record.file_size > MOST_PICKLE_BYTES:
             raise ValueError("its data.pkl is too large to be read")
         # It was compared above; with it, a record whose number is another one can't be read.
         del record.CRC
         pickled = archive.read(record)
-        if name.replace("data.pkl", "constants.pkl") in names:
-            found.format = "TorchScript file"
-            add_names(pickled, found)
-            found.unknown.append("it holds code too: its tensors can't be told")
-            return
     stream.seek(0)
     tree = _load(path or stream, pickled, found)
     if type(tree) is dict and "pytorch-lightning_version" in tree:

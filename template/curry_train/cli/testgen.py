@@ -10,6 +10,7 @@ import fnmatch
 import importlib
 import importlib.metadata
 import os
+import re
 import shlex
 import sys
 import sysconfig
@@ -34,9 +35,8 @@ from .options import (
     seed_option,
     settle_blocks,
     trainer_option,
-    typed_options,
 )
-from .screen import ScreenCommand, UnusableInput, literal, render_template, write_output
+from .screen import WORDS_KEY, ScreenCommand, UnusableInput, literal, render_template, write_output
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -212,19 +212,12 @@ def testgen_command(
 
 def _command(context: click.Context) -> str:
     """Return the command as it was typed, an option a line."""
-    lines = [context.command_path]
-    if ".py" in context.command_path:
+    name = context.command_path
+    if ".py" in name:
         script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
-        lines = [" ".join(["python", script, *context.command_path.split()[2:]])]
-    for option in typed_options():
-        if isinstance(option, click.Argument):
-            continue
-        value = context.params[str(option.name)]
-        for one in value if isinstance(value, tuple) else [value]:
-            lines.append(shlex.join([option.opts[0], *([] if one is True else [str(one)])]))
-    if context.params["arguments"]:
-        lines.append(shlex.join(["--", *context.params["arguments"]]))
-    return "    " + " \\\n        ".join(lines)
+        name = " ".join(["python", script, *name.split()[2:]])
+    words = shlex.join(context.meta[WORDS_KEY])
+    return "    " + re.sub(r"(?:^| )(?=--)", r" \\\n        ", f"{name} {words}")
 
 
 def _python_path() -> str:

@@ -25,7 +25,6 @@ from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import (
     CONTRACTS,
     Implementation,
-    WrongImplementation,
     load_implementation,
 )
 from ..gates.loop_run import loop_verdicts
@@ -211,17 +210,6 @@ def quick_gates(
     return tuple(gate for gate in gates if gate not in left_out), left_out
 
 
-def load_implementations(
-    texts: Sequence[str], patterns: Sequence[str]
-) -> tuple[Implementation, ...]:
-    """Load what `--impl` names; without patterns it may belong to any technique."""
-    techniques = techniques_of(patterns)
-    try:
-        return tuple(load_implementation(text, techniques=techniques) for text in texts)
-    except WrongImplementation as error:
-        raise UnusableInput(" ".join(str(error).split())) from error
-
-
 def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
     """Yield each claim of these gates, and what `--impl` takes for them and how it is called."""
     names = {gate.name for gate in gates}
@@ -280,7 +268,9 @@ def validate_command(
     Exit status: 0 all gates held, 1 a gate failed, 2 wrong usage or no gate applies, 3 device
     not available.
     """
-    given = load_implementations(implementations, patterns)
+    # Without patterns an implementation may belong to any technique.
+    techniques = techniques_of(patterns)
+    given = [load_implementation(text, techniques=techniques) for text in implementations]
     gates = choose_gates(patterns, given)
     if list_only:
         lines = list_with_claims(gates) if figures else (gate.name for gate in gates)

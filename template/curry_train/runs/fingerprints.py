@@ -31,8 +31,9 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..core.digest import digest, digest_rows
-from ..core.generators import generator_digests
+from ..core.digest import digest, digest_rows, is_plain
+from ..core.generators import generator_digests, unwatched
+from ..core.measure import backward_node
 from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
@@ -91,6 +92,8 @@ class Recorder:
         operations_in_step: int | None,
         when_enough: Callable[[], None],
         exchange: Exchange | None = None,
+        *,
+        in_replay: bool = False,
     ) -> None:
         self.path = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
         self.num_steps = num_steps
@@ -98,6 +101,8 @@ class Recorder:
         self.operations_in_step = operations_in_step
         self.when_enough = when_enough
         self.exchange = exchange
+        # Whether `begin` begins each step, with all operations and the ranges of values.
+        self.in_replay = in_replay
         self.is_on = False
         # Whether digests are computed just now, which are no operations of the training.
         self.is_noting = False
@@ -107,10 +112,8 @@ class Recorder:
         self.num_made = Counter[str]()
         # Numbers of what happened in this step, by kind and place.
         self.counts = Counter[tuple[str, str]]()
-        self.paths: dict[int, str] = {}
-        self.parameters: dict[int, str] = {}
         self.watched: dict[str, Tensor] = {}
-        # Names of models, optimizers and loaders, by id.
+        # Names of modules, parameters, optimizers and loaders, by id.
         self.names: dict[int, str] = {}
         # All that has a name, so that nothing else gets its id.
         self.known: list[Any] = []
@@ -142,11 +145,18 @@ class Recorder:
             ):
                 replaced = make(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, replaced))
-            if self.operations_in_step is not None:
+            if self.in_replay or self.operations_in_step is not None:
                 stack.enter_context(Operations(self))
-            self.is_on = True
+            self.is_on = not self.in_replay
             stack.callback(self._end)
             yield
+
+    def begin(self, step: int, model: nn.Module) -> None:
+        """Record a step of a replay, in which modules have their names in this model."""
+        self.step = step
+        self.counts.clear()
+        self.is_on = True
+        self._note_root(inside_wrappers(model))
 
     def _end(self) -> None:
         self.is_on = False
@@ -162,13 +172,16 @@ class Recorder:
         self, kind: str, path: str, call: int, values: Mapping[str, Any], **facts: Any
     ) -> dict[str, Tensor]:
         """Write digests of tensors, and plain values as they are; return what takes their place."""
-        one = {"kind": kind, "step": self.step, "path": path, "call": call, **facts}
+        one = {"kind": kind, "step": self.step, "path": path, "call": call}
+        one |= {"within": self._within(), **facts}
         tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
         replaced: dict[str, Tensor] = {}
         self.is_noting = True
         try:
             digests = {name: self._digest(path, name, it) for name, it in tensors.items()}
-            one |= {"within": self._within(), "digests": digests}
+            one["digests"] = digests
+            if self.in_replay:
+                one["ranges"] = ranges_of(tensors)
             if kind == "batch" or (kind == "enter" and not self.calls):
                 one["rows"] = _rows(values)
             if self.exchange is not None and kind != "operation":
@@ -213,6 +226,10 @@ class Recorder:
             return batch
 
         return run
+
+    def note_batch(self, batch: Any) -> None:
+        """Note the batch that a box gives to its step."""
+        self._note("batch", "box", self._count("batch", "box"), leaves_of(batch))
 
     def _name_of(self, owner: Any, kind: str) -> str:
         """Return a name for an object by the order in which objects of its kind appear."""
@@ -265,32 +282,32 @@ class Recorder:
         return output
 
     def _path_of(self, module: nn.Module) -> str:
-        if id(module) not in self.paths:
+        if id(module) not in self.names:
             parent = self.calls[-1][0] if self.calls else ""
-            self.paths[id(module)] = f"{parent}.({type(module).__name__})"
+            self.names[id(module)] = f"{parent}.({type(module).__name__})"
             self.known.append(module)
-        return self.paths[id(module)]
+        return self.names[id(module)]
 
     def _note_root(self, root: nn.Module) -> None:
         """Name the modules and parameters of a module that is called first, and note its state."""
-        if id(root) not in self.paths:
+        if id(root) not in self.names:
             has_parameters = next(root.parameters(), None) is not None
             name = self._name_of(root, "model" if has_parameters else type(root).__name__)
             settings = {}
             for inner, module in root.named_modules():
                 bare = bare_name(root, inner) if inner else ""
                 path = f"{name}.{bare}" if bare else name
-                if self.paths.setdefault(id(module), path) == path:
+                if self.names.setdefault(id(module), path) == path:
                     settings[path] = _settings(module)
             self.known += root.modules()
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
-                is_new = self.parameters.setdefault(id(parameter), bare) == bare
+                is_new = self.names.setdefault(id(parameter), bare) == bare
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
             self._write({"kind": "settings", "step": self.step, "settings": settings})
-        path = self.paths[id(root)]
+        path = self.names[id(root)]
         if self.in_backward or self.counts["state", path]:
             return
         state = dict(root.named_parameters()) | dict(root.named_buffers())
@@ -361,7 +378,11 @@ class Recorder:
             gradients = {
                 name: one.grad for name, one in self.watched.items() if one.grad is not None
             }
-            self._note("gradients", "loss", self._count("gradients", "loss"), gradients)
+            norms = {}
+            if self.in_replay:
+                norms = {name: float(one.double().norm()) for name, one in gradients.items()}
+            number = self._count("gradients", "loss")
+            self._note("gradients", "loss", number, gradients, norms=norms)
 
         return run
 
@@ -411,6 +432,8 @@ class Recorder:
         if self.records_all:
             found = self._parameters_of(optimizer, path) | self._state_of(optimizer, path)
             self._note("updated", path, self._count("updated", path), found)
+        if self.in_replay:
+            return
         self.num_made[path] += 1
         if self.num_made[path] >= self.step:
             self.step += 1
@@ -423,8 +446,7 @@ class Recorder:
     def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
         several = [one for group in optimizer.param_groups for one in group["params"]]
         return {
-            self.parameters.get(id(one), f"{path}.{number}"): one
-            for number, one in enumerate(several)
+            self.names.get(id(one), f"{path}.{number}"): one for number, one in enumerate(several)
         }
 
     def _state_of(self, optimizer: Optimizer, path: str) -> dict[str, Any]:
@@ -442,20 +464,26 @@ class Operations(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        # Call of a module, and line, of the forward operation that made each node of backward.
+        self.made_by: dict[int, tuple[tuple[str, int] | None, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         recorder = self.recorder
         options = kwargs or {}
-        is_asked = recorder.is_on and recorder.step == recorder.operations_in_step
-        if recorder.is_noting or not is_asked:
+        is_asked = recorder.in_replay or recorder.step == recorder.operations_in_step
+        if recorder.is_noting or not recorder.is_on or not is_asked:
             return func(*args, **options)
+        given = leaves_of({**dict(enumerate(args)), **options})
+        facts: dict[str, Any] = {"name": str(func)}
+        if recorder.in_replay:
+            # Before it runs, because an operation in place overwrites what it is given.
+            facts["given"] = list(ranges_of(given).values())
         phase = "optimizer" if recorder.stepping else "forward"
         phase = "backward" if recorder.in_backward else phase
         number = recorder._count("operation", phase)
         output = func(*args, **options)
-        given = leaves_of({**dict(enumerate(args)), **options})
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
         # What an operation of lists changes it does not return; new memory has any values.
         found = leaves_of(output) or given
@@ -464,15 +492,53 @@ class Operations(TorchDispatchMode):
         results = {} if "empty" in str(func) else found
         if is_kernel:
             results = {k: v for k, v in results.items() if getattr(v, "dtype", 0) != torch.uint8}
-        facts = {"phase": phase, "name": str(func), "line": users_line()}
+        within, line = self._origin()
         recorder._note(
             "operation",
             phase,
             number,
             values | {f"result {k}": v for k, v in results.items()},
             **facts,
+            phase=phase,
+            within=within,
+            line=line,
         )
         return output
+
+    def _origin(self) -> tuple[tuple[str, int] | None, str]:
+        """Return the call of a module and the line that the operation of this moment is of."""
+        if (node := backward_node()) is not None:
+            return self.made_by.get(node._sequence_nr(), (None, users_line()))
+        origin = self.recorder._within(), users_line()
+        # The node of an operation is made before the operation runs.
+        self.made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
+        return origin
+
+
+Range = tuple[float, float]
+
+
+def ranges_of(values: Mapping[str, Any]) -> dict[str, Range]:
+    found = {name: value_range(one) for name, one in values.items()}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def value_range(value: Any) -> Range | None:
+    """Return the least and the largest value of a tensor or number of floats; NaN if it has one."""
+    if isinstance(value, float):
+        return value, value
+    if not isinstance(value, Tensor):
+        return None
+    with unwatched():
+        tensor = value.detach()
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        is_float = tensor.is_floating_point() or tensor.is_complex()
+        if not is_float or not is_plain(tensor) or tensor.is_meta or not tensor.numel():
+            return None
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
+        return float(low), float(high)
 
 
 def place_of(one: Mapping[str, Any]) -> tuple[Any, ...]:

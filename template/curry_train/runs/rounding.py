@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/runs/test_rounding.py`.
 import json
 import math
 import os
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -78,16 +79,15 @@ class Exchange:
     def _keep(self, tensor: Tensor, digest: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (path := self._path(digest)).exists():
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            flat.view(torch.uint8).numpy().tofile(path)
+            # A pickled tensor uses torch.save, which does nothing in a program that is recorded.
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            path.write_bytes(pickle.dumps((tensor.dtype, tensor.shape, flat)))
 
     def _value(self, digest: str) -> Tensor:
-        kind, _, shape = digest.rpartition(":")[0].removesuffix("]").partition("[")
-        dtype = getattr(torch, kind)
-        sizes = [int(size) for size in shape.split(",") if size]
-        content = bytearray(self._path(digest).read_bytes())
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return flat.reshape(sizes)
+        dtype, shape, flat = pickle.loads(self._path(digest).read_bytes())
+        value = torch.empty(shape, dtype=dtype)
+        value.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(flat))
+        return value
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():
