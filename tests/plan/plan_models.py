@@ -84,3 +84,15 @@ class MomentsMadeAnew(torch.optim.Optimizer):
                 before = state.get(name, torch.zeros_like(parameter))
                 state[name] = 0.9 * before + parameter.grad
             parameter -= state["first"]
+
+
+class MomentsInATuple(MomentsMadeAnew):
+    """Keep both moments in a tuple."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            before = state.get("moments") or (torch.zeros_like(parameter),) * 2
+            state["moments"] = tuple(0.9 * one + parameter.grad for one in before)
+            parameter -= state["moments"][0]

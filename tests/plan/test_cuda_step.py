@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from click.testing import CliRunner
-from plan_models import MomentsMadeAnew
+from plan_models import MomentsInATuple, MomentsMadeAnew
 from torch import nn
 
 from curry_train.cli.main import main
@@ -162,8 +162,9 @@ def test_foreach_copies_all_parameters_for_a_moment_and_fused_does_not():
     assert found["fused"] < found["plain"] < found["foreach"]
 
 
-def test_state_that_is_made_anew_does_not_pile_up():
-    workload = squares(MomentsMadeAnew, depth=4)
+@pytest.mark.parametrize("optimizer", [MomentsMadeAnew, MomentsInATuple])
+def test_state_that_is_made_anew_does_not_pile_up(optimizer):
+    workload = squares(optimizer, depth=4)
     trace = trace_of_step(workload)
     few = cuda_memory(trace, num_steps=2)
     many = cuda_memory(trace, num_steps=6)

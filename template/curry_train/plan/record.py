@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from ..core.generators import unwatched
 from ..core.measure import (
@@ -331,13 +331,14 @@ class OptimizerState:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
             self.first_step = self._take_first(optimizer, parameters)
-            self._states[key] = [dict(optimizer.state[parameter]) for parameter in parameters]
+            # Copies of containers, in which an optimizer may replace tensors.
+            states = [tree_map(lambda one: one, optimizer.state[one]) for one in parameters]
+            self._states[key] = states
             take_eagerly(optimizer)
+            after = [optimizer.state[parameter] for parameter in parameters]
+            ids = {id(one) for one in tree_iter(states)}
             self._is_replaced = any(
-                value is not before.get(name)
-                for parameter, before in zip(parameters, self._states[key], strict=True)
-                for name, value in optimizer.state[parameter].items()
-                if isinstance(value, Tensor)
+                isinstance(one, Tensor) and id(one) not in ids for one in tree_iter(after)
             )
         for parameter, state in zip(parameters, self._states[key], strict=True):
             given = tree_map_only(Tensor, torch.empty_like, state) if self._is_replaced else state
