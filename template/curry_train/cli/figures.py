@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy
 
 from ..bench.report import Bench
-from ..bench.savings import SavingsRow
+from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
 from ..core.wording import format_bytes, format_mebibytes
