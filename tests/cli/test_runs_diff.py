@@ -53,6 +53,7 @@ def test_a_resume_of_the_other_run_is_the_first_line(run, tmp_path):
     ended = run("first", "second")
     assert ended.exit_code == 0
     assert [" ".join(line.split()) for line in ended.output.splitlines()] == [
+        "second resumed from first at step 20",
         "A B",
         "run first second",
         "steps 1 to 30 1 to 40",
