@@ -12,13 +12,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from curry_train.core.measure import LiveStorages
-from curry_train.plan.rank_step import one_rank
 from curry_train.primitives import GradFlow, grad_flow_probe
 from curry_train.primitives.grad_flow import AFTER_BACKWARD, AT_THE_STEP
-from curry_train.primitives.grad_flow_probe import group_of_batch
 from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
 
@@ -147,24 +144,6 @@ def test_outputs_of_every_structure_are_counted_once(kind):
 def test_wrong_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message.replace("*", "[*]")):
         make()
-
-
-def test_the_ranks_that_share_a_batch_are_those_of_the_wrapper():
-    def linear():
-        return nn.Sequential(nn.Linear(8, 8), nn.GELU())
-
-    def sharded(mesh):
-        return fully_shard(linear(), mesh=mesh)
-
-    assert group_of_batch(linear()) is None  # no process group
-    with one_rank({"dp": 4}) as mesh:
-        group = mesh.get_group()
-        assert group_of_batch(linear()) is None
-        assert group_of_batch(sharded(mesh)) is group
-        replicated = nn.parallel.DistributedDataParallel(linear(), process_group=group)
-        assert group_of_batch(replicated) is group
-    with one_rank({"replicate": 2, "shard": 2}) as mesh:
-        assert group_of_batch(sharded(mesh)) is None  # two groups share a batch
 
 
 def test_a_forward_inside_a_transform_is_not_counted():

@@ -227,22 +227,6 @@ def test_of_named_blocks_the_notes_say_which_never_run():
     )
 
 
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(Block(), Block(), Block())
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.head(self.body.eval()(x))
-
-
-def test_blocks_in_eval_mode_are_reported():
-    choice = chosen(made(Frozen))
-    assert list(choice.names) == ["body.0", "body.1", "body.2"]
-    assert any("body.0 to body.2 run in eval mode" in note for note in choice.notes)
-
-
 class OpensInPlace(nn.Module):
     def __init__(self):
         super().__init__()
