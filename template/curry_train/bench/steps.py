@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,8 @@ class SetupRow:
     name: str
     outcome: str = MEASURED_OUTCOME  # measured, refused, failed or out of memory
     why: str = ""  # the reason for any outcome but measured
-    step: Spread | None = None  # seconds of a step
+    seconds: list[float] = field(default_factory=list)  # of each timed step
+    step: Spread | None = None
     ratio: Ratio | None = None  # step time over the plain step's of the same round
     peak_bytes: int | None = None
     peak_ratio: float | None = None  # peak over the plain step's
@@ -218,6 +219,7 @@ def time_setups(
     )
     for (row, _), taken in zip(setups, seconds, strict=True):
         if row.outcome == MEASURED_OUTCOME:
+            row.seconds = taken
             row.step = spread_of(taken)
             row.ratio = None if row is setups[0][0] else paired_ratio(taken, seconds[0])
 
