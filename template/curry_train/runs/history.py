@@ -104,12 +104,6 @@ class Attempt:
     # The reason of its stop event. None without such an event: killed, or still running.
     ended: str | None = None
 
-    @property
-    def from_run(self) -> str | None:
-        """The other run whose state this attempt began with, or None."""
-        from_run = self.facts.get("from_run")
-        return from_run if isinstance(from_run, str) else None
-
 
 @dataclass
 class History:
