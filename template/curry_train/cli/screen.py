@@ -169,7 +169,16 @@ class ScreenCommand(click.Command):
             home = str(Path.home())
             args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
             ctx.meta[WORDS_KEY] = tuple(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in ("--script", "--trainer"):
+                raise
+            raise click.UsageError(
+                f"{ctx.info_name} takes no {error.option_name}, give a factory as --model: "
+                "`curry-train memory --script FILE --factory kept.py` writes one",
+                ctx,
+            ) from error
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with errors_that_fit():
