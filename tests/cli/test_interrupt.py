@@ -120,3 +120,12 @@ def test_a_termination_ends_the_workers_too(tmp_path):
     wait_for(lambda: any(map(is_worker, processes_in(tmp_path))))
     os.kill(process.pid, signal.SIGTERM)
     assert_ended(process, tmp_path, 143)
+
+
+@needs_proc
+def test_a_kill_ends_the_workers_too(tmp_path):
+    process = started(tmp_path, "--model", "mlp")
+    wait_for(lambda: any(map(is_worker, processes_in(tmp_path))))
+    process.kill()
+    process.communicate(timeout=20)
+    wait_for(lambda: not processes_in(tmp_path))

@@ -65,7 +65,7 @@ grad-flow --model mlpp                      | no workload is called 'mlpp'
 grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no module; there are 0, 0.0
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
-train --trainer made.py:blocks              | No such option
+train --trainer made.py:blocks              | takes no --trainer, give a factory
 memory                                      | give either --model or --snapshot
 memory --model bert                         | no workload is called 'bert'
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module

@@ -57,8 +57,8 @@ def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path)
     train(tmp_path / "killed")
     straight, killed = (read_history(tmp_path / name) for name in ("straight", "killed"))
     found = difference(straight, killed)
-    assert found.losses.first is None
-    assert found.losses.num_common == 12
+    assert found["losses"]["first"] is None
+    assert found["losses"]["num_common"] == 12
     assert len(killed.attempts) == 2
     lines = [
         json.loads(line) for line in (tmp_path / "killed/journal.jsonl").read_text().splitlines()

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -168,7 +169,16 @@ class ScreenCommand(click.Command):
             home = str(Path.home())
             args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
             ctx.meta[WORDS_KEY] = tuple(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in ("--script", "--trainer"):
+                raise
+            raise click.UsageError(
+                f"{ctx.info_name} takes no {error.option_name}, give a factory as --model: "
+                "`curry-train memory --script FILE --factory kept.py` writes one",
+                ctx,
+            ) from error
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with errors_that_fit():
@@ -269,7 +279,7 @@ class LazyGroup(ScreenCommand, click.Group):
 
 # Commands that hold nothing worth saving, and that run the user's code in hooks and in processes.
 SUPERVISED = {"validate"}
-# Set in the environment of the process that is supervised.
+# In the environment of the process that is supervised: the end of a pipe from the other one.
 SUPERVISED_VARIABLE = "CURRY_TRAIN_SUPERVISED"
 SHOW_CURSOR = "\x1b[?25h"  # which a progress display hides
 SECONDS_TO_END = 2.0
@@ -282,7 +292,10 @@ def supervise() -> None:
     errors. So Ctrl-C and SIGTERM reach this process alone, which ends the whole group. Temporary
     files go into a folder of their own, which is removed.
     """
-    if os.environ.pop(SUPERVISED_VARIABLE, None) or os.name == "nt":
+    pipe = os.environ.pop(SUPERVISED_VARIABLE, None)
+    if pipe is not None and os.getpgrp() == os.getpid():
+        threading.Thread(target=_end_with_parent, args=[int(pipe)], daemon=True).start()
+    if pipe is not None or os.name == "nt":
         return
 
     def end(number: int, _: Any) -> NoReturn:
@@ -295,16 +308,25 @@ def supervise() -> None:
         sys.exit(128 + number)
 
     with tempfile.TemporaryDirectory(prefix="curry-train-", ignore_cleanup_errors=True) as folder:
-        variables = os.environ | {"TMPDIR": folder, SUPERVISED_VARIABLE: "1"}
+        read_end, _ = os.pipe()
+        variables = os.environ | {"TMPDIR": folder, SUPERVISED_VARIABLE: str(read_end)}
         # The tracker warns of what it removes when the others have been ended.
         quiet = filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"])
         variables["PYTHONWARNINGS"] = ",".join(quiet)
         command = [sys.executable, *sys.orig_argv[1:]]
-        process = subprocess.Popen(command, env=variables, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=variables, start_new_session=True, pass_fds=[read_end]
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
         status = process.wait()
         sys.exit(status if status >= 0 else 128 - status)
+
+
+def _end_with_parent(pipe: int) -> None:
+    """End this group when the process is killed that supervises it, and holds the other end."""
+    os.read(pipe, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

@@ -194,14 +194,10 @@ STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 def train_command(
     path: str | None,
     resume: str | None,
-    model: str | None,
-    device: str | None,
-    dtype: str | None,
-    batch_size: int | None,
-    seed: int | None,
     record_memory: bool,
     show_config: bool,
     words: tuple[str, ...],
+    **same_as_words: Any,
 ) -> Ended | None:
     """Train a model by its configuration.
 
@@ -209,9 +205,7 @@ def train_command(
     out of memory, 2 wrong usage, 3 device not available, 128 plus the signal's number after a
     signal (the state is saved).
     """
-    options: dict[str, Any] = {"model": model, "device": device, "dtype": dtype}
-    options |= {"batch_size": batch_size, "seed": seed}
-    given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    given = [f"{key}={value}" for key, value in same_as_words.items() if value is not None]
     if path is None and Path("config.yaml").is_file():
         path = "config.yaml"
     try:
