@@ -290,7 +290,8 @@ def _own_settings(
 
 # Options that `--fits` takes; the others belong to the plan for a budget.
 OPTIONS_OF_FITS = (
-    *("spec", "fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
+    *("spec", "trainer", "script", "arguments", "model_config", "factory_path"),
+    *("fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
     *("rank", "reshard_after_forward", "precision", "links", "json_path"),
     *("context_bytes", "margin_percent"),
 )
