@@ -251,8 +251,8 @@ def test_a_model_with_a_norm_of_its_own_class_and_with_statistics():
         lambda size: torch.randn(size, 16),
         lambda module, batch: module(batch).square().sum(),
     )
-    verdict = compare_regions(Case(workload, batch_size=8))
-    assert verdict.passed, verdict
+    _, _, hint = compare_regions(Case(workload, batch_size=8))
+    assert not hint
 
 
 class Bend(nn.Module):
