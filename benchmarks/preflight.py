@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/benchmarks/test_preflight_cost.py`.
 """
 
 import contextlib
-import inspect
 import io
 import time
 import warnings
@@ -139,17 +138,11 @@ def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, An
         "loop": name,
         "expected": expected,
         "found": sorted(found),
-        "held": place == wrong_line(train) if expected else not found,
+        "held": place == loops.wrong_line(train) if expected else not found,
         "steps": steps,
         "seconds_alone": alone,
         "seconds_on_top": seconds - alone,
     }
-
-
-def wrong_line(train: Callable[[], Any]) -> str:
-    lines, first = inspect.getsourcelines(train)
-    (number,) = [n for n, line in enumerate(lines, start=first) if line.endswith("# here\n")]
-    return f"{train.__module__}.py:{number}"
 
 
 def cases(only: str) -> Iterator[tuple[str, Callable[[], Any], str]]:

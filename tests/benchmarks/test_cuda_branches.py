@@ -434,7 +434,7 @@ def test_what_operations_use_inside_is_part_of_a_peak(counted):
 
 def test_a_gate_that_would_not_fit_the_device_says_so(monkeypatch):
     head = memory_plan.Head("head", width=64, classes=1000, bias=False)
-    monkeypatch.setattr(memory_plan, "find_head", lambda case, required: head)
+    monkeypatch.setattr(memory_plan, "find_head", lambda case: head)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda on: (2**20, 2**30))
     case = replace(Case(mlp(depth=1, width=4)), device=CUDA)
     with pytest.raises(NotApplicable, match=r"0\.0 GiB are free; measure on the CPU"):

@@ -13,7 +13,7 @@ from curry_train.cli.main import main
 from curry_train.cli.validate import validate_command
 from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
-from curry_train.gates.verdict import Gate, GateRow, Verdict, measure_rows
+from curry_train.gates.verdict import Gate, GateRow, NotApplicable, measure_rows
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -38,7 +38,7 @@ def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
 def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
     broken = Gate(
         "grad-accum/equal",
-        lambda case: Verdict("grad-accum/equal", False, "3 of 5", "5 of 5", "mend it"),
+        lambda case: ("3 of 5", "5 of 5", "mend it"),
     )
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (broken,))
     ended = run(*QUICK[:4])
@@ -57,12 +57,9 @@ def applies_to(*workloads, name="some/gate", hint="no such layer"):
     """Make a gate that holds on these workloads, and applies to no other."""
 
     def check(case):
-        holds = case.workload.name in workloads
-        return (
-            Verdict(name, True, "1", "1")
-            if holds
-            else Verdict(name, None, "not applicable", "", hint)
-        )
+        if case.workload.name not in workloads:
+            raise NotApplicable(hint)
+        return "1", "1", ""
 
     return Gate(name, check)
 
@@ -106,16 +103,21 @@ def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch
 
 
 def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, monkeypatch):
-    def gate(name, passed, hint=""):
-        return Gate(name, lambda case: Verdict(name, passed, "3 of 4", "4 of 4", hint))
+    def gate(name, applies=True, hint=""):
+        def check(case):
+            if not applies:
+                raise NotApplicable(hint)
+            return "3 of 4", "4 of 4", hint
+
+        return Gate(name, check)
 
     gates = (
-        gate("a/one", True),
-        gate("a/two", True),
-        gate("b/one", False, "do this"),
-        gate("b/two", None, "no layer"),
+        gate("a/one"),
+        gate("a/two"),
+        gate("b/one", hint="do this"),
+        gate("b/two", False, "no layer"),
     )
-    more = (gate("c/one", None, "no layer"), gate("c/two", None, "no block"))
+    more = (gate("c/one", False, "no layer"), gate("c/two", None, "no block"))
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (*gates, *more))
     lines = run("--model", "mlp").output.splitlines()
     assert [" ".join(line.split()) for line in lines[2:5]] == [
@@ -151,7 +153,7 @@ def test_a_gate_that_raises_counts_as_failed_and_the_others_run(run, monkeypatch
 
     gates = (
         Gate("a/broken", broken),
-        Gate("b/fine", lambda case: Verdict("b/fine", True, "1", "1")),
+        Gate("b/fine", lambda case: ("1", "1", "")),
     )
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     ended = run("--model", "mlp")

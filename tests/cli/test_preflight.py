@@ -21,9 +21,7 @@ FAILED = Verdict(
     "call optimizer.zero_grad() once per step, before the first backward call of its window",
     ran=("loop",),
 )
-UNKNOWN = not_applicable(
-    "loop/scaler", required="a scaler", why="the loop has no scaler that is on"
-)
+UNKNOWN = not_applicable("loop/scaler", "the loop has no scaler that is on")
 
 
 @pytest.fixture

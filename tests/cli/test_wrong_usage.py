@@ -104,7 +104,7 @@ gen-tests --model mlp                       | Missing option '--out'
 gen-tests --out t.py                        | give either --model, --trainer or --script
 gen-tests --model bert --out t.py           | no workload is called 'bert'
 gen-tests --model absent:build --out t.py   | can't import absent
-gen-tests --model mlp --out t.py --gate recompute/all | no gate matches 'recompute/all'; there are
+gen-tests --model mlp --out t.py --gate recompute/all | no gate matches 'recompute/all'; did you mean
 gen-tests --model mlp --out t.py --blocks x.* | the pattern 'x.*' matches no module
 gen-tests --model mlp --out t.py --package absent | can't import absent.gates
 gen-tests --model mlp --out absent/t.py     | the folder of 'absent/t.py' does not exist: create it first
@@ -117,7 +117,7 @@ savings --out out --strategy ful            | no strategy is called 'ful'; did y
 savings --out out --depth 3 --model their.net:build | depth applies to built-in workloads only
 savings --out out --model mlp --blocks layers.* | the pattern 'layers.*' matches no module
 savings --out out --repeats 0               | 0 is not in the range
-validate --gate recompute/everything        | no gate matches 'recompute/everything'; there are bench/same
+validate --gate recompute/everything        | no gate matches 'recompute/everything'; did you mean 'recompute/
 validate --gate recomput                    | no gate matches 'recomput'; did you mean 'recompute'?
 validate --model mlp --blocks layers.*      | the pattern 'layers.*' matches no module; there are 0, 0.0
 validate --dtype int8                       | 'int8' is not one of

@@ -7,7 +7,7 @@ import copy
 from collections import deque
 
 import torch
-from loops import Language, adamw, classifier, loader
+from loops import Language, adamw, classifier, fit, loader, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -67,9 +67,7 @@ def mean_divided_by_the_batch_size():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        (F.cross_entropy(model(inputs), labels) / len(inputs)).backward()  # here
-        optimizer.step()
+        step(optimizer, (F.cross_entropy(model(inputs), labels) / len(inputs)))  # here: backward
 
 
 def mean_over_padding():
@@ -79,11 +77,9 @@ def mean_over_padding():
         tokens = torch.randint(1, 50, (3, 12))
         mask = torch.ones(3, 11)
         mask[1:, 6:] = 0
-        optimizer.zero_grad()
         logits = model(tokens[:, :-1]).transpose(1, 2)
         losses = F.cross_entropy(logits, tokens[:, 1:], reduction="none")
-        (losses * mask).mean().backward()  # here
-        optimizer.step()
+        step(optimizer, (losses * mask).mean())  # here: backward
 
 
 def mean_over_ignored_targets():
@@ -93,10 +89,8 @@ def mean_over_ignored_targets():
         tokens = torch.randint(1, 50, (3, 12))
         labels = tokens[:, 1:].clone()
         labels[1:, 6:] = -100
-        optimizer.zero_grad()
         logits = model(tokens[:, :-1]).transpose(1, 2)
-        F.cross_entropy(logits, labels, reduction="none").mean().backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits, labels, reduction="none").mean())  # here: backward
 
 
 def window_over_the_end_of_an_epoch():
@@ -191,9 +185,7 @@ def stepped_twice():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         optimizer.step()  # here
 
 
@@ -250,9 +242,7 @@ def made_in_each_step():
     model = classifier()
     for inputs, labels in loader():
         optimizer = torch.optim.AdamW(model.parameters())  # here
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def layers_in_a_list():
@@ -267,12 +257,7 @@ def layers_in_a_list():
                 inputs = layer(inputs).relu()
             return self.head(inputs)
 
-    model = Model()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(Model())  # here: end
 
 
 def unfrozen_but_not_added():
@@ -282,18 +267,13 @@ def unfrozen_but_not_added():
     for number, (inputs, labels) in enumerate(loader()):
         if number == 2:
             model[0].requires_grad_(True)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
 
 
 def one_parameter_twice():
     model = classifier()
     optimizer = torch.optim.SGD([*model.parameters(), *model[3].parameters()], 0.1)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 # Moves.
@@ -303,19 +283,15 @@ def updates_below_the_precision():
     model = classifier(width=32).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 1e-5)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs.bfloat16()).float(), labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs.bfloat16()).float(), labels))  # here: step
 
 
 def encoder_detached():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
     optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()])
     for inputs, labels in loader():
-        optimizer.zero_grad()
         hidden = encoder(inputs).detach()  # here
-        F.cross_entropy(head(hidden), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(head(hidden), labels))
 
 
 def encoder_data():
@@ -328,12 +304,7 @@ def encoder_data():
             hidden = self.encoder(inputs).data  # here
             return self.head(hidden)
 
-    model = Model()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+    fit(Model())
 
 
 def weights_loaded_in_each_step():
@@ -342,9 +313,7 @@ def weights_loaded_in_each_step():
     saved = copy.deepcopy(model.state_dict())
     for inputs, labels in loader():
         model.load_state_dict(saved)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
 
 
 def frozen_by_decay():
@@ -367,9 +336,7 @@ def schedule_of_an_older_optimizer():
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         scheduler.step()  # here
 
 
@@ -425,30 +392,21 @@ def half_without_a_scaler():
 
 
 def relu_behind_the_last_layer():
-    model = nn.Sequential(classifier(), nn.ReLU())
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        optimizer.step()
+    fit(nn.Sequential(classifier(), nn.ReLU()))  # here: sample
 
 
 def each_with_each():
     model = classifier(classes=1)
     optimizer = adamw(model)
     for inputs, _ in loader():
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), inputs.sum(1)).backward()  # here
-        optimizer.step()
+        step(optimizer, F.mse_loss(model(inputs), inputs.sum(1)))  # here
 
 
 def softmax_over_the_batch():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.nll_loss(F.log_softmax(model(inputs), dim=0), labels).backward()  # here
-        optimizer.step()
+        step(optimizer, F.nll_loss(F.log_softmax(model(inputs), dim=0), labels))  # here
 
 
 def sees_the_future():
@@ -462,10 +420,8 @@ def sees_the_future():
     optimizer = adamw(model)
     for _ in range(4):
         tokens = torch.randint(50, (2, 9))
-        optimizer.zero_grad()
         logits = model(tokens)[:, :-1].flatten(0, 1)
-        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits, tokens[:, 1:].flatten()))  # here
 
 
 def one_label():
@@ -473,9 +429,7 @@ def one_label():
     optimizer = adamw(model)
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
     for inputs, labels in DataLoader(data, 8, shuffle=True):  # here
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def sorted_by_class():
@@ -483,9 +437,7 @@ def sorted_by_class():
     optimizer = adamw(model)
     data = TensorDataset(torch.randn(64, 8), torch.arange(64) // 16)
     for inputs, labels in DataLoader(data, 8):  # here
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 # Mode and data.
@@ -522,10 +474,7 @@ def evaluated_in_training_mode():
     optimizer = adamw(model)
     training, validation = two_epochs(), two_epochs(2)
     for _ in range(8):
-        for inputs, labels in training:
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
+        fit(model, optimizer, training)
         with torch.no_grad():
             for inputs, _ in validation:
                 model(inputs)  # here
@@ -544,13 +493,10 @@ def dropout_in_evaluation():
     optimizer = adamw(model)
     for _ in range(8):
         model.train()
-        for inputs, labels in two_epochs():
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
+        fit(model, optimizer, two_epochs())
         model.eval()
         with torch.no_grad():
-            model(inputs)
+            model(torch.randn(8, 8))
 
 
 def seeded_in_each_step():
@@ -558,9 +504,7 @@ def seeded_in_each_step():
     optimizer = adamw(model)
     for inputs, labels in loader():
         torch.manual_seed(0)  # here
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def seeded_in_each_epoch():
@@ -570,9 +514,7 @@ def seeded_in_each_epoch():
     for _ in range(8):
         torch.manual_seed(0)
         for inputs, labels in data:  # here
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
+            step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def sampler_without_its_epoch():
@@ -583,9 +525,7 @@ def sampler_without_its_epoch():
     batches = DataLoader(data, 8, sampler=sampler)
     for _ in range(8):
         for inputs, labels in batches:  # here
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
+            step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def one_sample():
@@ -600,19 +540,13 @@ def one_sample():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in DataLoader(Rows(), 8, shuffle=True):  # here
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def inputs_not_finite():
     model = classifier()
-    optimizer = adamw(model)
     data = TensorDataset(torch.randn(64, 8) / torch.zeros(8), torch.randint(5, (64,)))
-    for inputs, labels in DataLoader(data, 8, shuffle=True):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        optimizer.step()
+    fit(model, None, DataLoader(data, 8, shuffle=True))  # here: sample
 
 
 # What is kept.
@@ -624,10 +558,8 @@ def cache_of_outputs():
     outputs = []
     for _ in range(8):
         for inputs, labels in two_epochs():
-            optimizer.zero_grad()
             output = model(inputs)
-            F.cross_entropy(output, labels).backward()
-            optimizer.step()
+            step(optimizer, F.cross_entropy(output, labels))
             outputs.append(output.detach())  # here
 
 
@@ -635,14 +567,12 @@ def cache_by_step():
     model = classifier()
     optimizer = adamw(model)
     seen = {}
-    step = 0
+    number = 0
     for _ in range(8):
         for inputs, labels in two_epochs():
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
-            step += 1
-            seen[step] = inputs  # here
+            step(optimizer, F.cross_entropy(model(inputs), labels))
+            number += 1
+            seen[number] = inputs  # here
 
 
 def hook_in_each_step():
@@ -651,9 +581,7 @@ def hook_in_each_step():
     for _ in range(8):
         for inputs, labels in two_epochs():
             model[0].register_forward_hook(lambda *_: None)  # here
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
+            step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def callback_that_keeps_activations():
@@ -668,10 +596,7 @@ def callback_that_keeps_activations():
     optimizer = adamw(model)
     model[0].register_forward_hook(Recorder())
     for _ in range(8):
-        for inputs, labels in two_epochs():
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs), labels).backward()
-            optimizer.step()
+        fit(model, optimizer, two_epochs())
 
 
 def hidden_state_with_its_graph():
@@ -679,10 +604,8 @@ def hidden_state_with_its_graph():
     optimizer = adamw(model)
     history = deque(maxlen=100)
     for inputs, _ in loader():
-        optimizer.zero_grad()
         output, state = model(inputs[:, None])
-        output.square().mean().backward()
-        optimizer.step()
+        step(optimizer, output.square().mean())
         history.append(state)  # here
 
 

@@ -61,11 +61,6 @@ def draws_again(step, inputs, state, **options):
     return unrolled(step, inputs, state, sizes=[4], around=around, **options)
 
 
-def detaches_the_last_state(step, inputs, state, **options):
-    output, state = in_chunks(step, inputs, state, **options)
-    return output, tuple(one.detach() for one in state)
-
-
 def stacks_first(step, inputs, state, *, time_dim=0, **options):
     """Hold the output of each timestep until its mean is taken."""
     outputs = []

@@ -5,7 +5,7 @@ import itertools
 from collections import deque
 
 import torch
-from loops import Language, adamw, classifier, loader
+from loops import Language, adamw, classifier, fit, loader, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -14,12 +14,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 def short(num_batches=5):
     return loader(8 * num_batches)
-
-
-def step(optimizer, loss):
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def last_window_short():
@@ -192,10 +186,7 @@ def layers_dropped():
                     inputs = inputs + layer(inputs).relu()
             return self.head(inputs)
 
-    model = Model()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(Model())
 
 
 def early_stop_and_curriculum():
@@ -204,8 +195,7 @@ def early_stop_and_curriculum():
     best, patience = float("inf"), 0
     generator = torch.Generator().manual_seed(0)
     for size in (2, 4, 8, 16):
-        for inputs, labels in loader(48, size):
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        fit(model, optimizer, loader(48, size))
         with torch.no_grad():
             now = float(model(torch.randn(16, 8, generator=generator)).square().mean())
         patience = 0 if now < best else patience + 1
@@ -229,8 +219,7 @@ def low_rank():
     model = classifier()
     model[0], model[3] = Adapter(model[0]), Adapter(model[3])
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(model, optimizer)
 
 
 def embedding_alone():
@@ -313,10 +302,7 @@ def bfloat16():
 
 
 def compiled():
-    model = torch.compile(classifier())
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(torch.compile(classifier()))
 
 
 def recomputed_all_ways():
@@ -337,8 +323,7 @@ def evaluated_with_gradients():
     training, validation = short(), short(2)
     for _ in range(8):
         model.train()
-        for inputs, labels in training:
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        fit(model, optimizer, training)
         model.eval()
         right = 0
         for inputs, labels in validation:
@@ -366,8 +351,7 @@ def batch_norm_frozen():
     for _ in range(4):
         model.train()
         model[1].eval()
-        for inputs, labels in short():
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        fit(model, optimizer, short())
 
 
 def actor_and_critic():
@@ -471,18 +455,14 @@ def endless_data():
             while True:
                 yield torch.randn(8), int(torch.randint(5, ()))
 
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in DataLoader(Endless(), 8):
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(classifier(), None, DataLoader(Endless(), 8))
 
 
 def unshuffled():
     model = classifier()
     optimizer = adamw(model)
     for _ in range(5):
-        for inputs, labels in loader(48, shuffle=False):
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        fit(model, optimizer, loader(48, shuffle=False))
 
 
 def same_batch_to_overfit():

@@ -4,8 +4,8 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import torch
-from held_out_healthy_loops import Attention, climb, padded_tokens, step
-from loops import Language, adamw, classifier, loader
+from held_out_healthy_loops import Attention, climb, padded_tokens
+from loops import Language, adamw, classifier, fit, loader, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -64,9 +64,7 @@ def extra_parameter_in_no_optimizer():
     temperature = nn.Parameter(torch.ones(()))
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs) * temperature, labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs) * temperature, labels))  # here: step
 
 
 def state_cleared_in_each_step():
@@ -83,29 +81,20 @@ def one_group_without_a_rate():
     model = classifier()
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}]
     optimizer = torch.optim.AdamW(groups, 1e-2)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 def hook_that_zeroes():
     model = classifier()
     model[0].weight.register_hook(torch.zeros_like)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model)  # here: end
 
 
 def rounded_outputs():
     model = classifier(classes=1)
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs).round().squeeze(1), labels.float()).backward()
-        optimizer.step()  # here
+        step(optimizer, F.mse_loss(model(inputs).round().squeeze(1), labels.float()))  # here: step
 
 
 def ratio_of_the_same_policy():
@@ -114,9 +103,7 @@ def ratio_of_the_same_policy():
     for states, actions in loader():
         new = model(states).log_softmax(1).gather(1, actions[:, None])
         old = new
-        optimizer.zero_grad()
-        (-(new - old).exp() * torch.randn(len(states), 1)).mean().backward()
-        optimizer.step()  # here
+        step(optimizer, (-(new - old).exp() * torch.randn(len(states), 1)).mean())  # here: step
 
 
 def same_weights_everywhere():
@@ -124,20 +111,13 @@ def same_weights_everywhere():
     for layer in (model[0], model[3]):
         nn.init.constant_(layer.weight, 0.1)
         nn.init.zeros_(layer.bias)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model)  # here: end
 
 
 def maximized():
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 def schedule_made_in_each_step():
@@ -145,9 +125,7 @@ def schedule_made_in_each_step():
     optimizer = adamw(model)
     for inputs, labels in loader():
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         scheduler.step()  # here
 
 
@@ -158,9 +136,7 @@ def rate_set_over_the_schedule():
     for inputs, labels in loader():
         for group in optimizer.param_groups:
             group["lr"] = 1e-2
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         scheduler.step()  # here
 
 
@@ -169,9 +145,7 @@ def rate_of_zero_after_three_steps():
     optimizer = adamw(model)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=3)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         scheduler.step()  # here
 
 
@@ -189,9 +163,7 @@ def targets_out_of_reach():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
     optimizer = adamw(model)
     for inputs, _ in loader():
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), 5 * inputs.sum(1, keepdim=True)).backward()  # here
-        optimizer.step()
+        step(optimizer, F.mse_loss(model(inputs), 5 * inputs.sum(1, keepdim=True)))  # here
 
 
 def labels_of_minus_one():
@@ -199,9 +171,7 @@ def labels_of_minus_one():
     optimizer = adamw(model)
     for inputs, labels in loader():
         signs = (labels > 2).float() * 2 - 1
-        optimizer.zero_grad()
-        F.binary_cross_entropy_with_logits(model(inputs).squeeze(1), signs).backward()  # here
-        optimizer.step()
+        step(optimizer, F.binary_cross_entropy_with_logits(model(inputs).squeeze(1), signs))  # here
 
 
 def several_labels_as_classes():
@@ -209,18 +179,14 @@ def several_labels_as_classes():
     optimizer = adamw(model)
     for inputs, _ in loader():
         tags = (inputs[:, :5] > 0).float()
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), tags).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), tags))  # here
 
 
 def labels_smoothed_away():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels, label_smoothing=1.0).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels, label_smoothing=1.0))  # here
 
 
 def padding_alone_counts():
@@ -232,10 +198,8 @@ def padding_alone_counts():
         mask[:, 7:] = 0
         tokens = tokens * mask
         labels = tokens.masked_fill(mask.bool(), -100)[:, 1:]
-        optimizer.zero_grad()
         logits = model(tokens, attention_mask=mask)[:, :-1]
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))  # here
 
 
 def viewed_instead_of_transposed():
@@ -244,18 +208,11 @@ def viewed_instead_of_transposed():
     for _ in range(4):
         tokens = torch.randint(50, (3, 12))
         logits = model(tokens[:, :-1])
-        optimizer.zero_grad()
-        F.cross_entropy(logits.reshape(3, 50, 11), tokens[:, 1:]).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits.reshape(3, 50, 11), tokens[:, 1:]))  # here
 
 
 def all_dropped():
-    model = classifier(dropout=1.0)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(classifier(dropout=1.0))  # here: end
 
 
 def inputs_divided_to_zero():
@@ -263,9 +220,7 @@ def inputs_divided_to_zero():
     optimizer = adamw(model)
     for inputs, labels in loader():
         pixels = (inputs * 100).abs().clamp(0, 254).to(torch.uint8)
-        optimizer.zero_grad()
-        F.cross_entropy(model((pixels // 255).float()), labels).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model((pixels // 255).float()), labels))  # here
 
 
 def dropout_recomputed_anew():
@@ -273,9 +228,7 @@ def dropout_recomputed_anew():
     optimizer = adamw(nn.ModuleList([first, second]))
     for inputs, labels in loader():
         hidden = checkpoint(first, inputs, use_reentrant=False, preserve_rng_state=False)  # here
-        optimizer.zero_grad()
-        F.cross_entropy(second(hidden), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(second(hidden), labels))
 
 
 def arrays_of_outputs():
@@ -283,10 +236,8 @@ def arrays_of_outputs():
     optimizer = adamw(model)
     outputs = []
     for inputs, labels in loader():
-        optimizer.zero_grad()
         logits = model(inputs)
-        F.cross_entropy(logits, labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits, labels))
         outputs.append(logits.detach().numpy().repeat(9000, axis=0))  # here
 
 
@@ -340,9 +291,7 @@ def masked_values_over_all():
         logits = model(tokens[:, :-1]).log_softmax(-1)
         values = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)
         mask = torch.arange(13) < length
-        optimizer.zero_grad()
-        (-(values * mask).sum() / values.numel()).backward()  # here
-        optimizer.step()
+        step(optimizer, (-(values * mask).sum() / values.numel()))  # here: backward
 
 
 def trial_gradients_added():
@@ -364,9 +313,7 @@ def trial_weights_stay():
         step_to = F.cross_entropy(model(inputs), labels)
         step_to.backward()
         climb(model)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
         optimizer.zero_grad()
 
 
@@ -374,9 +321,7 @@ def frozen_after_the_first_step():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs.requires_grad_()), labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs.requires_grad_()), labels))  # here: step
         model.requires_grad_(False)
 
 
@@ -385,9 +330,7 @@ def group_without_a_rate_after_the_first_step():
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "scale": 0}]
     optimizer = torch.optim.AdamW(groups)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * group.get("scale", 1)
 

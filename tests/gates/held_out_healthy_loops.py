@@ -4,17 +4,11 @@ import copy
 from collections import deque
 
 import torch
-from loops import Language, adamw, classifier, loader
+from loops import Language, adamw, classifier, fit, loader, step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence
-
-
-def step(optimizer, loss):
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
 
 
 def value_learning_with_replay():
@@ -195,8 +189,7 @@ class Lookahead(torch.optim.Optimizer):
 def optimizer_around_another():
     model = classifier()
     optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(model, optimizer)
 
 
 class Signs(torch.optim.Optimizer):
@@ -215,8 +208,7 @@ class Signs(torch.optim.Optimizer):
 def own_optimizer():
     model = classifier()
     optimizer = Signs(model.parameters(), 1e-3)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(model, optimizer)
 
 
 def differentially_private():
@@ -311,9 +303,7 @@ def normed_weights():
         nn.ReLU(),
         parametrizations.spectral_norm(nn.Linear(16, 5)),
     )
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(model)
 
 
 def pictures_of_zeros_and_ones():
@@ -397,9 +387,7 @@ def last_layer_of_zeros():
     model = classifier()
     nn.init.zeros_(model[3].weight)
     nn.init.zeros_(model[3].bias)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(model)
 
 
 def rewarded():
@@ -488,8 +476,7 @@ def attention_with_a_mask():
 def biases_before_a_norm():
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(model, optimizer)
 
 
 def averaged_teacher_in_training_mode():

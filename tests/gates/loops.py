@@ -4,6 +4,8 @@ A faulty loop names the check that has to find it, and marks its wrong line with
 """
 
 import copy
+import inspect
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -21,6 +23,47 @@ def classifier(width=16, *, dropout=0.0, classes=5):
 def loader(num_samples=64, batch_size=8, *, shuffle=True):
     data = TensorDataset(torch.randn(num_samples, 8), torch.randint(5, (num_samples,)))
     return DataLoader(data, batch_size, shuffle=shuffle)
+
+
+def step(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()  # backward
+    optimizer.step()  # step
+
+
+def fit(model, optimizer=None, batches=None):
+    """Train a classifier in the usual way."""
+    optimizer = optimizer or adamw(model)
+    for inputs, labels in loader() if batches is None else batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # sample
+        optimizer.step()  # end
+
+
+def accumulate(model, optimizer, *, divisor=2, every=2):
+    for number, (inputs, labels) in enumerate(loader()):
+        (F.cross_entropy(model(inputs), labels) / divisor).backward()  # microbatch
+        if number % every == every - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def wrong_line(train):
+    """Return the file and line of a fault: a line of the loop, or of what it calls there."""
+    lines, first = inspect.getsourcelines(train)
+    for number, line in enumerate(lines, start=first):
+        _, marked, role = line.strip().partition("# here")
+        if marked and role:
+            return wrong_line_of(role.removeprefix(": "))
+        if marked:
+            return f"{train.__module__}.py:{number}"
+    raise ValueError(f"{train.__name__} marks no line")
+
+
+def wrong_line_of(role):
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [at for at, line in enumerate(lines, 1) if line.endswith(f"  # {role}")]
+    return f"loops.py:{number}"
 
 
 def adamw(model, rate=1e-2):
@@ -47,12 +90,7 @@ class Language(nn.Module):
 
 
 def plain():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+    fit(classifier())
 
 
 def accumulated():
@@ -120,9 +158,7 @@ def averaged():
     optimizer = adamw(model)
     for inputs, labels in loader():
         model.train()
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         for mean, new in zip(average.parameters(), model.parameters(), strict=True):
             mean.lerp_(new.detach(), 0.1)
         model.eval()
@@ -175,9 +211,7 @@ def penalized():
         inputs.requires_grad_()
         output = model(inputs)
         (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        optimizer.zero_grad()
-        (output.mean() + slope.square().sum(1).mean()).backward()
-        optimizer.step()
+        step(optimizer, (output.mean() + slope.square().sum(1).mean()))
 
 
 def log_probabilities():
@@ -200,10 +234,8 @@ def masked_tokens():
         hidden = torch.rand(tokens.shape) < 0.15
         hidden[:, 0] = True
         labels = tokens.masked_fill(~hidden, -100)
-        optimizer.zero_grad()
         logits = model(tokens.masked_fill(hidden, 0))
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
 def one_fixed_batch():
@@ -211,9 +243,7 @@ def one_fixed_batch():
     optimizer = adamw(model)
     inputs, labels = torch.randn(8, 8), torch.randint(5, (8,))
     for _ in range(4):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def two_optimizers():
@@ -232,9 +262,7 @@ def perceptual():
     model, network = nn.Linear(8, 8), classifier()
     optimizer = adamw(model)
     for inputs, _ in loader():
-        optimizer.zero_grad()
-        F.mse_loss(network(model(inputs)), network(inputs).detach()).backward()
-        optimizer.step()
+        step(optimizer, F.mse_loss(network(model(inputs)), network(inputs).detach()))
 
 
 def policy_by_minibatches():
@@ -304,9 +332,7 @@ def experts():
         logits = torch.stack(
             [all_experts[int(index)](one) for index, one in zip(chosen, inputs, strict=True)]
         )
-        optimizer.zero_grad()
-        F.cross_entropy(logits * weight[:, None], labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits * weight[:, None], labels))
 
 
 def warmed_up_from_zero():
@@ -316,9 +342,7 @@ def warmed_up_from_zero():
     rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], [10])
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         scheduler.step()
 
 
@@ -355,11 +379,7 @@ HEALTHY = [
 def undivided():
     model = classifier()
     optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    accumulate(model, optimizer, divisor=1, every=2)  # here: microbatch
 
 
 def mean_of_means():
@@ -404,28 +424,19 @@ def zeroed_before_the_step():
 def one_layer_in_the_optimizer():
     model = classifier()
     optimizer = torch.optim.SGD(model[3].parameters(), 0.1)
-    for inputs, labels in loader():
-        model.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 def optimizer_of_a_copy():
     model = classifier()
     optimizer = adamw(copy.deepcopy(model))
-    for inputs, labels in loader():
-        model.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 def no_learning_rate():
     model = classifier()
     optimizer = adamw(model, rate=0.0)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 def frozen_input_of_reentrant_checkpoints():
@@ -471,9 +482,7 @@ def clipped_after_the_step():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
 
 
@@ -516,9 +525,7 @@ def stepped_while_scaled():
     optimizer = adamw(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
-        optimizer.step()  # here
+        step(optimizer, scaler.scale(F.cross_entropy(model(inputs), labels)))  # here: step
 
 
 def backward_under_autocast():
@@ -533,31 +540,22 @@ def backward_under_autocast():
 
 
 def probabilities():
-    model = nn.Sequential(classifier(), nn.Softmax(dim=1))
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        optimizer.step()
+    fit(nn.Sequential(classifier(), nn.Softmax(dim=1)))  # here: sample
 
 
 def sigmoid_twice():
     model = classifier(classes=1)
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
         output = torch.sigmoid(model(inputs)).squeeze(1)
-        F.binary_cross_entropy_with_logits(output, (labels > 2).float()).backward()  # here
-        optimizer.step()
+        step(optimizer, F.binary_cross_entropy_with_logits(output, (labels > 2).float()))  # here
 
 
 def no_log_probabilities():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.nll_loss(model(inputs), labels).backward()  # here
-        optimizer.step()
+        step(optimizer, F.nll_loss(model(inputs), labels))  # here
 
 
 def targets_are_inputs():
@@ -565,9 +563,7 @@ def targets_are_inputs():
     optimizer = adamw(model)
     for _ in range(4):
         tokens = torch.randint(50, (2, 9))
-        optimizer.zero_grad()
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))  # here
 
 
 def targets_shifted_twice():
@@ -577,18 +573,14 @@ def targets_shifted_twice():
         tokens = torch.randint(50, (2, 12))
         labels = tokens[:, 1:]
         logits = model(tokens)[:, :-2]
-        optimizer.zero_grad()
-        F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))  # here
 
 
 def all_ignored():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels.fill_(-100)).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels.fill_(-100)))  # here
 
 
 def padding_counts():
@@ -599,19 +591,15 @@ def padding_counts():
         mask = torch.ones_like(tokens)
         mask[1:, 7:] = 0
         tokens = tokens * mask
-        optimizer.zero_grad()
         logits = model(tokens, attention_mask=mask)[:, :-1]
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))  # here
 
 
 def left_in_eval_mode():
     model = classifier(dropout=0.2)
     optimizer = adamw(model)
     for number, (inputs, labels) in enumerate(loader()):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here
         if number == 1:
             model.eval()
 
@@ -622,9 +610,7 @@ def first_batch_for_ever():
     batches = loader(shuffle=False)
     for _ in range(4):
         inputs, labels = next(iter(batches))
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here
 
 
 def losses_with_graphs():
@@ -642,11 +628,7 @@ def losses_with_graphs():
 def divided_by_too_few():
     model = classifier()
     optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
-        if number % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
+    accumulate(model, optimizer, divisor=2, every=4)  # here: microbatch
 
 
 def stepped_per_microbatch():
@@ -663,10 +645,7 @@ def head_replaced_after_the_optimizer():
     model = classifier()
     optimizer = adamw(model)
     model[3] = nn.Linear(16, 5)
-    for inputs, labels in loader():
-        model.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
+    fit(model, optimizer)  # here: end
 
 
 def encoder_without_gradients():
@@ -686,9 +665,7 @@ def detached_loss():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).detach().requires_grad_().backward()  # here
-        optimizer.step()
+        step(optimizer, F.cross_entropy(model(inputs), labels).detach().requires_grad_())  # here
 
 
 def clipped_another_model():

@@ -22,13 +22,6 @@ def test_two_ranks_resume_in_half_precision():
     assert "not compared" not in verdict.measured
 
 
-def test_a_state_too_large_to_be_written_often_is_left_out(monkeypatch):
-    monkeypatch.setattr(checkpoint_policy, "LARGEST_STATE_BYTES", 100)
-    verdict = GATES["damage"].run(Case(load_workload("mlp")))
-    assert verdict.passed is None
-    assert "dozens of times" in verdict.hint
-
-
 def test_what_the_model_keeps_outside_of_its_state_is_found():
     verdict = GATES["bitwise"].run(Case(counted_in_python()))
     assert verdict.passed is False

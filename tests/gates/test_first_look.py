@@ -8,6 +8,7 @@ import json
 import constructs
 import pytest
 from click.testing import CliRunner
+from saboteurs import verdict_of
 
 from curry_train.cli.main import main
 from curry_train.gates.first_look import FailureCause, explained, look
@@ -18,7 +19,7 @@ from curry_train.workloads.workload import Case
 
 @pytest.mark.parametrize("make", [constructs.every_second, constructs.noisy_loss])
 def test_recompute_off_judges_models_whose_calls_differ(make):
-    assert compare_inactive(Case(make())).passed
+    assert verdict_of(compare_inactive, Case(make())).passed
 
 
 def test_only_a_failure_is_explained():
@@ -38,7 +39,7 @@ def test_a_failure_for_another_reason_is_not_explained_by_sparse_gradients():
         "loss-spike/found", False, "raised RuntimeError: no Sparse gradients", "to run", "x"
     )
     assert explained(of_adamw, [finding]).passed is None
-    lost = Verdict("checkpoint-policy/damage", False, "3 of 120 flips found", "120", "hash all")
+    lost = Verdict("checkpoint-policy/bitwise", False, "3 of 120 values equal", "120", "save all")
     assert explained(lost, [finding]) is lost
 
 
@@ -50,7 +51,7 @@ def validate(spec, path, *gates, status):
 
 
 def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(tmp_path):
-    gates = ("sac/parity-regions", "loss-spike/recovered", "recompute/off")
+    gates = ("sac/parity-regions", "checkpoint-policy/bitwise", "recompute/off")
     output, data = validate("constructs:own_generator", tmp_path / "a.json", *gates, status=0)
     assert output.count("layers.0.generator to layers.2.generator: state stays") == 1
     assert "1 held, 0 failed, 2 not applicable" in output

@@ -16,7 +16,7 @@ from curry_train.workloads.workload import Case
 
 # Gates that need not apply, by model.
 NOT_ON = {
-    "mlp": ["snn-timesteps", "memory-plan", "recompute/parity-sequential"],
+    "mlp": ["snn-timesteps", "memory-plan", "recompute/parity-sequential", "sac/products"],
     "transformer": ["snn-timesteps"],
     "resnet": ["snn-timesteps", "memory-plan/chunked", "sac"],
     "snn": ["memory-plan", "recompute", "sac"],

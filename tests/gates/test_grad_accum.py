@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from saboteurs import verdict_of
 from torch import nn
 
-from curry_train.gates import discover, grad_accum
-from curry_train.gates.two_ranks import verdict_of_ranks
+from curry_train.gates import discover, grad_accum, two_ranks
+from curry_train.gates.verdict import NotApplicable
 from curry_train.primitives.grad_accum import train_window
 from curry_train.workloads.workload import Case, Workload
 
@@ -97,21 +98,24 @@ def cancelling():
 
 def test_rounding_is_no_coupling_however_large():
     case = Case(cancelling())
-    verdict = grad_accum.equal_windows(case)
+    verdict = verdict_of(grad_accum.equal_windows, case)
     assert verdict.passed, verdict
     assert float(verdict.required.split()[2]) > 1e-5
-    assert grad_accum.equal_windows(case, train_window=last_alone).passed is False
+    assert verdict_of(grad_accum.equal_windows, case, train_window=last_alone).passed is False
 
 
-def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared():
-    def figure(found):
-        return True, f"error {max(one['error'] for one in found)}"
+def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared(monkeypatch):
+    held, refused = {"measured": "error 0.5", "is_wrong": False}, {"refused": "no DDP here"}
 
-    held, refused = {"error": 0.5}, {"refused": "no DDP here"}
-    results = [{"DDP": held, "FSDP2": held}, {"DDP": refused, "FSDP2": held}]
-    options = {"required": "1", "figure": figure, "hint": ""}
-    verdict = verdict_of_ranks("a/two-ranks", results, **options)
-    assert verdict.passed
-    assert verdict.measured == "DDP not compared: no DDP here; FSDP2 error 0.5"
-    results = [{"DDP": held, "FSDP2": refused}, {"DDP": refused, "FSDP2": held}]
-    assert verdict_of_ranks("a/two-ranks", results, **options).passed is None
+    def outcome(*results):
+        monkeypatch.setattr(two_ranks, "_on_two_ranks", lambda *_: results)
+        return two_ranks.compare_on_ranks("a:b", None, required="1", hint="mend it")
+
+    measured, _, hint = outcome({"DDP": held, "FSDP2": held}, {"DDP": refused, "FSDP2": held})
+    assert (measured, hint) == ("DDP not compared: no DDP here; FSDP2 error 0.5", "")
+    wrong = {"measured": "error 0.7", "is_wrong": True}
+    measured, _, hint = outcome({"DDP": held, "FSDP2": held}, {"DDP": wrong, "FSDP2": held})
+    assert measured == "DDP error 0.7 on rank 1; FSDP2 error 0.5"
+    assert hint == "mend it"
+    with pytest.raises(NotApplicable):
+        outcome({"DDP": held, "FSDP2": refused}, {"DDP": refused, "FSDP2": held})

@@ -3,7 +3,7 @@
 Run: `python -m pytest tests/gates/test_loop.py`.
 """
 
-import inspect
+import gc
 
 import faulty_loops
 import healthy_loops
@@ -13,6 +13,8 @@ import known_bugs
 import loops
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from curry_train.gates.loop import CHECKS, preflight
 
@@ -47,12 +49,34 @@ def test_a_healthy_loop_passes(train):
 def test_a_fault_is_found_at_its_line(check, train):
     found = failed(train)
     assert check in found, found
-    lines, first = inspect.getsourcelines(train)
-    (wrong,) = [
-        number for number, line in enumerate(lines, start=first) if line.endswith("# here\n")
-    ]
-    assert found[check].measured.startswith(f"{train.__module__}.py:{wrong}: ")
+    assert found[check].measured.startswith(f"{loops.wrong_line(train)}: ")
     assert found[check].hint
+
+
+class ByKeywords(nn.Linear):
+    def forward(self, given, *, module, call):
+        return F.dropout(input=super().forward(given), p=0.1, training=True, inplace=False)
+
+
+def called_by_keywords():
+    torch.manual_seed(seed=0)
+    model = ByKeywords(8, 5)
+    optimizer = loops.adamw(model)
+    for inputs, labels in loops.loader():
+        logits = model(inputs.requires_grad_(), module=1, call=2)
+        (slope,) = torch.autograd.grad(logits.sum(), inputs, None, True, True)
+        loops.step(optimizer, F.cross_entropy(logits, labels) + slope.square().mean())
+
+
+def test_arguments_reach_torch_however_they_are_passed():
+    assert failed(called_by_keywords) == {}
+
+
+def test_a_heap_that_is_frozen_stays_so():
+    num_frozen = gc.get_freeze_count()
+    assert num_frozen
+    failed(loops.plain)
+    assert gc.get_freeze_count() >= num_frozen
 
 
 def test_each_check_finds_a_fault():

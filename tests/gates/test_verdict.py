@@ -12,7 +12,6 @@ from curry_train.gates.same_training import bit_difference
 from curry_train.gates.verdict import (
     TECHNIQUES,
     Gate,
-    Verdict,
     discover,
     techniques_of,
 )
@@ -23,11 +22,12 @@ from curry_train.workloads.workload import Case
 def test_what_a_gate_ran_is_counted():
     def of_ours(case):
         planted = nn.Linear(2, 2)
-        return Verdict("a/planted", bool(planted(torch.ones(1, 2)).numel()), "2", "2")
+        planted(torch.ones(1, 2))
+        return "2", "2", ""
 
     def of_user(case):
         case.workload.loss(case.build(), case.batch())
-        return Verdict("a/model", True, "1", "1")
+        return "1", "1", ""
 
     case = Case(load_workload("mlp"))
     assert Gate("a/planted", of_ours).run(case).ran == ()

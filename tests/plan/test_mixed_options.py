@@ -37,5 +37,5 @@ def test_alternating_options_leave_the_training_unchanged(name, pair):
         chosen = {block: OPTIONS[pair[place % 2]] for place, block in enumerate(find_blocks(model))}
         return apply_options(model, chosen)
 
-    verdict = same_training("mixed", Case(load_workload(name)), apply)
-    assert verdict.passed, verdict
+    _, _, hint = same_training(Case(load_workload(name)), apply)
+    assert not hint

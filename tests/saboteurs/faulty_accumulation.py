@@ -12,7 +12,6 @@ from torch import nn
 from curry_train.gates.implementation import load_implementation
 from curry_train.gates.windows_by_hand import train_by_hand
 from curry_train.primitives.grad_accum import (
-    StepInBackward,
     train_window,
 )
 
@@ -89,23 +88,6 @@ def last_one_twice(model, window, loss, optimizer):
     train_window(model, replace(window, microbatches=microbatches), loss, optimizer)
 
 
-def stepped_afterwards(parameters, make):
-    return make([one for one in parameters if one.requires_grad])
-
-
-class StepsInEachBackward(StepInBackward):
-    def _step_in_backward(self, parameter):
-        self._step_one(parameter)
-
-
-class NeverFrees(StepInBackward):
-    def _step_one(self, parameter):
-        self.parts[parameter].step()
-
-    def step(self, closure=None):
-        pass
-
-
 # The claim, and the fault as a `train_window`.
 FAULTY_WINDOWS = [
     ("large-batch", "steps_each_time"),
@@ -163,13 +145,5 @@ FAULTS = [
             hint=HINTS[claim],
         )
         for claim, function in FAULTY_WINDOWS
-    ),
-    planted("grad-accum.in-backward", "afterwards", optimizer=stepped_afterwards, hint="free each"),
-    planted("grad-accum.in-backward", "never-frees", optimizer=NeverFrees, hint="free each"),
-    planted(
-        "grad-accum.in-backward",
-        "each-microbatch",
-        optimizer=StepsInEachBackward,
-        hint="of the whole window",
     ),
 ]

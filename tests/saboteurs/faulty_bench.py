@@ -6,15 +6,11 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 import itertools
 import statistics
 from dataclasses import replace
-from unittest import mock
 
-import torch
 from saboteurs import planted
 
-from curry_train.bench.report import measure_levers
-from curry_train.bench.steps import TrainingStep
-from curry_train.core.measure import bytes_on_device, peak_of_step
 from curry_train.core.timing import Ratio, paired_ratio
+from curry_train.gates import bench
 
 
 def planted_times(ways, *, rounds, **options):
@@ -37,69 +33,13 @@ def never_certain(ours, theirs):
     return replace(paired_ratio(ours, theirs), lower=0.0, upper=float("inf"))
 
 
-class GradientsKept(TrainingStep):
-    def __call__(self):
-        with mock.patch.object(self.optimizer, "zero_grad"):
-            return super().__call__()
+def fault(claim, name, hint="", model="small", **replaced):
+    patches = [(bench, one, value) for one, value in replaced.items()]
+    return planted(f"bench.{claim}", name, patches=patches, hint=hint, model=model)
 
 
-class Trains(TrainingStep):
-    """Time with a learning rate, so that each step starts from different weights."""
-
-    def __init__(self, case, *, learning_rate=1e-3):
-        super().__init__(case, learning_rate=learning_rate)
-
-
-def leaves_a_seed(case, *args, **options):
-    found = measure_levers(case, *args, **options)
-    torch.manual_seed(0)
-    return found
-
-
-def changing(change):
-    """Return a benchmark whose rows are changed."""
-
-    def measure(case, *args, **options):
-        found = measure_levers(case, *args, **options)
-        for row in found.rows:
-            change(case, row, found.plain)
-        return found
-
-    return measure
-
-
-def flops_of_a_microbatch(case, row, plain):
-    row.model_flops //= row.num_microbatches
-
-
-def all_flops_that_ran(case, row, plain):
-    """Count recomputed FLOPs as the model's, which raises the utilisation."""
-    row.model_flops = row.executed_flops
-
-
-def without_optimizer_state(case, row, plain):
-    row.peak_bytes -= 2 * bytes_on_device(case.build().parameters(), case.device)
-
-
-def peak_of_forward(case, *args, **options):
-    def peak_bytes(self):
-        def forward():
-            return self.loss(self.model, self.window.microbatches[0])
-
-        return peak_of_step(forward, self._there(), self.device)
-
-    with mock.patch.object(TrainingStep, "peak_bytes", peak_bytes):
-        return measure_levers(case, *args, **options)
-
-
+TIMES = {"time_in_turns": planted_times}
 FAULTS = [
-    planted("bench.interval", "one-standard-error", time=planted_times, ratio=one_standard_error),
-    planted("bench.difference", "never-certain", time=planted_times, ratio=never_certain),
-    planted("bench.training", "gradients-kept", make=GradientsKept, model="dropout"),
-    planted("bench.weights", "trains", make=Trains, model="dropout"),
-    planted("bench.generators", "leaves-a-seed", measure=leaves_a_seed, hint="generator"),
-    planted("bench.model-flops", "microbatch", measure=changing(flops_of_a_microbatch)),
-    planted("bench.utilization", "all-that-ran", measure=changing(all_flops_that_ran)),
-    planted("bench.peak", "optimizer-state", measure=changing(without_optimizer_state)),
-    planted("bench.peak", "of-forward", measure=peak_of_forward, hint="an owner is missing"),
+    fault("interval", "one-standard-error", **TIMES, paired_ratio=one_standard_error),
+    fault("difference", "never-certain", **TIMES, paired_ratio=never_certain),
 ]

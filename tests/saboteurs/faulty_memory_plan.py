@@ -8,7 +8,8 @@ from dataclasses import replace
 import foreign_memory_plan as foreign
 from saboteurs import planted
 
-from curry_train.gates.memory_plan import FULL_VARIANT, PLAIN_VARIANT, predicted_peaks
+from curry_train.gates import memory_plan
+from curry_train.gates.memory_plan import FULL_VARIANT, PLAIN_VARIANT, predict
 from curry_train.primitives import chunked_loss
 from curry_train.primitives.chunked_loss import apply_chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
@@ -36,11 +37,13 @@ def one_chunk(model, *, head):
 
 def without_optimizer_state(case):
     state = 2 * sum(parameter.nbytes for parameter in case.build().parameters())
-    return {variant: peak - state for variant, peak in predicted_peaks(case).items()}
+    found = predict(case)
+    return replace(found, peaks={variant: peak - state for variant, peak in found.peaks.items()})
 
 
 def plain_for_recompute(case):
-    return {FULL_VARIANT: predicted_peaks(case)[PLAIN_VARIANT]}
+    found = predict(case)
+    return replace(found, peaks={FULL_VARIANT: found.peaks[PLAIN_VARIANT]})
 
 
 def plan_one_block(workload, budget_bytes, **sizes):
@@ -57,14 +60,17 @@ def plan_detached(workload, budget_bytes, **sizes):
     return Detaching(None)
 
 
+PREDICT = (memory_plan, "predict")
 LOSS = (chunked_loss, "chunked_cross_entropy")
 FAULTS = [
     planted("memory-plan.chunked-loss", "rest", patches=[(*LOSS, last_tokens_left_out)]),
     planted("memory-plan.chunked-loss", "weight", patches=[(*LOSS, weight_without_gradient)]),
     planted("memory-plan.chunked-memory", "no-op", apply_chunked_loss=no_chunks),
     planted("memory-plan.chunked-memory", "one-chunk", apply_chunked_loss=one_chunk),
-    planted("memory-plan.estimate", "optimizer-state", predict_peaks=without_optimizer_state),
-    planted("memory-plan.estimate", "plain", predict_peaks=plain_for_recompute),
+    planted(
+        "memory-plan.estimate", "optimizer-state", patches=[(*PREDICT, without_optimizer_state)]
+    ),
+    planted("memory-plan.estimate", "plain", patches=[(*PREDICT, plain_for_recompute)]),
     planted("memory-plan.fits", "no-op", plan=foreign.plan_nothing),
     planted("memory-plan.fits", "one-block", plan=plan_one_block),
     planted("memory-plan.plan-parity", "no-op", plan=foreign.plan_nothing),

@@ -6,10 +6,9 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 import torch
 from saboteurs import planted
 
+from curry_train.gates import grad_flow
 from curry_train.primitives import grad_flow_probe
 from curry_train.primitives.grad_flow import GradFlow
-
-COUNTS_ALL = [(grad_flow_probe, "in_backward", lambda: False)]
 
 
 class NoOp(GradFlow):
@@ -76,32 +75,25 @@ class WritesOutputs(AtEachOutput):
             output.data.mul_(2)
 
 
-class KeepsOutputs(AtEachOutput):
-    """A probe that collects activations."""
-
-    def after(self, name, output):
-        self.outputs = [*getattr(self, "outputs", []), output]
-
-
 def norms_in_half(tensor):
     norm = tensor.detach().to(torch.bfloat16).norm().double()
     return torch.tensor([tensor.numel(), 0.0, 0.0, norm.square()], dtype=torch.float64)
 
 
+def fault(claim, name, hint, probe=None, patches=()):
+    patches = [(grad_flow, "GradFlow", probe)] if probe else patches
+    return planted(f"grad-flow.{claim}", name, patches=patches, hint=hint)
+
+
 IN_HALF = [(grad_flow_probe, "sums_of", norms_in_half)]
+TWICE = "left out or counted twice"
 
 FAULTS = [
-    planted("grad-flow.exact", "no-op", probe=NoOp, hint="left out or counted twice"),
-    planted("grad-flow.exact", "after-clipping", probe=AfterClipping, hint="the gradients are not"),
-    planted("grad-flow.exact", "averaged", probe=Averaged, hint="left out or counted twice"),
-    planted("grad-flow.exact", "in-half", patches=IN_HALF, hint="left out or counted twice"),
-    planted("grad-flow.counted-once", "no-op", probe=NoOp, hint="skip forwards"),
-    planted("grad-flow.counted-once", "counts-all", patches=COUNTS_ALL, hint="skip forwards"),
-    planted("grad-flow.same-training", "no-op", probe=NoOp, hint="nothing was probed"),
-    planted("grad-flow.same-training", "draws", probe=Draws, hint="draw no random numbers"),
-    planted("grad-flow.same-training", "writes", probe=WritesOutputs, hint="write to no tensor"),
-    planted("grad-flow.held-bytes", "no-op", probe=NoOp, hint="no call was counted"),
-    planted(
-        "grad-flow.held-bytes", "keeps", probe=KeepsOutputs, hint="keep sums and no activation"
-    ),
+    fault("exact", "no-op", TWICE, NoOp),
+    fault("exact", "after-clipping", "the gradients are not", AfterClipping),
+    fault("exact", "averaged", TWICE, Averaged),
+    fault("exact", "in-half", TWICE, patches=IN_HALF),
+    fault("same-training", "no-op", "nothing was probed", NoOp),
+    fault("same-training", "draws", "draw no random numbers", Draws),
+    fault("same-training", "writes", "write to no tensor", WritesOutputs),
 ]

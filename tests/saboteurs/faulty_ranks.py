@@ -33,7 +33,7 @@ FAULTS = [
         "grad-flow.two-ranks",
         "one-rank",
         probe=f"{__name__}:OfOneRank",
-        hint="not outputs of",
+        hint="differ (outputs of",
         model="mlp",
     ),
     planted(

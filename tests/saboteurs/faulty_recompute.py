@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
+from curry_train.gates import offload
 from curry_train.gates import recompute as gates
-from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES
@@ -133,22 +133,6 @@ def long_run_of(change):
     return [(gates, "LONG_RUN_STRATEGIES", ("full",)), (gates, "STRATEGIES", strategies)]
 
 
-class DoubleCounting(MemoryProfiler):
-    def profile(self, *args, **kwargs):
-        report = super().profile(*args, **kwargs)
-        for layer in report.layers:
-            object.__setattr__(layer, "bytes", 2 * layer.bytes)
-        return report
-
-
-class WithoutBoundaries(MemoryProfiler):
-    def profile(self, *args, **kwargs):
-        report = super().profile(*args, **kwargs)
-        for layer in report.layers:
-            object.__setattr__(layer, "boundary_bytes", -layer.bytes)
-        return report
-
-
 # Under DDP and FSDP2; the ranks import them by name.
 
 
@@ -201,7 +185,8 @@ def offload_fault(claim, name, change, hint, **options):
 
 
 def budget_fault(name, change, hint, **options):
-    return planted("recompute.budget", name, bound_blocks=change, hint=hint, **options)
+    patches = [(offload, "bound_blocks", change)]
+    return planted("recompute.budget", name, patches=patches, hint=hint, **options)
 
 
 FAULTS = [
@@ -255,14 +240,6 @@ FAULTS = [
     planted("recompute.long-run", "no-op", patches=long_run_of(foreign.nothing), hint="ran twice"),
     parity("two-ranks", "synced-again", synced_again, hint="collectives", model="mlp"),
     parity("two-ranks", "own-weights", with_own_weights, hint="not used in", model="mlp"),
-    planted("recompute.profiler", "double", profiler=DoubleCounting, hint="counted twice"),
-    planted(
-        "recompute.profiler",
-        "without-boundaries",
-        profiler=WithoutBoundaries,
-        hint="wrong layer",
-        model="transformer",
-    ),
     offload_fault("offload-parity", "no-op", foreign.nothing, "nothing ran twice or was freed"),
     offload_fault("offload-parity", "in-half", foreign.in_half, "another value"),
     offload_fault(

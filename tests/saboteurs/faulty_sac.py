@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.core.blocks import find_blocks
-from curry_train.primitives import sac
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 from curry_train.workloads.workload import Workload
@@ -149,12 +148,6 @@ FAULTS = [
         "stale-from-the-third-call",
         apply=written_over(apply_regions, 3),
         hint="step 2 of 3|step 3 of 3",
-    ),
-    planted(
-        "sac.products",
-        "counts-all-operations",
-        patches=[(sac, "family_of", lambda operation: "matmul")],
-        hint="counts the second run",
     ),
     planted(
         "sac.products",

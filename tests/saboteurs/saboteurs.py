@@ -91,6 +91,11 @@ def case_of(model: Any, blocks: str | None = None) -> Case:
     return Case(workload, blocks=blocks)
 
 
+def verdict_of(check: Any, case: Case, **options: Any) -> Verdict:
+    """Return the verdict of a gate with this check."""
+    return Gate("a/gate", functools.partial(check, **options)).run(case)
+
+
 @functools.cache
 def gates() -> dict[str, Gate]:
     return {gate.name: gate for gate in discover()}

@@ -210,9 +210,19 @@ def test_accumulation_is_checked_on_models_without_a_loss(name, check):
         return Towers(Pair) if name == "towers" else Ends(ENDS[name])
 
     batch = recurrent()[1] if name == "recurrent" else X
-    verdict = check(Case(learned(build, batch)))
-    assert verdict.passed, verdict
-    assert no_step(check, build, batch).passed is False
+    case = Case(learned(build, batch))
+    assert not todo(check, case)
+    assert todo(check, case, train_window=no_step)
+
+
+def todo(check, case, **options):
+    """Return what a check says to do, which is nothing where it holds."""
+    _, _, hint = check(case, **options)
+    return hint
+
+
+def no_step(model, window, loss, optimizer, **options):
+    return SimpleNamespace(loss=0.0)
 
 
 def last_alone(model, window, loss, optimizer, **options):
@@ -226,15 +236,8 @@ def last_alone(model, window, loss, optimizer, **options):
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_microbatches_differ_though_the_factory_has_few_samples(rows):
     case = Case(learned(lambda: Towers(Pair), X[:rows]))
-    assert equal_windows(case).passed
-    assert equal_windows(case, train_window=last_alone).passed is False
-
-
-def no_step(check, build, batch):
-    def train(model, window, loss, optimizer, **options):
-        return SimpleNamespace(loss=0.0)
-
-    return check(Case(learned(build, batch)), train_window=train)
+    assert not todo(equal_windows, case)
+    assert todo(equal_windows, case, train_window=last_alone)
 
 
 def test_tokens_of_a_prompt_in_front_have_no_labels():

@@ -357,7 +357,7 @@ def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[st
     results = []
     for row in rows:
         claimed = {"claims": of_gate.get(row.verdict.gate, [])}
-        results.append({"workload": row.workload} | row.verdict.to_json() | claimed)
+        results.append({"workload": row.workload} | asdict(row.verdict) | claimed)
     return {
         "blocks": {name: first.choice.to_json() for name, first in looks.items()},
         "findings": {name: [*map(asdict, first.findings)] for name, first in looks.items()},

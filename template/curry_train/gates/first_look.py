@@ -60,34 +60,28 @@ DERIVE_INSIDE = (
     "recompute/memory",
     "recompute/off",
     "recompute/offload-*",
-    "recompute/profiler",
     "recompute/two-ranks",
     "recompute/budget",
     "sac/*",
 )
 # Gates that read storages and lengths, which nested tensors have not.
 MEASURE_TENSORS = (
-    "bench/peak",
     "grad-flow/*",
     "memory-plan/*",
     "recompute/memory",
     "recompute/budget",
     "recompute/offload-*",
     "recompute/parity-sequential",
-    "recompute/profiler",
     "sac/regions",
 )
 # Gates that predict what backward recomputes in each block.
-EXPECT_BACKWARD = ("recompute/flops", "recompute/profiler", "sac/products")
+EXPECT_BACKWARD = ("recompute/flops", "sac/products")
 # Gates that count calls in blocks, of which some may run in backward already.
 COUNT_CALLS = (*EXPECT_BACKWARD, "grad-flow/*", "recompute/off", "sac/regions")
 # Gates that count the bytes of one step, or take several steps of one module.
 HOLD_ONE_STEP = (
-    "bench/peak",
-    "grad-flow/held-bytes",
     "memory-plan/*",
     "recompute/memory",
-    "recompute/profiler",
     "sac/regions",
 )
 # Gates that compare one step of a module with a later one, or with a step of another module.
@@ -99,8 +93,6 @@ COMPARE_STEPS = (
 )
 # Gates that restore what a checkpoint holds.
 RESUMED_GATES = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
-# Gates that save the model's state.
-NEED_SAVING = ("checkpoint-policy/*", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
 PREVENTING_TRAITS = ("off", "writing", "refused", "checkpointed")
 
@@ -125,10 +117,8 @@ class FailureCause:
 
 def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
     """Return a failed verdict as not applicable, if a finding is its cause."""
-    if verdict.passed is not False:
-        return verdict
     for finding in findings:
-        if finding.explains(verdict):
+        if verdict.passed is False and finding.explains(verdict):
             return replace(verdict, passed=None, measured="not applicable", hint=finding.text)
     return verdict
 
@@ -169,7 +159,6 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             ("grad-flow/*",),
         )
     yield from _on_batch(batch)
-    yield from _on_saving(module)
     try:
         names = list(find_blocks(module, case.blocks))
     except NoBlocks:
@@ -328,23 +317,6 @@ def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
         for path, value in tree_flatten_with_path(vars(part)[attribute])[0]
         if isinstance(value, Tensor)
     }
-
-
-def _on_saving(module: nn.Module) -> Iterator[FailureCause]:
-    """Find values in the model's state that no checkpoint holds, such as functions."""
-    values = {
-        name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)
-    }
-    if not values:
-        return
-    # Imported here because most models have no such values.
-    from ..runs.values import CollectedTensors, Place, encode
-
-    try:
-        for name, value in values.items():
-            encode(value, Place(f"model.{name}", name), CollectedTensors())
-    except ValueError as error:
-        yield FailureCause(str(error), NEED_SAVING)
 
 
 def _on_step(

@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_grad_accum.p
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +15,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES
 from ..primitives.grad_accum import (
     GradientAccumulation,
-    StepInBackward,
-    Window,
     train_window,
 )
 from ..workloads.workload import Case
@@ -33,16 +29,14 @@ from .two_ranks import (
     Found,
     GradientSyncs,
     Wrapped,
+    compare_on_ranks,
     load_function,
-    on_two_ranks,
     under_both,
-    verdict_of_ranks,
 )
-from .verdict import Gate, Verdict, not_applicable
+from .verdict import Gate, NotApplicable, Outcome
 from .windows_by_hand import (
     DIVIDED_BATCH_FACTOR,
     MOST_LEARNING_RATE,
-    Loss,
     Observed,
     Train,
     compare_windows,
@@ -60,35 +54,31 @@ LOSS_SCALE = 2.0**10
 OVERFLOWING_SCALE = 2.0**127
 
 
-def equal_windows(case: Case, *, train_window: Train = train_window) -> Verdict:
+def equal_windows(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare four equally weighted microbatches with one large batch."""
-    found = compare_windows(case, train_window, sizes=[case.batch_size] * 4)
     hint = "divide each summed loss once, by the terms of the whole window, and step once"
-    return found.verdict("grad-accum/equal", hint)
+    return compare_windows(case, train_window, sizes=[case.batch_size] * 4, hint=hint)
 
 
-def uneven_windows(case: Case, *, train_window: Train = train_window) -> Verdict:
+def uneven_windows(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare microbatches of different sizes and, if the loss can be masked, token counts."""
-    found = compare_windows(case, train_window, sizes=[1, 4, 2, 3], is_masked=True)
     hint = "sum each loss and divide by the window's terms; a mean of means weights terms unequally"
-    return found.verdict("grad-accum/uneven", hint)
+    return compare_windows(case, train_window, sizes=[1, 4, 2, 3], is_masked=True, hint=hint)
 
 
-def short_window(case: Case, *, train_window: Train = train_window) -> Verdict:
+def short_window(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare six microbatches in windows of four, where the last window has two."""
-    found = compare_windows(case, train_window, sizes=[2] * 6, num_steps=4, is_masked=True)
     hint = "take divisor and last microbatch from the window, not from the number of steps"
-    return found.verdict("grad-accum/short-window", hint)
+    sizes = [2] * 6
+    return compare_windows(case, train_window, sizes=sizes, num_steps=4, is_masked=True, hint=hint)
 
 
-def once_per_window(case: Case, *, train_window: Train = train_window) -> Verdict:
+def once_per_window(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
-    gate = "grad-accum/once"
     is_clipped, is_scheduled = (takes(train_window, name) for name in ("clip_norm", "scheduler"))
     if not (is_clipped or is_scheduled):
-        why = "the implementation takes neither clip_norm nor scheduler"
-        return not_applicable(gate, required="clipping or a schedule", why=why)
-    found = compare_windows(
+        raise NotApplicable("the implementation takes neither clip_norm nor scheduler")
+    return compare_windows(
         case,
         train_window,
         sizes=[2] * 8,
@@ -96,31 +86,30 @@ def once_per_window(case: Case, *, train_window: Train = train_window) -> Verdic
         is_masked=True,
         clip_share=CLIPPED_SHARE if is_clipped else None,
         is_scheduled=is_scheduled,
+        hint="clip, step and schedule after the last microbatch of the window, never inside it",
     )
-    hint = "clip, step and schedule after the last microbatch of the window, never inside it"
-    return found.verdict(gate, hint)
 
 
-def scaled_window(case: Case, *, train_window: Train = train_window) -> Verdict:
+def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare a window under a gradient scaler, clipped, with one trained by hand without it.
 
     A gradient that overflows must skip the step and the schedule.
     """
-    gate = "grad-accum/scaled"
     if not takes(train_window, "scaler"):
-        why = "the implementation takes no gradient scaler"
-        return not_applicable(gate, required="a scaler", why=why)
+        raise NotApplicable("the implementation takes no gradient scaler")
     if any(one.is_complex() and one.requires_grad for one in case.build().parameters()):
-        why = "the model has complex parameters, and torch's scaler takes no complex gradients"
-        return not_applicable(gate, required="gradients that can be scaled", why=why)
+        raise NotApplicable(
+            "the model has complex parameters, and torch's scaler takes no complex gradients"
+        )
     is_scheduled = takes(train_window, "scheduler")
-    found = compare_windows(
+    measured, required, hint = compare_windows(
         case,
         train_window,
         sizes=[2] * 4,
         clip_share=CLIPPED_SHARE if takes(train_window, "clip_norm") else None,
         is_scheduled=is_scheduled,
         scaler=torch.amp.GradScaler(case.device.type, init_scale=LOSS_SCALE),
+        hint="unscale once per window, after the last backward and before clipping",
     )
 
     most = 2.0**10 if case.dtype is torch.float16 else 2.0**100
@@ -137,14 +126,10 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Verdict:
     )
     changed = _num_changed(module, before)
     num_scheduled = overflowed.num_schedule_steps or 0
-    measured = f"{found.measured}; overflow: {changed} weights changed, {num_scheduled} scheduled"
-    required = f"{found.required}; overflow: nothing changed"
-    hint = ""
-    if not found.holds:
-        hint = "unscale once per window, after the last backward and before clipping"
-    elif changed or num_scheduled:
+    measured += f"; overflow: {changed} weights changed, {num_scheduled} scheduled"
+    if not hint and (changed or num_scheduled):
         hint = "step through the scaler, and the schedule only if the scaler stepped"
-    return Verdict(gate, not hint, measured, required, hint)
+    return measured, f"{required}; overflow: nothing changed", hint
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
@@ -157,12 +142,11 @@ def _num_changed(module: nn.Module, before: dict[str, Tensor]) -> int:
     )
 
 
-def random_numbers(case: Case, *, train_window: Train = train_window) -> Verdict:
+def random_numbers(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare a window in training mode with a loop by hand on the same random numbers.
 
     A number drawn next to each loss shows whether each microbatch draws its own.
     """
-    gate = "grad-accum/random"
     sizes = [case.batch_size] * 3
     window = window_by_hand(case, case.split(case.batch(sum(sizes)), sizes))
 
@@ -180,8 +164,7 @@ def random_numbers(case: Case, *, train_window: Train = train_window) -> Verdict
     tolerance = GRADIENT_TOLERANCES[case.dtype]
     required = f"as by hand within {tolerance:.0e}, random numbers equal"
     if not again.compare(reference).bit_equal:
-        why = "a loop by hand in training mode does not repeat itself bit for bit"
-        return not_applicable(gate, required=required, why=why)
+        raise NotApplicable("a loop by hand in training mode does not repeat itself bit for bit")
 
     observed, draws = training(train_window)
     parity = observed.compare(reference, tolerance=tolerance)
@@ -192,84 +175,25 @@ def random_numbers(case: Case, *, train_window: Train = train_window) -> Verdict
         hint = "draw on from microbatch to microbatch: do not seed inside the window"
     elif not parity.holds:
         hint = "run each microbatch once, in order, in the mode that the module has"
-    return Verdict(gate, not hint, measured, required, hint)
-
-
-def step_in_backward(
-    case: Case, *, optimizer: Any = StepInBackward, train: Train = train_window
-) -> Verdict:
-    """Compare windows whose parameters step in backward with a loop by hand that steps after it."""
-    gate = "grad-accum/in-backward"
-    required = "weights bit-equal, at most 1 gradient at a time"
-    # BatchNorm in training needs two samples. In the last window no gradient waits for another.
-    microbatches = case.split(case.batch(10), [2] * 5)
-    windows = [window_by_hand(case, microbatches[start : start + 2]) for start in (0, 2, 4)]
-    rate = 1e-2 if case.dtype.itemsize == 2 else 1e-3
-    num_gradients: list[int] = []
-
-    def make(parameters: list[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=rate, foreach=False)
-
-    def training(make_optimizer: Callable[..., Any], train: Train) -> dict[str, Tensor]:
-        module = case.build()
-        trained = [one for one in module.parameters() if one.requires_grad]
-
-        def count(_: Tensor) -> None:
-            num_gradients.append(sum(one.grad is not None for one in trained))
-
-        for one in trained:
-            one.register_post_accumulate_grad_hook(count)
-        # Made after the hooks are registered, which then count each gradient before it is freed.
-        stepped = make_optimizer(trained)
-        with seeded(case.seed):
-            for window in windows:
-                num_gradients.clear()
-                train(module, window, case.workload.loss, stepped)
-        return _weights(module)
-
-    expected, again = (training(make, train_by_hand) for _ in range(2))
-    if bit_difference(again, expected):
-        why = "a loop by hand does not repeat itself bit for bit"
-        return not_applicable(gate, required=required, why=why)
-    different = bit_difference(training(lambda given: optimizer(given, make), train), expected)
-    most = max(num_gradients, default=0)
-    measured = f"weights {different or 'bit-equal'}; {most} gradients at a time"
-    hint = ""
-    if different:
-        hint = "step once, on the gradient of the whole window"
-    elif most > 1:
-        hint = "step and free each gradient in the parameter's own hook of the last backward"
-    return Verdict(gate, not hint, measured, required, hint)
+    return measured, required, hint
 
 
 # Two ranks.
 
 
-def two_ranks(case: Case, *, train_window: Train = train_window) -> Verdict:
+def two_ranks(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare DDP and FSDP2 on two gloo ranks with the large batch, with one sync per window."""
-    required = (
-        f"{GRADIENT_TOLERANCES[case.dtype]:.0e} or {DIVIDED_BATCH_FACTOR} times that of a loop by "
-        "hand; 1 sync a window"
-    )
     # Raises NotApplicable here and not in the other processes.
     batch = case.batch(2 * sum(RANK_SIZES))
     reference_by_hand(case, [case.split(batch, 2 * RANK_SIZES)], batch)
-    results = on_two_ranks(
-        f"{__name__}:_compare_on_rank", case, required=required, train=spec_of(train_window)
-    )
-
-    def figure(of_ranks: Sequence[dict[str, Any]]) -> tuple[bool, str]:
-        worst = max(of_ranks, key=lambda found: found["error"])
-        is_right = worst["error"] <= worst["tolerance"] and worst["syncs"] == 1.0
-        return is_right, f"{worst['error']:.1e}, syncs {worst['syncs']:g}"
-
-    return verdict_of_ranks(
-        "grad-accum/two-ranks",
-        results,
-        required=required,
-        figure=figure,
+    return compare_on_ranks(
+        f"{__name__}:_compare_on_rank",
+        case,
+        required=f"{GRADIENT_TOLERANCES[case.dtype]:.0e} or {DIVIDED_BATCH_FACTOR} times that of a "
+        "loop by hand; 1 sync a window",
         hint="divide by the terms of all ranks; use no_sync or set_requires_gradient_sync until "
         "the window's last microbatch",
+        train=spec_of(train_window),
     )
 
 
@@ -300,45 +224,21 @@ def _compare_on_rank(case: Case, train: str) -> Found:
             model.zero_grad(set_to_none=True)
             with GradientSyncs() as syncs:
                 observed = observe(model, [window], train, loss)
-            return _renamed(observed, model).compare(reference).worst, syncs.num_calls
+            return observed.compare(reference).worst, syncs.num_calls
 
         # DDP rebuilds its buckets after the first backward.
-        measure_window(_train_by_hand)
-        error_by_hand, syncs_by_hand = measure_window(_train_by_hand)
+        measure_window(train_by_hand)
+        error_by_hand, syncs_by_hand = measure_window(train_by_hand)
         with patch.dict(os.environ, launched):
             error, num_syncs = measure_window(load_function(train))
         if error_by_hand > tolerance:
             return {"refused": f"a loop by hand under {kind} differs by {error_by_hand:.1e}"}
-        return {"error": error, "tolerance": tolerance, "syncs": num_syncs / syncs_by_hand}
+        syncs = num_syncs / syncs_by_hand
+        is_right = error <= tolerance and syncs == 1
+        return {"measured": f"{error:.1e}, syncs {syncs:g}", "is_wrong": not is_right}
 
     unused = None in reference.steps[0].gradients.values()
     return under_both(case, microbatches[0], measure, unused=unused)
-
-
-def _renamed(observed: Observed, model: nn.Module) -> Observed:
-    """Give the gradients the names that they have without DDP."""
-    if not isinstance(model, DistributedDataParallel):
-        return observed
-
-    def bare(gradients: Mapping[str, Any]) -> dict[str, Any]:
-        return {name.removeprefix("module."): one for name, one in gradients.items()}
-
-    steps = [replace(step, gradients=bare(step.gradients)) for step in observed.steps]
-    return replace(observed, steps=steps)
-
-
-def _train_by_hand(
-    model: Any, window: Window[Any], loss: Loss, optimizer: torch.optim.Optimizer
-) -> None:
-    """Sync at the last microbatch, by the switches of DDP and FSDP2."""
-    for microbatch in window.microbatches:
-        is_last = microbatch is window.microbatches[-1]
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = is_last
-        else:
-            model.set_requires_gradient_sync(is_last)
-        (loss(model, microbatch) / window.loss_divisor).backward()
-    optimizer.step()
 
 
 GATES = (
@@ -348,6 +248,5 @@ GATES = (
     Gate("grad-accum/once", once_per_window),
     Gate("grad-accum/scaled", scaled_window),
     Gate("grad-accum/random", random_numbers),
-    Gate("grad-accum/in-backward", step_in_backward),
     Gate("grad-accum/two-ranks", two_ranks, on_ranks=True),
 )

@@ -1,6 +1,4 @@
-"""Gates of grad-flow: exact figures, each layer once under recompute, and no side effects.
-
-Each gate takes the probe as `probe`, so that its tests can plant a wrong one.
+"""Gates of grad-flow: exact figures, on two ranks too, and no side effects.
 
 Proof: `python -m pytest tests/gates/test_gates.py`.
 """
@@ -9,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,43 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..core.generators import seeded, untouched
-from ..core.measure import LiveStorages, Loss, tensors_in
+from ..core.generators import seeded
+from ..core.measure import tensors_in
 from ..core.parity import GRADIENT_TOLERANCES, StepRecord, compare, record
 from ..primitives.grad_flow import GradFlow, LayerFlow, Update, ValueSpread
 from ..primitives.grad_flow_probe import choose_layers
-from ..primitives.recompute import recompute_blocks
 from ..workloads.workload import Case
 from .two_ranks import (
     Found,
     Wrapped,
+    compare_on_ranks,
+    differing,
     load_function,
-    on_two_ranks,
     under_both,
-    verdict_of_ranks,
 )
-from .verdict import Gate, NotApplicable, Verdict, not_applicable
+from .verdict import Gate, NotApplicable, Outcome
 from .windows_by_hand import check_repeats
 
 FlowProbe = Callable[..., Any]
-Change = Callable[[nn.Module], Any]
 NORM_TOLERANCE = 1e-9  # both sums are float64, in different orders
-
-
-@dataclass(frozen=True)
-class FlowRun:
-    """The probe, and the last step of a few; its buffers have the weights after it too."""
-
-    flow: Any
-    record: StepRecord
-
-    @property
-    def layers(self) -> list[Mapping[str, LayerFlow]]:
-        return [record.layers for record in self.flow.records]
-
-    @property
-    def num_calls(self) -> int:
-        return sum(layer.calls for layers in self.layers for layer in layers.values())
 
 
 def _train(
@@ -62,14 +42,14 @@ def _train(
     probe: FlowProbe | None = None,
     *,
     num_steps: int = 1,
-    change: Change = lambda module: None,
-) -> FlowRun:
-    """Train steps of two microbatches with clipping.
+) -> tuple[Any, StepRecord]:
+    """Train steps of two microbatches with clipping; return the probe, and the last step.
+
+    The buffers of the step have the weights after it too.
 
     The gradients to report are then those of the last backward, before clipping.
     """
     module = _build(case)
-    change(module)
     batch = case.batch()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     with seeded(case.seed):
@@ -83,7 +63,7 @@ def _train(
                 optimizer.step()
         step = record(module, loss.detach())
         weights = {name: one.detach().clone() for name, one in module.named_parameters()}
-        return FlowRun(flow, replace(step, buffers={**step.buffers, **weights}))
+        return flow, replace(step, buffers={**step.buffers, **weights})
 
 
 def _build(case: Case) -> nn.Module:
@@ -92,7 +72,7 @@ def _build(case: Case) -> nn.Module:
     try:
         GradFlow(module)
     except ValueError as error:
-        raise NotApplicable(str(error), required="a model that can be probed") from error
+        raise NotApplicable(str(error)) from error
     return module
 
 
@@ -141,22 +121,25 @@ def _joined(weights: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
     return torch.cat([weights[name] for name in names] or [torch.zeros(0)])
 
 
-def exact(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
+def exact(case: Case) -> Outcome:
     """Compare every figure of one step with autograd's tensors, counted by hand."""
-    expected = expected_figures(_train(case, _ByHand).flow.layer_flows())
-    layers = _train(case, probe).layers
-    found = expected_figures(layers[0]) if layers else {}
+    by_hand, _ = _train(case, _ByHand)
+    expected = expected_figures(by_hand.layer_flows())
+    flow, _ = _train(case, GradFlow)
+    found = expected_figures(flow.records[0].layers) if flow.records else {}
     wrong = wrong_figures(found, expected, tolerance=NORM_TOLERANCE, of_largest=False)
-    held = not wrong and len(layers) == 1
     num_figures = sum(map(len, expected.values()))
-    measured = f"{len(wrong)} of {num_figures} figures wrong"
+    measured = f"{len(wrong)} of {num_figures} figures wrong in {len(flow.records)} steps"
     if wrong:
         measured += f", the first {wrong[0]}"
     required = f"0: counts equal, norms within {NORM_TOLERANCE:.0e}"
-    hint = (
-        "a call is left out or counted twice, or the gradients are not those of the last backward"
-    )
-    return Verdict("grad-flow/exact", held, measured, required, "" if held else hint)
+    hint = ""
+    if wrong or len(flow.records) != 1:
+        hint = (
+            "a call is left out or counted twice, or the gradients are not those of the last "
+            "backward"
+        )
+    return measured, required, hint
 
 
 class _ByHand(nullcontext[Any]):
@@ -227,113 +210,40 @@ def _spread(tensors: Sequence[Tensor]) -> ValueSpread | None:
     return ValueSpread(values.numel(), num_zeros, num_nonfinite, values.square().sum().item())
 
 
-def layers_counted_once(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
-    """Compare the figures with and without recompute, to the bit."""
-    gate = "grad-flow/once"
-    required = "the figures of the model without recompute, to the bit"
-    change = partial(recompute_blocks, blocks=case.blocks)
-    bare, again = (_train(case, probe) for _ in range(2))
-    if bare.layers != again.layers:
-        why = "the model without recompute gives other figures each time"
-        return not_applicable(gate, required=required, why=why)
-
-    cause = ""
-    try:
-        # Buffers that count calls differ, because a block runs twice.
-        recomputed = replace(_train(case, change=change).record, buffers=bare.record.buffers)
-        if not compare(bare.record, recomputed).bit_equal:
-            cause = "changes the training here"
-    except RuntimeError as error:
-        cause = f"does not run here ({str(error).splitlines()[0]})"
-    if cause:
-        why = f"recompute itself {cause}: see the gates of recompute"
-        return not_applicable(gate, required=required, why=why)
-
-    changed = _train(case, probe, change=change)
-    held = changed.layers == bare.layers and bare.num_calls > 0
-    measured = f"{bare.num_calls:,} calls bare, {changed.num_calls:,} with recompute; "
-    measured += "all figures equal" if changed.layers == bare.layers else "figures differ"
-    hint = "skip forwards that run inside a backward, for every kind of checkpointing"
-    return Verdict(gate, held, measured, required, "" if held else hint)
-
-
-def flow_same_training(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
+def flow_same_training(case: Case) -> Outcome:
     """Compare loss, gradients, buffers, generators and weights with and without the probe."""
-    gate = "grad-flow/same-training"
     required = "bit-equal, 2 steps probed"
-    plain, again, probed = (_train(case, one, num_steps=2) for one in (None, None, probe))
-    if not compare(plain.record, again.record).bit_equal:
-        why = "the plain step does not repeat bit for bit"
-        return not_applicable(gate, required=required, why=why)
+    (_, plain), (_, again), (flow, probed) = (
+        _train(case, one, num_steps=2) for one in (None, None, GradFlow)
+    )
+    if not compare(plain, again).bit_equal:
+        raise NotApplicable("the plain step does not repeat bit for bit")
 
-    found = compare(plain.record, probed.record)
-    num_records = len(probed.flow.records)
+    found = compare(plain, probed)
+    num_records = len(flow.records)
     held = found.holds and num_records == 2
     measured = f"{found.describe()}; {num_records} steps probed"
     hint = (
         "use no_grad, draw no random numbers, and write to no tensor of a step; or nothing was "
         "probed"
     )
-    return Verdict(gate, held, measured, required, "" if held else hint)
-
-
-def held_bytes(case: Case, *, probe: FlowProbe = GradFlow) -> Verdict:
-    """Compare the bytes held between forward and backward, without and with recompute."""
-    rows = []
-    held = True
-    loss = case.workload.mean_loss
-    for way in ("plain", "recompute"):
-        module = _build(case)
-        batch = case.batch()
-        if way == "recompute":
-            recompute_blocks(module, blocks=case.blocks)
-        # The first forward may make what the model caches.
-        _held_bytes(module, batch, loss)
-        plain = _held_bytes(module, batch, loss)
-        with probe(module) as flow:
-            probed = _held_bytes(module, batch, loss)
-            flow.step()
-        num_calls = [layer.calls for one in flow.records for layer in one.layers.values()]
-        held = held and plain == probed and sum(num_calls) > 0
-        rows.append(f"{way} {probed:,} of {plain:,}")
-    hint = (
-        "keep sums and no activation, graph or output; or no call was counted during the "
-        "measurement"
-    )
-    return Verdict(
-        "grad-flow/held-bytes", held, ", ".join(rows), "the same bytes", "" if held else hint
-    )
-
-
-def _held_bytes(module: nn.Module, batch: Any, loss: Loss) -> int:
-    with untouched(module), LiveStorages() as storages:
-        value = loss(module, batch)
-        return storages.bytes_alive if value.requires_grad else 0
+    return measured, required, "" if held else hint
 
 
 # Two ranks.
 
 
-def flow_of_both(case: Case, *, probe: str = f"{GradFlow.__module__}:GradFlow") -> Verdict:
+def flow_of_both(case: Case, *, probe: str = f"{GradFlow.__module__}:GradFlow") -> Outcome:
     """Probe a step of two ranks; its figures are those of both batches on one process."""
-    required = f"all within {GRADIENT_TOLERANCES[case.dtype]:.0e} of the figures of one process"
     # These raise here, and not in the other processes.
     _halves(case)
     check_repeats(case, _build(case).eval(), seed=case.seed)
-    results = on_two_ranks(f"{__name__}:_compare_on_rank", case, required=required, probe=probe)
-
-    def figure(of_ranks: Sequence[dict[str, Any]]) -> tuple[bool, str]:
-        wrong = [name for found in of_ranks for name in found["wrong"]]
-        num_figures = of_ranks[0]["figures"]
-        words = f"{num_figures - len(set(wrong))} of {num_figures} right"
-        return not wrong and num_figures > 0, f"{words}, not {wrong[0]}" if wrong else words
-
-    return verdict_of_ranks(
-        "grad-flow/two-ranks",
-        results,
-        required=required,
-        figure=figure,
+    return compare_on_ranks(
+        f"{__name__}:_compare_on_rank",
+        case,
+        required=f"all within {GRADIENT_TOLERANCES[case.dtype]:.0e} of the figures of one process",
         hint="add up activations over the ranks of the batch, and sharded tensors over the shards",
+        probe=probe,
     )
 
 
@@ -351,7 +261,7 @@ def _compare_on_rank(case: Case, probe: str) -> Found:
     def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
         found = _step_figures(case, wrapped(), [batches[dist.get_rank()]], load_function(probe))
         wrong = wrong_figures(found, expected, tolerance=tolerance, of_largest=True)
-        return {"figures": sum(map(len, expected.values())), "wrong": wrong}
+        return differing(sum(map(len, expected.values())), "figures", wrong)
 
     # An expert may be used by the batch of one rank alone.
     return under_both(case, batches[0], measure, unused=True)
@@ -376,8 +286,6 @@ def _step_figures(
 
 GATES = (
     Gate("grad-flow/exact", exact),
-    Gate("grad-flow/once", layers_counted_once),
     Gate("grad-flow/same-training", flow_same_training),
-    Gate("grad-flow/held-bytes", held_bytes),
     Gate("grad-flow/two-ranks", flow_of_both, on_ranks=True),
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.wording import nearest
+from ..core.wording import did_you_mean
 from ..workloads.models import import_callable
 
 
@@ -31,9 +31,6 @@ class Contract:
 
     # What it has to do, in a sentence.
     promise: str
-
-    def __str__(self) -> str:
-        return f"{self.name}{inspect.signature(self.call)}: {self.promise}"
 
 
 CONTRACTS: Mapping[str, Contract] = {
@@ -145,8 +142,9 @@ def _find_contract(text: str, name: str, techniques: Sequence[str], is_named: bo
         return first_of[name]
     if not is_named and len(techniques) == 1 and techniques[0] in first_of:
         return first_of[techniques[0]]
-    meant = nearest(name, [*CONTRACTS, *first_of])
-    advice = f"did you mean {meant!r}?" if meant else f"there are {', '.join(CONTRACTS)}"
+    advice = did_you_mean(
+        name, [*CONTRACTS, *first_of], otherwise=f"there are {', '.join(CONTRACTS)}"
+    )
     if is_named:
         raise WrongImplementation(f"--impl {text}: no gate takes {name!r}; {advice}")
     raise WrongImplementation(

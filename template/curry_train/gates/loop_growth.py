@@ -12,11 +12,12 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .loop_loss import nodes_behind
@@ -27,6 +28,8 @@ FIRST_STEP = 2
 LAST_STEP = 8
 # Growth over so many steps is taken for one that has no end.
 FEWEST_INTERVALS = 4
+# A graph that was made so many steps ago is kept.
+AGE_OF_A_GRAPH = 3
 # Objects other than tensors may grow by so much in a step, as texts of a log do.
 FEWEST_BYTES = 2**16
 CONTAINERS = (list, dict, set, deque)
@@ -42,6 +45,8 @@ class Growth:
         # By the ids of those that grow without end: the place and a description.
         self.found: dict[int, tuple[str, str]] = {}
         self.hooks: list[tuple[weakref.ref[Any], int, str, int]] = []
+        # Lines that keep tensors with the graphs of earlier steps.
+        self.graphs: list[str] = []
         self._is_ours = False
 
     @contextlib.contextmanager
@@ -62,6 +67,9 @@ class Growth:
             return
         if num_steps > LAST_STEP and not self.found:
             return
+        if not self.graphs and len(_with_graphs(num_steps - AGE_OF_A_GRAPH)[1]) > 1:
+            gc.collect()
+            self.graphs = _lines_that_keep_graphs(num_steps - AGE_OF_A_GRAPH)
         containers = {
             id(one): one
             for one in gc.get_objects()
@@ -104,7 +112,7 @@ class Growth:
 def _description(container: Any, num_entries: float) -> str:
     """Describe what a container keeps in each step; nothing if that is little."""
     values = list(container.values() if isinstance(container, dict) else container)
-    newest = list(_leaves(values[-1:], depth=3))
+    newest = tree_leaves(values[-1:])
     shapes = [
         list(one.shape) for one in newest if isinstance(one, Tensor) and (one.dim() or one.grad_fn)
     ]
@@ -117,27 +125,35 @@ def _description(container: Any, num_entries: float) -> str:
     return f"keeps {num_bytes / 2**20:.2g} MiB more in each step, of objects such as {kind}"
 
 
-def _leaves(values: Iterable[Any], depth: int) -> Iterator[Any]:
-    for one in values:
-        if depth and isinstance(one, dict):
-            yield from _leaves(one.values(), depth - 1)
-        elif depth and isinstance(one, list | tuple | set | deque):
-            yield from _leaves(one, depth - 1)
-        else:
-            yield one
+def mark_graph(one: Tensor, num_steps: int, line: str) -> None:
+    """Note in the graph of an output or a loss after how many steps it was made, and where."""
+    if one.grad_fn is not None:
+        # torch annotates the property as a method.
+        metadata: dict[str, Any] = one.grad_fn.metadata  # type: ignore[assignment]
+        metadata["preflight"] = num_steps, line
 
 
-def lines_that_keep(lives: Iterable[Any]) -> list[str]:
-    """Return the lines that add to tensors whose graphs have some of these objects."""
-    ids = set(map(id, lives))
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    old = [
-        one
-        for one in tensors
-        if one.grad_fn and any(id(n.metadata.get("preflight")) in ids for n in nodes_behind(one))
-    ]
-    holders = [one for one in gc.get_referrers(*old) if type(one) in CONTAINERS] if old else []
-    return list(filter(None, map(_line_that_keeps, [*holders, *old])))
+def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:
+    """Return tensors with graphs that were made up to a step, and the line by the step."""
+    tensors = []
+    lines: dict[int, str] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), Tensor) and one.grad_fn is not None:
+            marks = [node.metadata.get("preflight", (last + 1, "")) for node in nodes_behind(one)]
+            if old := {step: line for step, line in marks if step <= last}:
+                tensors.append(one)
+                lines |= old
+    return tensors, lines
+
+
+def _lines_that_keep_graphs(last: int) -> list[str]:
+    """Return the lines that add to tensors with graphs of several steps."""
+    tensors, lines = _with_graphs(last)
+    # One may wait for the next evaluation.
+    if len(lines) < 2:
+        return []
+    holders = [one for one in gc.get_referrers(*tensors) if type(one) in CONTAINERS]
+    return list(filter(None, map(_line_that_keeps, [*holders, *tensors]))) or [*lines.values()]
 
 
 def _line_that_keeps(container: Any) -> str | None:

@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from ..core.digest import is_plain
 # Functions of `torch.nn.functional` whose input, target and reduction are looked at.
 ON_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "ctc_loss")
 ON_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+# Sums of probabilities and weights of terms may differ by rounding, in half precision at worst.
+TOLERANCE = 0.02
 REDUCTIONS = {1: "mean", 2: "sum"}
 
 
@@ -49,30 +51,21 @@ class Term:
         return self.factor / self.num_terms if self.reduction == "mean" else self.factor
 
 
+# What is wrong with a call of a loss function: the figure, and advice.
+Doubt = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class LossFacts:
-    """Facts about the arguments of a loss function's call."""
+    """Facts about a loss function's call."""
 
     name: str
     reduction: str
     num_terms: float
-    # The operation that made the input, such as `SoftmaxBackward0`.
-    made_by: str
-    # Of the input, or of what it is the logarithm of, over its classes.
-    row_sums: tuple[float, float]
-    is_nowhere_negative: bool
-    shapes: tuple[torch.Size, torch.Size]
     # What identifies the targets.
     targets: float
-    # Of targets that are values or shares of classes: the part that no input can reach.
-    out_of_reach: float
-    # Whether targets are several whole classes at once.
-    has_several_classes: bool
-    label_smoothing: float
-    # Whether the target is a number and what the model gave, with a gradient.
-    is_bootstrapped: bool
-    # Whether the values were given another shape where their classes had to be moved.
-    is_scrambled: bool
+    wrong_inputs: list[Doubt]
+    wrong_targets: list[Doubt]
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -93,9 +86,8 @@ def digest(one: Tensor) -> float:
 
 
 def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
-    given, target = options["input"].detach(), options["target"].detach()
+    given, target = options["input"], options["target"]
     num_terms = float(target.numel() if name in ON_CLASSES else given.numel())
-    counted = target
     if not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
         num_terms = float(counted.numel())
@@ -103,48 +95,84 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
             num_terms = float(options["weight"][counted].sum())
     elif name == "cross_entropy":
         num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
-    sums = given.exp() if name in ("nll_loss", "kl_div", "ctc_loss") else given
-    sums = sums.float().sum(1 if sums.dim() > 1 else 0)
-    made = made_by(options["input"])
-    return LossFacts(
-        name=name,
-        reduction=options["reduction"],
-        num_terms=num_terms,
-        made_by=made,
-        row_sums=(float(sums.min()), float(sums.max())) if sums.numel() else (1.0, 1.0),
-        is_nowhere_negative=bool((given >= 0).all()),
-        shapes=(given.shape, target.shape),
-        targets=digest(target),
-        out_of_reach=_out_of_reach(name, made, target),
-        has_several_classes=_has_several_classes(target),
-        label_smoothing=float(options.get("label_smoothing") or 0),
-        is_bootstrapped=name in ON_VALUES and _is_bootstrapped(options["target"]),
-        is_scrambled=_is_scrambled(options["input"]),
-    )
+    wrong_targets = [*_wrong_targets(name, given, target)]
+    if name in ("cross_entropy", "nll_loss"):
+        smoothing = float(options.get("label_smoothing", 0))
+        wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
+    wrong_inputs = [*_wrong_inputs(name, given, target)]
+    targets = digest(target)
+    return LossFacts(name, options["reduction"], num_terms, targets, wrong_inputs, wrong_targets)
+
+
+def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
+    """Find inputs that are no logits or log-probabilities, or of another shape than targets."""
+    made, values = made_by(given), given.detach()
+    sums = values.exp() if name in ("nll_loss", "kl_div", "ctc_loss") else values
+    # Over the classes, by how much sums of probabilities differ from 1.
+    errors = (sums.float().sum(1 if sums.dim() > 1 else 0) - 1).abs()
+    error = float(errors.max()) if errors.numel() else 0.0
+    if name in ("cross_entropy", "binary_cross_entropy_with_logits"):
+        has_classes = given.dim() > 1 and given.shape[1] > 1
+        is_distribution = error < 1e-3 and has_classes and bool((values >= 0).all())
+        if is_distribution or made in ("Softmax", "Sigmoid"):
+            yield f"{name} gets probabilities", "give it the values before softmax or sigmoid"
+        if made == "Relu":
+            hint = "remove the activation behind the last layer"
+            yield f"{name} gets no negative values, as a ReLU is last", hint
+    elif name in ("nll_loss", "kl_div", "ctc_loss") and error >= TOLERANCE:
+        hint = "give it F.log_softmax(logits, dim=1), or use cross_entropy"
+        yield f"{name} gets no log-probabilities", hint
+    if name in ("cross_entropy", "nll_loss"):
+        if _is_scrambled(given):
+            hint = "give it logits.transpose(1, 2), or flatten positions of logits and targets"
+            yield "classes and positions are mixed up by a view", hint
+    elif name != "ctc_loss":
+        sizes = given.numel(), target.numel()
+        together = torch.broadcast_shapes(given.shape, target.shape).numel()
+        if 1 not in sizes and together > max(sizes):
+            yield (
+                f"values of shape {list(given.shape)} are compared with targets of "
+                f"{list(target.shape)}, each with each",
+                "give both the same shape, as by squeeze(1) or unsqueeze(1)",
+            )
 
 
 # The least and the greatest value that an operation gives. Others may give any value.
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
 
 
-def _out_of_reach(name: str, made: str, target: Tensor) -> float:
-    """Return the share of targets that the values before a loss can't have."""
-    if not target.is_floating_point() or name not in (*ON_VALUES, ON_CLASSES[2]):
-        return 0.0
-    low, high = RANGES.get("Sigmoid" if name.startswith("binary") else made, (-math.inf, math.inf))
-    return float(((target < low) | (target > high)).float().mean())
-
-
-def _has_several_classes(target: Tensor) -> bool:
-    if not target.is_floating_point() or target.dim() < 2:
-        return False
-    is_whole = bool(((target == 0) | (target == 1)).all())
-    return is_whole and bool((target.sum(1) > 1).any())
-
-
-def _is_bootstrapped(target: Tensor) -> bool:
+def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
+    """Find targets that the values before a loss can't have, and that have a gradient."""
+    is_binary = name.startswith("binary")
+    if target.is_floating_point() and (is_binary or name in ON_VALUES):
+        made = "Sigmoid" if is_binary else made_by(given)
+        low, high = RANGES.get(made, (-math.inf, math.inf))
+        share = float(((target < low) | (target > high)).float().mean())
+        if share > (0 if is_binary else 0.25):
+            hint = "scale the targets, or leave out the activation behind the last layer"
+            yield (
+                f"{share:.0%} of the targets are values that the model can't give",
+                "give it targets from 0 to 1" if is_binary else hint,
+            )
+    # A number and what the model gave.
     node = _behind_shapes(target.grad_fn)
-    return made_by(target) == "Add" and None in [one for one, _ in node.next_functions]
+    is_sum = name in ON_VALUES and made_by(target) == "Add"
+    if is_sum and None in [one for one, _ in node.next_functions]:
+        hint = "compute targets under torch.no_grad(), or detach them"
+        yield "the targets have a gradient", hint
+
+
+def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Iterator[Doubt]:
+    """Find targets that are several classes, smoothed away, or ignored."""
+    if target.is_floating_point() and target.dim() > 1:
+        is_whole = bool(((target == 0) | (target == 1)).all())
+        if is_whole and bool((target.sum(1) > 1).any()):
+            hint = "use binary_cross_entropy_with_logits, or targets that sum to 1"
+            yield "targets of cross_entropy are several classes at once", hint
+    if smoothing > 0.9:
+        yield f"a label smoothing of {smoothing:g} leaves nothing of the labels", "use 0.1"
+    if not num_terms:
+        yield "no target counts: all have the ignored index", "look at how labels are made"
 
 
 def _is_scrambled(given: Tensor) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .loop_trace import Step, Trace
+from .loop import Fault, verdict_of
+from .loop_trace import Trace
 from .verdict import Verdict
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
@@ -17,9 +18,8 @@ REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync
 def rank_facts(trace: Trace) -> dict[str, Any]:
     """Return what a rank did, as JSON: for each step its line, weights, samples and syncs."""
     steps = []
-    windows = {window.step: window for window in trace.windows}
-    for step in trace.of(Step):
-        forwards = windows[step].forwards
+    for window in trace.windows:
+        step, forwards = window.step, window.forwards
         parameters = [one for group in step.optimizer.param_groups for one in group["params"]]
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in parameters)
@@ -37,15 +37,10 @@ def rank_facts(trace: Trace) -> dict[str, Any]:
 
 def judge_ranks(ranks: Sequence[Mapping[str, Any] | None]) -> Verdict:
     """Return the verdict on all ranks; one that has not ended gave nothing."""
-    fault = next(_faults(ranks), None)
-    if fault is None:
-        return Verdict("loop/ranks", True, "held", REQUIRED, ran=("loop",))
-    place, measured, hint = fault
-    measured = f"{place}: {measured}" if place else measured
-    return Verdict("loop/ranks", False, measured, REQUIRED, hint, ran=("loop",))
+    return verdict_of("ranks", REQUIRED, _faults(ranks))
 
 
-def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[tuple[str, str, str]]:
+def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[Fault]:
     there = [rank for rank in ranks if rank is not None]
     first = there[0]["steps"]
     counts = [len(rank["steps"]) for rank in there]
@@ -66,7 +61,8 @@ def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[tuple[str, st
         weights = [one["weights"] for one in steps]
         if None not in weights and len(set(weights)) > 1:
             hint = "wrap the model in DistributedDataParallel and call the wrapper"
-            yield steps[0]["place"], "weights differ from rank to rank after the step", hint
+            place = steps[0]["place"]
+            yield place, "weights differ from rank to rank after the step", hint
     inputs = [[step["inputs"] for step in rank["steps"]] for rank in there]
     if len(inputs) > 1 and any(inputs[0]) and all(one == inputs[0] for one in inputs[1:]):
         hint = "use DistributedSampler, or seed each rank's data by its rank"

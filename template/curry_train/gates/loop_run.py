@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,7 +85,9 @@ def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = [Path(folder, f"found_{rank}.json") for rank in range(num_ranks)]
-        port = _free_port() if num_ranks > 1 else 0
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
         processes = []
         for rank, result in enumerate(results):
             environment = os.environ | OFFLINE
@@ -97,7 +99,7 @@ def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[
             command = [sys.executable, "-m", module, str(result), *words]
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))
-        _wait(dict(zip(results, processes, strict=True)))
+        _wait(Path(folder), processes)
         found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
@@ -107,29 +109,17 @@ def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[
     return found
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return int(listener.getsockname()[1])
-
-
-def _wait(processes: Mapping[Path, subprocess.Popen[bytes]]) -> None:
+def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait for all ranks; once one has ended, for as long as the others make steps."""
-    while all(one.poll() is None for one in processes.values()):
+    while all(one.poll() is None for one in processes):
         time.sleep(0.05)
     ended = time.time()
-    while any(one.poll() is None for one in processes.values()):
-        progress = [_progress(result) for result in processes]
-        steps = [one.stat().st_mtime for one in progress if one.exists()]
+    while any(one.poll() is None for one in processes):
+        steps = [one.stat().st_mtime for one in folder.glob("*.progress")]
         if time.time() - max([ended, *steps]) > SECONDS_TO_FOLLOW:
-            for one in processes.values():
+            for one in processes:
                 one.kill()
         time.sleep(0.05)
-
-
-def _progress(result: Path) -> Path:
-    """Return the file that a rank touches after each step."""
-    return result.with_suffix(".progress")
 
 
 def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
@@ -139,7 +129,7 @@ def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]
     try:
         return preflight_program(kind, words, num_steps=num_steps)
     except LoopFailed as error:
-        return [not_applicable("loop/run", required="a loop", why=str(error))]
+        return [not_applicable("loop/run", str(error))]
 
 
 Found = dict[str, Any]
@@ -173,8 +163,9 @@ def run_watched(
 
     run = _script if kind == "script" else _trainer
     try:
-        saved = _saves_noticed() if saves else _nothing_saved()
-        with files.noticed(), saved, _steps_noted(_progress(Path(result))):
+        # For those who wait.
+        register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
+        with files.noticed(), _saving(saves=saves):
             watch(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
@@ -182,16 +173,6 @@ def run_watched(
         is_memory = is_memory or "can't allocate memory" in str(error)
         advice = SMALLER if is_memory else where_to_look(error)
         end({"error": f"{error_in_a_line(error)}: {advice}"})
-
-
-@contextlib.contextmanager
-def _steps_noted(progress: Path) -> Iterator[None]:
-    """Touch a file after each step of an optimizer, for those who wait."""
-    hook = register_optimizer_step_post_hook(lambda *_: progress.touch())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _main(result: str, num_steps: str, num_layers: str, kind: str, *words: str) -> None:
@@ -238,29 +219,22 @@ def _trainer(spec: str) -> None:
 
 
 @contextlib.contextmanager
-def _nothing_saved() -> Iterator[None]:
-    """Replace torch's functions that save by ones that do nothing."""
+def _saving(*, saves: bool) -> Iterator[None]:
+    """Let torch.save touch its file in Python, where `ChangedFiles` notices it, or save nothing."""
     import torch.distributed.checkpoint as dcp
 
-    with contextlib.ExitStack() as stack:
-        for owner, name in ((torch, "save"), (dcp, "save"), (dcp, "async_save")):
-            stack.enter_context(mock.patch.object(owner, name))
-        yield
-
-
-@contextlib.contextmanager
-def _saves_noticed() -> Iterator[None]:
-    """Let torch.save open its file in Python, where `ChangedFiles` notices it."""
     save = torch.save
 
     def noticed(value: Any, target: Any, *args: Any, **options: Any) -> None:
-        if not isinstance(target, str | os.PathLike):
-            save(value, target, *args, **options)
-            return
-        with Path(target).open("wb") as stream:
-            save(value, stream, *args, **options)
+        if isinstance(target, str | os.PathLike):
+            Path(target).open("ab").close()
+        save(value, target, *args, **options)
 
-    with mock.patch.object(torch, "save", noticed):
+    with contextlib.ExitStack() as stack:
+        if saves:
+            stack.enter_context(mock.patch.object(torch, "save", noticed))
+        for owner, name in () if saves else ((torch, "save"), (dcp, "save"), (dcp, "async_save")):
+            stack.enter_context(mock.patch.object(owner, name))
         yield
 
 

@@ -16,17 +16,16 @@ import os
 import sys
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import (
@@ -39,7 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.digest import is_plain
 from ..primitives.grad_flow_probe import in_transform
 from ..runs.fingerprints import LoaderIterator
-from .loop_growth import Growth, lines_that_keep
+from .loop_growth import Growth, mark_graph
 from .loop_loss import (
     ON_CLASSES,
     ON_VALUES,
@@ -54,10 +53,14 @@ from .loop_loss import (
 )
 from .verdict import LIBRARIES
 
+Call = Callable[..., Any]
+T = TypeVar("T")
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
 MOST_SMALL = 10**6
+# Names of parameters that a message quotes.
+MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
 # After so many steps of an optimizer a parameter that is in none is looked for.
@@ -77,6 +80,11 @@ def users_lines() -> tuple[str, ...]:
     return tuple(found)
 
 
+def users_line() -> str:
+    """Return file and line of the innermost frame that is in no library."""
+    return "".join(users_lines()[:1])
+
+
 @dataclass(eq=False)
 class Event:
     """A call that the loop made, at a line of the user's."""
@@ -85,10 +93,16 @@ class Event:
     lines: tuple[str, ...]
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool
+    # An event before it, with the user's line where a Trainer makes the call itself: the loss of a
+    # backward pass, or the making of the optimizer that steps.
+    cause: "Event | None" = field(default=None, kw_only=True)
 
     @property
     def place(self) -> str:
-        return self.lines[0] if self.lines else ""
+        lines = self.lines
+        if self.cause is not None and self.cause.is_under(self):
+            lines = self.cause.lines
+        return lines[0] if lines else ""
 
     def is_under(self, other: "Event") -> bool:
         """Return whether the line of another event, as a Trainer's call, led to this one."""
@@ -116,7 +130,6 @@ class Forward(Event):
 
     module: nn.Module
     training: bool
-    has_gradients: bool
     digests: tuple[float, ...]
     is_finite: bool
     num_samples: int
@@ -128,6 +141,9 @@ class Forward(Event):
     syncs: bool | None
     # What identifies the values of its first small parameter.
     weights: float
+    # Rows of tokens and the attention mask, if it was given some.
+    tokens: Tensor | None
+    mask: Tensor | None
     # Whether a backward pass has reached its output.
     is_trained_on: bool = False
     # Whether dropout of a function's has a rate in it, in whatever mode.
@@ -141,13 +157,13 @@ class LossCall(Event):
     facts: LossFacts
     # Of targets that stand for tokens: the share that equals the model's input at this place,
     # by the places that it lies ahead.
-    same_as_input: dict[int, float]
+    same_as_input: dict[int, float] = field(default_factory=dict)
     # The module that was given that input.
-    model: nn.Module | None
+    model: nn.Module | None = None
     # What all targets at the end of some rows are, and no other one, if that counts.
-    filler: int | None
+    filler: int | None = None
     # Whether a target counts where the attention mask of the forward pass is 0.
-    counts_padding: bool
+    counts_padding: bool = False
     # Whether a backward pass has reached it.
     is_used: bool = False
 
@@ -157,12 +173,6 @@ class Dropout(Event):
     """A wrong call of dropout: in evaluation mode, or recomputed with other random numbers."""
 
     is_recomputed: bool
-    # The line of the forward pass.
-    at: str
-
-    @property
-    def place(self) -> str:
-        return self.at
 
 
 @dataclass(eq=False)
@@ -172,8 +182,8 @@ class Backward(Event):
     value: float
     scale: float
     in_autocast: bool
-    # Optimizers whose gradients were all None or 0 when it began.
-    clean: frozenset[int]
+    # Parameters whose gradients were neither None nor 0 when it began, by id.
+    dirty: set[int]
     terms: list[Term]
     # Numbers that were added to it, with the line.
     numbers: list[Added]
@@ -181,16 +191,8 @@ class Backward(Event):
     is_second: bool
     # Whether it made gradients of what the model was given, as an attack does.
     of_inputs: bool
-    # The last call of a loss function before it.
-    loss_call: LossCall | None
-    # Optimizers whose gradients it changed.
+    # Parameters whose gradients it changed, by id.
     reached: frozenset[int] = frozenset()
-
-    @property
-    def place(self) -> str:
-        """The line of the loss where a Trainer calls backward, else that of the call."""
-        loss = self.loss_call
-        return loss.place if loss is not None and loss.is_under(self) else super().place
 
 
 @dataclass(eq=False)
@@ -224,13 +226,11 @@ class Step(Event):
 
     optimizer: Optimizer
     rates: list[float]
-    # Whether it had moments of earlier steps, and has some now.
-    had_state: bool
-    has_state: bool
-    # Whether it had gradients that are not 0, and whether these are the ones of its step before.
-    has_gradients: bool
-    is_finite: bool
+    # Whether it has moments, and had none of earlier steps.
+    is_anew: bool
+    # Whether its gradients are the ones of its step before.
     is_repeated: bool
+    is_finite: bool
     # Whether gradients are other tensors than those of the last backward.
     by_hand: bool
     # Parameters that changed, by id, and frozen ones that did; None where there are too many.
@@ -247,13 +247,11 @@ class Step(Event):
     by_scaler: bool
     in_backward: bool
     generator: int
-    made: Made | None
 
     @property
-    def place(self) -> str:
-        """The line that made the optimizer where a Trainer steps, else that of the call."""
-        made = self.made
-        return made.place if made is not None and made.is_under(self) else super().place
+    def has_gradients(self) -> bool:
+        """Whether it had gradients that are not 0."""
+        return bool(self.graded - self.without_slope)
 
 
 @dataclass(eq=False)
@@ -290,37 +288,47 @@ class Seeding(Event):
 class Window:
     """The events that a step of an optimizer is made of; the step is the last one."""
 
-    def __init__(self, optimizer: Optimizer, events: list[Event]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, step: Step, events: list[Event]) -> None:
+        self.step = step
         self.events = events
+        self.optimizer = step.optimizer
+        self.own = parameter_ids(step.optimizer)
         # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
         # microbatch without sync to itself.
-        calls = self.of(Backward)
-        lines = {one.lines for one in calls if id(optimizer) in one.reached}
-        self.calls: list[Backward] = [
+        calls: list[Backward] = self.of(Backward)
+        lines = {one.lines for one in calls if one.reached & self.own}
+        self.calls = [
             one
             for one in calls
-            if id(optimizer) in one.reached or (not one.reached and one.lines in lines)
+            if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
-
-    @property
-    def step(self) -> Step:
-        step = self.events[-1]
-        assert isinstance(step, Step)
-        return step
 
     @property
     def is_by_hand(self) -> bool:
         """Whether the user made the gradients, as from those of several losses."""
         return self.step.by_hand and self.step.has_gradients
 
+    def around(self, event: Event) -> tuple[list[Backward], list[Backward]]:
+        """Return the backward calls before and after an event of the window."""
+        at = self.events.index(event)
+        before = [call for call in self.calls if call in self.events[:at]]
+        return before, self.calls[len(before) :]
+
+    def is_clean(self, call: Backward) -> bool:
+        """Return whether all gradients of the optimizer were None or 0 before a call."""
+        return self.own.isdisjoint(call.dirty)
+
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-class Life:
-    """An object that a node of a graph holds, and that goes with it."""
+def grouped(values: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    """Return values that have the same key, in order, for each key."""
+    groups = defaultdict[Any, list[T]](list)
+    for value in values:
+        groups[key(value)].append(value)
+    return list(groups.values())
 
 
 class EnoughSteps(BaseException):
@@ -343,20 +351,38 @@ class Trace:
     # Parameters that have had a gradient, by id.
     with_gradient: set[int] = field(default_factory=set)
     # Places at which an output or loss of two steps ago or more is still held, with its graph.
-    held_graphs: dict[str, None] = field(default_factory=dict)
+    held_graphs: list[str] = field(default_factory=list)
     # What grows from step to step: the place, and a description.
     growth: list[tuple[str, str]] = field(default_factory=list)
     # Models whose outputs change where a later token does, by id.
     sees_the_future: set[int] = field(default_factory=set)
     # Places at which a model was called whose outputs change with the padding.
     reads_padding: list[str] = field(default_factory=list)
-    # Parameters outside of modules that have a gradient, by their shape.
-    bare: list[str] = field(default_factory=list)
-    # Names of weights whose rows are all alike.
-    symmetric: list[str] = field(default_factory=list)
+    # Parameters by id: outside of modules with a gradient, and weights whose rows are all alike.
+    bare: list[int] = field(default_factory=list)
+    symmetric: list[int] = field(default_factory=list)
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+    def named(self, parameters: Iterable[int]) -> str:
+        """Return the names of some parameters, by their ids, in a few words."""
+        names = sorted({self.names.get(one, "?") for one in parameters})
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        return ", ".join(names[:MOST_NAMES]) + more
+
+    # All that follows is known once all events are there.
+
+    @cached_property
+    def held(self) -> set[int]:
+        """The ids of the parameters that optimizers hold."""
+        return set[int]().union(*map(parameter_ids, self.optimizers))
+
+    @cached_property
+    def trained_on(self) -> set[float]:
+        """The digests of what models were trained on."""
+        forwards = [one for one in self.of(Forward) if one.is_trained_on]
+        return {number for one in forwards for number in one.digests}
 
     @cached_property
     def optimizers_that_step(self) -> list[Optimizer]:
@@ -364,28 +390,22 @@ class Trace:
 
     @cached_property
     def windows(self) -> list[Window]:
-        """The windows of each optimizer, once all events are there."""
-        return [
-            Window(optimizer, events)
-            for optimizer in self.optimizers_that_step
-            for events in self._events_of_steps(optimizer)
-        ]
+        """The windows of each optimizer."""
+        windows = []
+        for optimizer in self.optimizers_that_step:
+            events: list[Event] = []
+            for event in self.events:
+                events.append(event)
+                if isinstance(event, Step | Skipped) and event.optimizer is optimizer:
+                    if isinstance(event, Step):
+                        windows.append(Window(event, events))
+                    events = []
+        return windows
 
     def windows_of(self, optimizer: Any) -> list[Window]:
         """Return the windows of an optimizer, or of one that wraps it and shares its groups."""
         groups = optimizer.param_groups
         return [one for one in self.windows if one.optimizer.param_groups is groups]
-
-    def _events_of_steps(self, optimizer: Optimizer) -> list[list[Event]]:
-        found: list[list[Event]] = [[]]
-        for event in self.events:
-            found[-1].append(event)
-            if isinstance(event, Step | Skipped) and event.optimizer is optimizer:
-                if isinstance(event, Skipped):
-                    found[-1] = []
-                else:
-                    found.append([])
-        return found[:-1]
 
 
 class Observer:
@@ -396,16 +416,18 @@ class Observer:
         self.num_steps = num_steps
         self.when_enough = when_enough
         self.began = time.monotonic()
-        # Steps that each optimizer has made, by its id, and its gradients after the last one.
+        # Steps that each optimizer has made, by its id.
         self.num_made = Counter[int]()
-        self.num_without_step = 0
-        self.used: dict[int, Any] = {}
         self.made: dict[int, Made] = {}
-        self.made_by_backward: dict[int, list[int]] = {}
+        # Of parameters: what changes with their gradients, after a backward call and at a step.
+        self.at_backward: Versions = {}
+        self.at_step: Versions = {}
+        # Modules, schedules and optimizers that run.
         self.depth = 0
         self.schedule_depth = 0
-        self.in_backward = False
         self.stepping: list[Optimizer] = []
+        self.in_backward = False
+        # Of the step that runs: parameters before it, and whether they are all there.
         self.before: dict[int, Tensor] = {}
         self.before_digest = 0.0
         self.is_compared = False
@@ -414,9 +436,8 @@ class Observer:
         self.inputs: list[weakref.ref[Tensor]] = []
         # States of generators at which dropout acted in the forward passes of a step, and where.
         self.dropped: dict[int, None] = {}
-        self.dropped_at: dict[Any, str] = {}
+        self.dropped_at: dict[Any, tuple[str, ...]] = {}
         self.scaler: Any = None
-        self.scaler_steps = False
         self.scaled: Callable[[], Tensor | None] = lambda: None
         self.losses: dict[Any, LossFacts] = {}
         # Numbers without a gradient that were added to scalars, by the node of the sum.
@@ -424,27 +445,27 @@ class Observer:
         # The last call of torch.autograd.grad whose result has no graph.
         self.cut = ""
         self.loss_call: LossCall | None = None
-        # The tokens and the mask of the last forward pass.
-        self.tokens: Tensor | None = None
-        self.mask: Tensor | None = None
-        self.language: tuple[nn.Module, Any, Any] | None = None
+        # The arguments of the last forward pass, and modules that were run again with others.
+        self.given: tuple[Any, Any] = (), {}
         self.probed: set[int] = set()
-        # Graphs of outputs and losses: what lives as long, the number of steps before, the place.
-        self.graphs: list[tuple[weakref.ref[Any], int, str]] = []
-        # Of each iterator: its loader, and how often one was made of it.
+        self.living: dict[int, str] = {}
+        # Of each iterator: its loader, and the number of this pass over it.
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
-        self.epochs = Counter[int]()
+        self.epochs = itertools.count()
         self.growth = Growth()
 
     @property
     def num_steps_made(self) -> int:
         return max(self.num_made.values(), default=0)
 
-    def _at(self) -> dict[str, Any]:
-        return {"lines": users_lines(), "in_step": bool(self.stepping)}
+    @property
+    def forward(self) -> Forward | None:
+        """The last forward pass."""
+        return next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
 
     def note(self, kind: type[Event], **facts: Any) -> Any:
-        event = kind(**self._at(), **facts)
+        at: dict[str, Any] = {"lines": users_lines(), "in_step": bool(self.stepping)}
+        event = kind(**at | facts)
         self.trace.events.append(event)
         return event
 
@@ -457,23 +478,26 @@ class Observer:
         with contextlib.ExitStack() as stack:
             for hook in hooks:
                 stack.callback(hook.remove)
-            for owner, name, make in self._replacements():
-                function = make(getattr(owner, name))
+            for owner, name, watch in self._replacements():
+                function: Any = _watched(watch, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, function))
+            data: Any = Tensor.data
+            function = property(_watched(self._detach, data.__get__), data.__set__)
+            stack.enter_context(mock.patch.object(Tensor, "data", function))
             yield
 
-    def _replacements(self) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    def _replacements(self) -> Iterator[tuple[Any, str, Call]]:
+        """Yield calls, and what is called with each and its arguments in place of it."""
         yield nn.Module, "__call__", self._module
         yield Optimizer, "__init__", self._made
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         yield Tensor, "detach", self._detach
-        yield Tensor, "data", lambda data: property(self._detach(data.__get__), data.__set__)
         for name in ("__add__", "__radd__", "__iadd__", "__sub__"):
             yield Tensor, name, self._add
         # Compiled code can't be observed; the same code runs uncompiled.
-        yield torch, "compile", lambda _: _uncompiled
-        yield nn.Module, "compile", lambda _: lambda *args, **options: None
+        yield torch, "compile", _uncompiled
+        yield nn.Module, "compile", lambda *args, **options: None
         for name in (*ON_CLASSES, *ON_VALUES):
             yield F, name, self._loss
         yield F, "dropout", self._dropout
@@ -493,78 +517,58 @@ class Observer:
 
     # Data.
 
-    def _loader(self, iterate: Callable[..., Any]) -> Callable[..., Any]:
-        def run(loader: DataLoader[Any]) -> Any:
-            batches = iterate(loader)
-            self.epochs[id(loader)] += 1
-            self.loaders[id(batches)] = loader, self.epochs[id(loader)]
-            return batches
+    def _loader(self, iterate: Call, loader: DataLoader[Any]) -> Any:
+        batches = iterate(loader)
+        self.loaders[id(batches)] = loader, next(self.epochs)
+        return batches
 
-        return run
+    def _fetch(self, fetch: Call, batches: Any) -> Any:
+        loader, epoch = self.loaders.get(id(batches), (None, 0))
+        batch = None
+        try:
+            batch = fetch(batches)
+            return batch
+        finally:
+            if loader is not None:
+                facts = _batch_facts(_tensors(batch), is_end=batch is None)
+                self.note(Fetch, loader=loader, epoch=epoch, **facts)
 
-    def _fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
-        def run(batches: Any) -> Any:
-            loader, epoch = self.loaders.get(id(batches), (None, 0))
-            batch = None
-            try:
-                batch = fetch(batches)
-                return batch
-            finally:
-                if loader is not None:
-                    facts = _batch_facts(_tensors(batch), is_end=batch is None)
-                    self.note(Fetch, loader=loader, epoch=epoch, **facts)
+    def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
+        self.note(Seeding)
+        return seed(*args, **options)
 
-        return run
-
-    def _seed(self, seed: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            self.note(Seeding)
-            return seed(*args)
-
-        return run
-
-    def _hook(self, init: Callable[..., Any]) -> Callable[..., Any]:
-        def run(handle: RemovableHandle, *args: Any, **options: Any) -> None:
-            init(handle, *args, **options)
-            if not self.in_backward and not self.stepping:
-                self.growth.add_hook(handle, "".join(users_lines()[:1]), self.num_steps_made)
-
-        return run
+    def _hook(self, init: Call, handle: RemovableHandle, *args: Any, **options: Any) -> None:
+        init(handle, *args, **options)
+        if not self.in_backward and not self.stepping:
+            self.growth.add_hook(handle, users_line(), self.num_steps_made)
 
     # The forward pass and the loss.
 
-    def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if in_transform():
-                return call(module, *args, **options)
-            has_gradients = torch.is_grad_enabled()
-            self.trace.ran[has_gradients][id(module)] = module
-            inputs = list(_tensors((args, options)))
-            event = None
-            # A loss is a module too, without parameters.
-            is_model = next(module.parameters(), None) is not None
-            if is_model and not self.depth and not self.in_backward:
-                with torch.no_grad():
-                    event = self._note_forward(module, inputs, args, options, has_gradients)
-            self.depth += 1
-            try:
-                output = call(module, *args, **options)
-            finally:
-                self.depth -= 1
-            if has_gradients and event is not None:
-                self._note_output(event, output)
-            return output
-
-        return run
+    def _module(self, call: Call, module: nn.Module, /, *args: Any, **options: Any) -> Any:
+        if in_transform():
+            return call(module, *args, **options)
+        has_gradients = torch.is_grad_enabled()
+        self.trace.ran[has_gradients][id(module)] = module
+        event = None
+        # A loss is a module too, without parameters.
+        is_model = next(module.parameters(), None) is not None
+        if is_model and not self.depth and not self.in_backward:
+            with torch.no_grad():
+                event = self._note_forward(module, args, options, has_gradients)
+        self.depth += 1
+        try:
+            output = call(module, *args, **options)
+        finally:
+            self.depth -= 1
+        if has_gradients and event is not None:
+            self._note_output(event, output)
+        return output
 
     def _note_forward(
-        self,
-        module: nn.Module,
-        inputs: Sequence[Tensor],
-        args: Any,
-        options: Any,
-        has_gradients: bool,
+        self, module: nn.Module, args: Any, options: Any, has_gradients: bool
     ) -> Forward:
+        self.given = args, options
+        inputs = list(_tensors(self.given))
         self.inputs += [weakref.ref(one) for one in inputs if one.requires_grad and one.is_leaf]
         trace = self.trace
         is_known = any(one is module for one in trace.roots)
@@ -572,12 +576,9 @@ class Observer:
             trace.roots.append(module)
             for name, parameter in module.named_parameters():
                 trace.names.setdefault(id(parameter), name)
-        tokens = options.get("input_ids", args[0] if args else None)
-        is_tokens = isinstance(tokens, Tensor) and not tokens.is_floating_point()
-        self.tokens = tokens if is_tokens and tokens.dim() == 2 else None
-        mask = options.get("attention_mask")
-        self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self.language = None if self.tokens is None else (module, args, options)
+        tokens = _rows(options.get("input_ids", args[0] if args else None))
+        if tokens is not None and tokens.is_floating_point():
+            tokens = None
         small = (one for one in module.parameters() if one.numel() < MOST_SMALL)
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
@@ -585,23 +586,22 @@ class Observer:
             Forward,
             module=module,
             training=module.training,
-            has_gradients=has_gradients,
             digests=tuple(map(digest, inputs)),
             is_finite=all(bool(one.isfinite().all()) for one in inputs if is_plain(one)),
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=torch.get_autocast_dtype(device) if is_on else None,
             generator=_generator(),
             weights=sum(map(digest, itertools.islice(small, 1))),
-            syncs=getattr(module, "require_backward_grad_sync", None)
-            if isinstance(module, DistributedDataParallel)
-            else None,
+            syncs=getattr(module, "require_backward_grad_sync", None),
+            tokens=tokens,
+            mask=_rows(options.get("attention_mask")),
         )
 
     def _note_output(self, event: Forward, output: Any) -> None:
         for one in _tensors(output):
             if not one.requires_grad or not is_plain(one):
                 continue
-            self._note_graph(one)
+            mark_graph(one, self.num_steps_made, users_line())
             self._mark(one, event, "is_trained_on")
 
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
@@ -610,269 +610,179 @@ class Observer:
             with self.growth.unseen():
                 one.register_hook(lambda _: setattr(event, name, True))
 
-    def _note_graph(self, one: Tensor) -> None:
-        if one.grad_fn is not None:
-            life = Life()
-            # torch annotates the property as a method.
-            metadata: dict[str, Any] = one.grad_fn.metadata  # type: ignore[assignment]
-            metadata["preflight"] = life
-            self.graphs.append((weakref.ref(life), self.num_steps_made, "".join(users_lines()[:1])))
-
-    def _loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        def run(*args: Any, **options: Any) -> Any:
-            value = function(*args, **options)
-            if in_transform():
-                return value
-            if torch.is_grad_enabled() and isinstance(value, Tensor) and value.requires_grad:
-                bound = signature.bind(*args, **options)
-                bound.apply_defaults()
-                if "log_probs" in bound.arguments:  # of ctc_loss
-                    values = bound.arguments["log_probs"].flatten(0, -2)
-                    lengths = torch.as_tensor(bound.arguments["target_lengths"])
-                    bound.arguments |= {"input": values, "target": lengths}
-                facts = loss_facts(function.__name__, bound.arguments)
-                if value.numel() == 1 and facts.reduction != "none":
-                    self.losses[value.grad_fn] = facts
-                event = self.note(LossCall, facts=facts, **self._token_facts(bound.arguments))
-                self._mark(value, event, "is_used")
-                self.loss_call = event
+    def _loss(self, function: Call, *args: Any, **options: Any) -> Any:
+        value = function(*args, **options)
+        if in_transform() or not torch.is_grad_enabled():
             return value
+        if isinstance(value, Tensor) and value.requires_grad:
+            bound = inspect.signature(function).bind(*args, **options)
+            bound.apply_defaults()
+            if "log_probs" in bound.arguments:  # of ctc_loss
+                values = bound.arguments["log_probs"].flatten(0, -2)
+                lengths = torch.as_tensor(bound.arguments["target_lengths"])
+                bound.arguments |= {"input": values, "target": lengths}
+            facts = loss_facts(function.__name__, bound.arguments)
+            if value.numel() == 1 and facts.reduction != "none":
+                self.losses[value.grad_fn] = facts
+            forward = self.forward
+            more = _token_facts(forward, bound.arguments) if forward else {}
+            self.loss_call = self.note(LossCall, facts=facts, **more)
+            self._mark(value, self.loss_call, "is_used")
+        return value
 
-        return run
-
-    def _add(self, add: Callable[..., Any]) -> Callable[..., Any]:
-        def run(one: Tensor, other: Any) -> Any:
-            value = add(one, other)
-            if not isinstance(value, Tensor) or in_transform():
-                return value
-            if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
-                number = one if isinstance(other, Tensor) and other.requires_grad else other
-                is_tensor = isinstance(number, Tensor)
-                if not (is_tensor and (number.requires_grad or not self.cut)):
-                    place = self.cut if is_tensor else "".join(users_lines()[:1])
-                    self.numbers[value.grad_fn] = place, float(number)
+    def _add(self, add: Call, one: Tensor, other: Any) -> Any:
+        value = add(one, other)
+        if not isinstance(value, Tensor) or in_transform():
             return value
+        if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
+            number = one if isinstance(other, Tensor) and other.requires_grad else other
+            is_tensor = isinstance(number, Tensor)
+            if not (is_tensor and (number.requires_grad or not self.cut)):
+                place = self.cut if is_tensor else users_line()
+                self.numbers[value.grad_fn] = place, float(number)
+        return value
 
-        return run
+    def _detach(self, detach: Call, one: Tensor) -> Tensor:
+        is_ours = sys._getframe(2).f_globals.get("__package__") == __package__
+        is_made = self.depth or one.grad_fn is not None
+        if one.requires_grad and is_made and not is_ours and not in_transform():
+            place = users_line()
+            if place not in self.trace.cut:
+                self.trace.cut[place] = leaves(one)
+        return detach(one)
 
-    def _detach(self, detach: Callable[..., Any]) -> Callable[..., Any]:
-        def run(one: Tensor) -> Tensor:
-            is_ours = sys._getframe(1).f_globals.get("__package__") == __package__
-            is_made = self.depth or one.grad_fn is not None
-            if one.requires_grad and is_made and not is_ours and not in_transform():
-                place = "".join(users_lines()[:1])
-                if place not in self.trace.cut:
-                    self.trace.cut[place] = leaves(one)
-            return detach(one)
+    def _grad(self, grad: Call, *args: Any, **options: Any) -> Any:
+        if not (options.get("create_graph") or any(args[4:5])):
+            self.cut = users_line()
+        return grad(*args, **options)
 
-        return run
-
-    def _grad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, create_graph: bool = False, **options: Any) -> Any:
-            if not create_graph:
-                self.cut = "".join(users_lines()[:1])
-            return grad(*args, create_graph=create_graph, **options)
-
-        return run
-
-    def _token_facts(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Compare targets that are indices with the integers that the model was given."""
-        same: dict[int, float] = {}
-        model = self.language[0] if self.language else None
-        facts: dict[str, Any] = {"same_as_input": same, "model": model, "counts_padding": False}
-        facts["filler"] = None
-        target, tokens = options["target"], self.tokens
-        if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
-            return facts
-        targets = target.reshape(len(tokens), -1)
-        counted = targets != options.get("ignore_index", -100)
-        facts["filler"] = _filler(targets, counted)
-        # Targets of a part of the tokens, whose first or last ones are left out.
-        if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
-            return facts
-        for ahead in (0, 1, 2):
-            width = min(targets.shape[1], tokens.shape[1] - ahead)
-            valid = counted[:, :width]
-            if valid.any():
-                equal = targets[:, :width] == tokens[:, ahead : ahead + width]
-                same[ahead] = float(equal[valid].float().mean())
-        if self.mask is not None and self.mask.shape == tokens.shape:
-            ahead = int(same.get(1, 0) > same.get(0, 0))
-            padding = self.mask[:, ahead:] == 0
-            width = min(padding.shape[1], targets.shape[1])
-            facts["counts_padding"] = bool((padding[:, :width] & counted[:, :width]).any())
-        return facts
-
-    def _dropout(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(given: Tensor, p: float = 0.5, training: bool = True, *more: Any) -> Tensor:
-            if p and self.depth and not in_transform():
-                self._note_dropout((given.shape, p), training)
-            return function(given, p, training, *more)
-
-        return run
-
-    def _note_dropout(self, kind: Any, training: bool) -> None:
-        forward = next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
-        if forward is not None:
+    def _dropout(
+        self,
+        drop: Call,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        *more: Any,
+        **options: Any,
+    ) -> Tensor:
+        forward = self.forward
+        if forward is not None and p and self.depth and not in_transform():
             forward.drops = True
-        if not training:
-            return
-        state = _generator()
-        if self.in_backward:
+            state, kind = _generator(), (input.shape, p)
+            if training and not self.in_backward:
+                self.dropped[state] = None
+                self.dropped_at[kind] = users_lines()
+                if not forward.training:
+                    self.note(Dropout, is_recomputed=False)
             # The states are those of the CPU's generator.
-            if self.dropped and state not in self.dropped and kind in self.dropped_at:
-                self.note(Dropout, is_recomputed=True, at=self.dropped_at[kind])
-            return
-        place = "".join(users_lines()[:1])
-        self.dropped[state] = None
-        self.dropped_at[kind] = place
-        if forward is not None and not forward.training:
-            self.note(Dropout, is_recomputed=False, at=place)
+            elif training and state not in self.dropped and kind in self.dropped_at:
+                self.note(Dropout, is_recomputed=True, lines=self.dropped_at[kind])
+        return drop(input, p, training, *more, **options)
 
     # The backward pass.
 
-    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(tensors: Any, *args: Any, **options: Any) -> None:
-            loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
-            if self.in_backward or loss.numel() != 1:
-                backward(tensors, *args, **options)
-                return
-            event = self._note_backward(loss)
-            optimizers = list(self.trace.optimizers)
-            before = [_gradient_versions(one) for one in optimizers]
-            self.in_backward = True
-            try:
-                backward(tensors, *args, **options)
-            finally:
-                self.in_backward = False
-            after = [_gradient_versions(one) for one in optimizers]
-            event.reached = frozenset(
-                id(one)
-                for one, old, new in zip(optimizers, before, after, strict=True)
-                if old != new
-            )
-            self.losses.clear()
-            self.numbers.clear()
-            self.cut = ""
-            event.of_inputs = any(
-                one is not None and one.grad is not None for one in (ref() for ref in self.inputs)
-            )
-            self.inputs.clear()
-            self.num_without_step += 1
-            if not self.num_made and self.num_without_step > 50 * self.num_steps:
-                self.when_enough(self.trace)
-            for one in optimizers:
-                self.made_by_backward[id(one)] = [id(p.grad) for p in _parameters(one)]
-            self._note_gradients()
-
-        return run
-
-    def _note_gradients(self) -> None:
-        """Note the parameters that have gradients, also of modules that no other one has."""
+    def _backward(self, backward: Call, tensors: Any, *args: Any, **options: Any) -> None:
+        loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
+        if self.in_backward or loss.numel() != 1:
+            backward(tensors, *args, **options)
+            return
+        event = self._note_backward(loss)
         trace = self.trace
         owned = [_parameters(one) for one in (*trace.roots, *trace.optimizers)]
+        # Also of modules that no other one has.
         owned += [one.parameters(recurse=False) for one in trace.ran[True].values()]
-        trace.with_gradient |= {
-            id(one) for several in owned for one in several if one.grad is not None
-        }
+        parameters = [one for several in owned for one in several]
+        before = _versions(parameters)
+        self.in_backward = True
+        try:
+            backward(tensors, *args, **options)
+        finally:
+            self.in_backward = False
+        self.at_backward = after = _versions(parameters)
+        event.reached = frozenset(key for key in after if after[key] != before[key])
+        trace.with_gradient |= {key for key in after if after[key] is not None}
+        event.of_inputs = any(
+            one is not None and one.grad is not None for one in (ref() for ref in self.inputs)
+        )
+        self.losses.clear()
+        self.numbers.clear()
+        self.inputs.clear()
+        self.cut = ""
+        if not self.num_made and len(trace.of(Backward)) > 50 * self.num_steps:
+            self.when_enough(trace)
 
     def _note_backward(self, loss: Tensor) -> Backward:
-        self._note_graph(loss)
+        mark_graph(loss, self.num_steps_made, users_line())
         loss_call, self.loss_call = self.loss_call, None
+        parameters = [one for several in self.trace.optimizers for one in _parameters(several)]
         terms, numbers, is_second = terms_of(loss, self.losses, self.numbers)
         return self.note(
             Backward,
             value=float(loss.detach()),
             scale=self._scale() if self.scaled() is loss else 1.0,
             in_autocast=torch.is_autocast_enabled(loss.device.type),
-            clean=frozenset(id(one) for one in self.trace.optimizers if not _has_gradients(one)),
+            dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
             terms=terms,
             numbers=numbers,
             is_second=is_second,
             of_inputs=False,
-            loss_call=loss_call,
+            cause=loss_call,
         )
 
     def _scale(self) -> float:
         is_on = self.scaler is not None and self.scaler.is_enabled()
         return float(self.scaler.get_scale()) if is_on else 1.0
 
-    def _scaling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _scaling(self, call: Call, scaler: Any, *args: Any, **options: Any) -> Any:
         name = call.__name__
+        self.scaler = scaler
+        event = self.note(Scaling, call=name, is_enabled=scaler.is_enabled())
+        value = call(scaler, *args, **options)
+        if name == "scale" and isinstance(value, Tensor):
+            self.scaled = weakref.ref(value)
+        elif name == "step" and self.trace.events[-1] is event:  # without a step of the optimizer
+            self.note(Skipped, optimizer=args[0])
+        return value
 
-        def run(scaler: Any, *args: Any, **options: Any) -> Any:
-            self.scaler = scaler
-            self.note(Scaling, call=name, is_enabled=scaler.is_enabled())
-            num_events = len(self.trace.events)
-            self.scaler_steps = name == "step"
-            try:
-                value = call(scaler, *args, **options)
-            finally:
-                self.scaler_steps = False
-            if name == "scale" and isinstance(value, Tensor):
-                self.scaled = weakref.ref(value)
-            elif name == "step" and not any(
-                isinstance(event, Step) for event in self.trace.events[num_events:]
-            ):
-                self.note(Skipped, optimizer=args[0])
-            return value
+    def _clip(self, clip: Call, parameters: Any, *args: Any, **options: Any) -> Any:
+        bound = inspect.signature(clip).bind(parameters, *args, **options)
+        limit = list(bound.arguments.values())[1]
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        # One that is off has no states.
+        states = getattr(self.scaler, "_per_optimizer_states", {})
+        stages = [one["stage"].name for one in states.values()]
+        is_scaled = self._scale() != 1 and "UNSCALED" not in stages
+        own = frozenset(map(id, given))
+        self.note(Clip, parameters=own, limit=float(limit), is_scaled=is_scaled)
+        return clip(given, *args, **options)
 
-        return run
-
-    def _clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(clip)
-
-        def run(parameters: Any, *args: Any, **options: Any) -> Any:
-            limit = list(signature.bind(parameters, *args, **options).arguments.values())[1]
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            # One that is off has no states.
-            states = getattr(self.scaler, "_per_optimizer_states", {})
-            stages = [one["stage"].name for one in states.values()]
-            is_scaled = self._scale() != 1 and "UNSCALED" not in stages
-            own = frozenset(map(id, given))
-            self.note(Clip, parameters=own, limit=float(limit), is_scaled=is_scaled)
-            return clip(given, *args, **options)
-
-        return run
-
-    def _zero(self, zero: Callable[..., Any]) -> Callable[..., Any]:
-        def run(owner: Any, *args: Any, **options: Any) -> Any:
-            parameters = list(_parameters(owner))
-            if any(parameter.grad is not None for parameter in parameters):
-                self.note(Zero, parameters=frozenset(map(id, parameters)))
-            return zero(owner, *args, **options)
-
-        return run
+    def _zero(self, zero: Call, owner: Any, *args: Any, **options: Any) -> Any:
+        parameters = list(_parameters(owner))
+        if any(parameter.grad is not None for parameter in parameters):
+            self.note(Zero, parameters=frozenset(map(id, parameters)))
+        return zero(owner, *args, **options)
 
     # Steps.
 
-    def _made(self, init: Callable[..., Any]) -> Callable[..., Any]:
-        def run(optimizer: Optimizer, *args: Any, **options: Any) -> None:
-            init(optimizer, *args, **options)
-            self.trace.optimizers.append(optimizer)
-            self.made[id(optimizer)] = self.note(Made, optimizer=optimizer)
+    def _made(self, init: Call, optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        init(optimizer, *args, **options)
+        self.trace.optimizers.append(optimizer)
+        self.made[id(optimizer)] = self.note(Made, optimizer=optimizer)
 
-        return run
-
-    def _schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
-            event = None
-            caller = sys._getframe(1)
-            if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
-                is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
-                number = int(os.environ.get("WORLD_SIZE", "1")) if is_per_process else 1
-                event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
-            self.schedule_depth += 1
-            try:
-                return step(scheduler, *args, **options)
-            finally:
-                self.schedule_depth -= 1
-                if event is not None:
-                    event.rates = _rates(scheduler.optimizer)
-
-        return run
+    def _schedule(self, step: Call, scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
+        event = None
+        caller = sys._getframe(2)
+        if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
+            is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
+            number = int(os.environ.get("WORLD_SIZE", "1")) if is_per_process else 1
+            event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
+        self.schedule_depth += 1
+        try:
+            return step(scheduler, *args, **options)
+        finally:
+            self.schedule_depth -= 1
+            if event is not None:
+                event.rates = _rates(scheduler.optimizer)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
@@ -903,19 +813,19 @@ class Observer:
         flat = [key for key, slope in slopes.items() if not slope]
         # Less is what rounding leaves of 0, as of a bias before a normalization.
         least = 1e-6 * max(slopes.values(), default=0.0)
-        versions = _gradient_versions(optimizer)
-        backward = self.made_by_backward.get(key, [])
+        versions = _versions(parameters)
+        last = self.trace.events[-1] if self.trace.events else None
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
         self.note(
             Step,
             optimizer=optimizer,
             rates=_rates(optimizer),
-            had_state=self.had_state,
-            has_state=bool(optimizer.state),
-            has_gradients=len(flat) < len(gradients),
+            is_anew=bool(optimizer.state) and not self.had_state,
             is_finite=all(bool(values_of(one).isfinite().all()) for one in gradients.values()),
-            is_repeated=self.used.get(key) == versions,
-            by_hand=[id(one.grad) for one in parameters] != backward,
+            is_repeated=all(self.at_step.get(one) == versions[one] for one in versions),
+            by_hand=any(
+                _tensor(self.at_backward, one) != _tensor(versions, one) for one in versions
+            ),
             moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
             graded=frozenset(key for key, slope in slopes.items() if not 0 < slope < least),
@@ -923,39 +833,40 @@ class Observer:
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
-            by_scaler=self.scaler_steps,
+            by_scaler=isinstance(last, Scaling) and last.call == "step",
             in_backward=self.in_backward,
             generator=_generator(),
-            made=self.made.get(key),
+            cause=self.made.get(key),
         )
         self.before = {}
         self.dropped.clear()
+        self.dropped_at.clear()
         self._probe()
-        self.used[key] = versions
+        self.at_step |= versions
         self.num_made[key] += 1
-        self._note_held()
+        self.growth.count(self.num_steps_made)
         if self.num_made[key] == STEPS_OF_A_STRAY:
-            self._note_bare()
+            self._note_living()
         if self._is_enough(self.num_made[key]):
             self.finish()
             self.when_enough(self.trace)
 
     def _probe(self) -> None:
         """Run a model again with other tokens at the end and as padding, and compare outputs."""
-        if self.language is None or id(self.language[0]) in self.probed:
+        forward = self.forward
+        if forward is None or forward.tokens is None or id(forward.module) in self.probed:
             return
-        (module, args, options), tokens = self.language, self.tokens
+        module, tokens = forward.module, forward.tokens
         self.probed.add(id(module))
-        if tokens is None or tokens.shape[1] < 3:
+        if tokens.shape[1] < 3:
             return
         nowhere = torch.zeros_like(tokens, dtype=torch.bool)
         last = nowhere.index_fill(1, torch.tensor([-1], device=tokens.device), True)
-        padded = _padded(tokens, list(_tensors((args, options))))
+        padded = _padded(tokens, list(_tensors(self.given)))
         layers = (nn.RNNBase, nn.modules.conv._ConvNd)
         if padded is None or any(isinstance(one, layers) for one in module.modules()):
             padded = nowhere
-        changed = nowhere, nowhere, last, padded
-        first, again, of_last, of_padded = self._outputs(tokens, changed)
+        first, again, of_last, of_padded = self._outputs(forward, (nowhere, nowhere, last, padded))
         if _differ(first, again):  # by random numbers that are not torch's
             return
         if first.dim() == 3 and _differ(first[:, :-1], of_last[:, :-1]):
@@ -967,29 +878,29 @@ class Observer:
         elif first.dim() != 2 or not is_pooled:
             return
         if _differ(first, of_padded):
-            forwards = [one for one in self.trace.of(Forward) if one.module is module]
-            self.trace.reads_padding.append(forwards[-1].place)
+            self.trace.reads_padding.append(forward.place)
 
-    def _outputs(self, tokens: Tensor, changed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of the last model for other tokens at some places."""
-        assert self.language is not None
-        module, args, options = self.language
+    def _outputs(self, forward: Forward, changed: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs of a model for other tokens at some places."""
+        module, tokens = forward.module, forward.tokens
+        assert tokens is not None
+        args, options = self.given
         modes = {one: one.training for one in module.modules()}
+        outputs = []
         self.depth += 1
         try:
             with torch.no_grad(), torch.random.fork_rng(), self.growth.unseen():
                 module.eval()
-                outputs = []
                 for where in changed:
                     given = torch.where(where, tokens[:, :1], tokens)
                     words = {k: given if v is tokens else v for k, v in options.items()}
                     output = module(*(given if one is tokens else one for one in args), **words)
-                    logits = [
+                    logits = (
                         one
                         for one in _tensors(output)
                         if one.dim() in (2, 3) and one.is_floating_point()
-                    ]
-                    outputs.append(logits[0] if logits else torch.zeros(()))
+                    )
+                    outputs.append(next(logits, torch.zeros(())))
         finally:
             self.depth -= 1
             for one, training in modes.items():
@@ -1016,14 +927,14 @@ class Observer:
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
+        # Ranks must end at the same step, whatever time each has taken.
+        is_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        is_late = time.monotonic() - self.began > MORE_SECONDS
         if sum(self.num_made.values()) >= 50 * self.num_steps:
             return True
-        if num_steps < self.num_steps:
-            return False
-        # Ranks must end at the same step, whatever time each has taken.
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return True
-        if num_steps >= self.num_steps * MORE_STEPS or time.monotonic() - self.began > MORE_SECONDS:
+        if num_steps < self.num_steps or is_rank or is_late:
+            return num_steps >= self.num_steps
+        if num_steps >= self.num_steps * MORE_STEPS:
             return True
         fetches = self.trace.of(Fetch)
         ends = [index for index, one in enumerate(fetches) if not one.digests]
@@ -1032,44 +943,70 @@ class Observer:
         trained = {id(one.loader) for one in fetches[: ends[0]]}
         return sum(id(one.loader) in trained for one in fetches[ends[-1] :]) > 3
 
-    def _note_held(self) -> None:
-        if len(self.num_made) > 1 and self.num_made.most_common(2)[0][1] > self.num_steps_made:
-            return
-        number = self.num_steps_made
-        old = [one for one in self.graphs if one[1] <= number - 3]
-        is_known = bool(self.trace.held_graphs)
-        if not is_known and any(reference() is not None for reference, _, _ in old):
-            gc.collect()
-            # The last one of each step; several steps, as one may wait for the next evaluation.
-            held = {step: place for reference, step, place in old if reference() is not None}
-            if len(held) > 1:
-                places = lines_that_keep(reference() for reference, _, _ in old)
-                self.trace.held_graphs |= dict.fromkeys(places or held.values())
-        self.graphs = [one for one in self.graphs if one[0]() is not None]
-        self.growth.count(number)
-
-    def _note_bare(self) -> None:
-        """Note parameters that have gradients, and that no module and no optimizer has."""
-        ran = {**self.trace.ran[True], **self.trace.ran[False]}.values()
-        known = {id(one) for several in map(_parameters, self.trace.optimizers) for one in several}
-        known |= {id(one) for module in ran for one in module.parameters()}
-        self.trace.bare = [
-            f"a parameter of shape {list(one.shape)}"
-            for one in _living(nn.Parameter)
-            if one.grad is not None and id(one) not in known
-        ]
+    def _note_living(self) -> None:
+        """Note parameters that have gradients, of which some may be in no module."""
+        for one in _living(nn.Parameter):
+            if one.grad is not None:
+                self.living[id(one)] = f"a parameter of shape {list(one.shape)}"
 
     def finish(self) -> None:
         trace = self.trace
         trace.growth = self.growth.growing()
+        trace.held_graphs = self.growth.graphs
         trained = [one for several in map(_parameters, trace.optimizers) for one in several]
-        trace.symmetric = [trace.names.get(id(one), "?") for one in trained if _has_equal_rows(one)]
+        trace.symmetric = [id(one) for one in trained if _has_equal_rows(one)]
+        for module in [*trace.ran[True].values(), *trace.ran[False].values()]:
+            for name, parameter in module.named_parameters(recurse=False):
+                trace.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+        trace.bare = list(self.living.keys() - trace.names.keys() - trace.held)
+        trace.names = self.living | trace.names
+
+
+def _watched(watch: Call, call: Call) -> Call:
+    """Return a function that calls `watch(call, ...)`; also where it becomes a method."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        return watch(call, *args, **options)
+
+    return run
+
+
+def _rows(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) and value.dim() == 2 else None
+
+
+def _token_facts(forward: Forward, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare targets that are indices with the tokens that the model was given."""
+    target, tokens, mask = options["target"], forward.tokens, forward.mask
+    if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
+        return {}
+    targets = target.reshape(len(tokens), -1)
+    counted = targets != options.get("ignore_index", -100)
+    facts: dict[str, Any] = {"model": forward.module}
+    # In a few classes a label may well end rows.
+    if options["input"].shape[1] > 4:
+        facts["filler"] = _filler(targets, counted)
+    # Targets of a part of the tokens, whose first or last ones are left out.
+    if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
+        return facts
+    same = facts["same_as_input"] = {}
+    for ahead in (0, 1, 2):
+        width = min(targets.shape[1], tokens.shape[1] - ahead)
+        valid = counted[:, :width]
+        if valid.any():
+            equal = targets[:, :width] == tokens[:, ahead : ahead + width]
+            same[ahead] = float(equal[valid].float().mean())
+    if mask is not None and mask.shape == tokens.shape:
+        ahead = int(same.get(1, 0) > same.get(0, 0))
+        padding = mask[:, ahead:] == 0
+        width = min(padding.shape[1], targets.shape[1])
+        facts["counts_padding"] = bool((padding[:, :width] & counted[:, :width]).any())
+    return facts
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
-    if first.shape != second.shape:
-        return True
-    return not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True)
+    is_other = first.shape != second.shape
+    return is_other or not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -1142,7 +1079,7 @@ def _living(kind: type) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
-def _uncompiled(model: Any = None, **_: Any) -> Any:
+def _uncompiled(compile: Call, model: Any = None, **_: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
@@ -1155,6 +1092,10 @@ def _with_own_step(base: type) -> list[type]:
     return own
 
 
+def parameter_ids(optimizer: Optimizer) -> set[int]:
+    return set(map(id, _parameters(optimizer)))
+
+
 def _parameters(owner: Any) -> Iterator[Tensor]:
     if isinstance(owner, nn.Module):
         yield from owner.parameters()
@@ -1163,21 +1104,23 @@ def _parameters(owner: Any) -> Iterator[Tensor]:
             yield from group["params"]
 
 
-def _gradient_versions(optimizer: Optimizer) -> list[tuple[int, int] | None]:
-    """Return what changes with each gradient that is made or added to."""
-    versions: list[tuple[int, int] | None] = []
-    for parameter in _parameters(optimizer):
-        grad = parameter.grad
+# Of parameters, by id: the id and the version of the gradient, which change with each gradient that
+# is made or added to.
+Versions = dict[int, tuple[int, int] | None]
+
+
+def _versions(parameters: Iterable[Tensor]) -> Versions:
+    versions: Versions = {}
+    for parameter in parameters:
         # A sharded gradient has its values in a tensor of its own.
-        local = getattr(grad, "_local_tensor", grad)
-        versions.append(None if local is None else (id(local), local._version))
+        local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        versions[id(parameter)] = None if local is None else (id(local), local._version)
     return versions
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    """Return whether a gradient is not 0."""
-    grads = [one.grad for one in _parameters(optimizer) if one.grad is not None]
-    return any(bool(values_of(grad).any()) for grad in grads)
+def _tensor(versions: Versions, parameter: int) -> int:
+    """Return the id of a gradient."""
+    return (versions.get(parameter) or (0, 0))[0]
 
 
 def _stop(trace: Trace) -> None:
@@ -1193,11 +1136,13 @@ def observe(
     observer.trace.optimizers += _living(Optimizer)
     # What is there already is not looked through after each step.
     gc.collect()
+    was_frozen = gc.get_freeze_count()
     gc.freeze()
     try:
         with observer.installed(), contextlib.suppress(EnoughSteps):
             train()
             observer.finish()
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
     return observer.trace

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..bench.steps import TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import Memory, measure_memory
+from ..core.measure import FlopCount, Memory, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,
@@ -25,7 +26,7 @@ from ..core.parity import (
     compare,
     record_step,
 )
-from ..plan.optimizers import OptimizerFactory, make_optimizer
+from ..plan.optimizers import make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import FULL_KIND, OFFLOAD_KIND, SAC_KIND, Option, Plan, apply_options
 from ..plan.shapes import NEEDS_VALUES_ERRORS, pretended
@@ -34,8 +35,8 @@ from ..primitives.chunked_loss import UnsuitableHead, apply_chunked_loss, chunke
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import same_training
-from .verdict import Gate, NotApplicable, Verdict, shared_result
+from .same_training import same_training, step_of
+from .verdict import Gate, NotApplicable, Outcome, shared_result
 
 # Gates of the chunked loss: the same training step, and few logits at a time.
 
@@ -76,45 +77,47 @@ class Head:
     bias: bool
 
 
-def find_head(case: Case, *, required: str) -> Head:
+def find_head(case: Case) -> Head:
     """Find the head whose loss can run in chunks; raise `NotApplicable` if there is none."""
     module = case.build()
     try:
         (name,) = apply_chunked_loss(module)
     except UnsuitableHead as error:
-        raise NotApplicable(error.in_short, required=required) from error
+        raise NotApplicable(error.in_short) from error
     if holds_compiled_code(module):
-        why = "the model is compiled, and compiled code has plain logits: compile after the change"
-        raise NotApplicable(why, required=required)
+        raise NotApplicable(
+            "the model is compiled, and compiled code has plain logits: compile after the change"
+        )
     try:
         with untouched(module), seeded(case.seed):
             case.workload.mean_loss(module, case.batch())
     except RuntimeError as error:
         if SECOND_DERIVATIVE_ERROR not in str(error):
             raise
-        raise NotApplicable(f"the loss takes derivatives: {error}", required=required) from error
+        raise NotApplicable(f"the loss takes derivatives: {error}") from error
     use = chunked_loss_report(module)[name]
     if not use.num_chunked or use.whole:
-        why = f"the loss is not a cross-entropy on the output of {name} alone: {use}"
-        raise NotApplicable(why, required=required)
+        raise NotApplicable(f"the loss is not a cross-entropy on the output of {name} alone: {use}")
     head: Any = module.get_submodule(name)
     return Head(name, head.in_features, head.out_features, head.bias is not None)
 
 
 def compare_chunked_loss(
     case: Case, *, apply_chunked_loss: ApplyToHead = apply_chunked_loss
-) -> Verdict:
+) -> Outcome:
     """Compare a step of the model, and of a head like the model's over many tokens.
 
     Targets are masked unevenly, so that chunks differ in the number that counts.
     """
     tolerance = OUTER_BOUND[case.dtype]
     required = f"within {tolerance:.0e}"
-    head = find_head(case, required=required)
+    head = find_head(case)
     batch = case.workload.mask(case.batch()) if case.workload.mask else case.batch()
-    reference = _record(case, batch)
+    reference = step_of(case, case.build(), batch)
     check_comparable(reference)
-    candidate = _record(case, batch, partial(apply_chunked_loss, head=head.name))
+    module = case.build()
+    apply_chunked_loss(module, head=head.name)
+    candidate = step_of(case, module, batch)
     # Its dtype is a choice of the implementation.
     candidate = replace(candidate, loss=candidate.loss.to(reference.loss.dtype))
     same = compare(reference, candidate, tolerance=tolerance)
@@ -132,16 +135,7 @@ def compare_chunked_loss(
             "a term, a divisor or a gradient is missing in some chunk: add up the losses of the "
             "chunks, and divide once by the number of targets that count"
         )
-    return Verdict("memory-plan/chunked-loss", not hint, measured, required, hint)
-
-
-def _record(
-    case: Case, batch: Any, apply: Callable[[nn.Module], Any] = lambda module: None
-) -> StepRecord:
-    module = case.build()
-    apply(module)
-    with seeded(case.seed):
-        return record_step(module, batch, case.workload.mean_loss)
+    return measured, required, hint
 
 
 def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
@@ -150,7 +144,8 @@ def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
         return 0.0
     precise = replace(case, dtype=HIGHER_PRECISION[case.dtype])
     try:
-        step = _record(precise, precise.place(batch), lambda module: module.to(precise.dtype))
+        module = case.build().to(precise.dtype)
+        step = step_of(precise, module, precise.place(batch))
     except (RuntimeError, TypeError):
         # The model or the device computes in other dtypes alone.
         return 0.0
@@ -195,17 +190,17 @@ def _head_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def measure_chunked_memory(
     case: Case, *, apply_chunked_loss: ApplyToHead = apply_chunked_loss
-) -> Verdict:
+) -> Outcome:
     """Measure a step of the model's head and a loss, over so many tokens that logits own it."""
     required = f"at most {MOST_CHUNKED_SHARE:.0%} of plain, without the gradients"
-    head = find_head(case, required=required)
+    head = find_head(case)
     tokens = NUM_MEASURED_TOKENS
     found: list[Memory] = []
     if case.device.type != "cuda":
         with contextlib.suppress(*NEEDS_VALUES_ERRORS), pretended():
             found = _measure_head(case, head, tokens, apply_chunked_loss)
     if not found:
-        tokens = _tokens_that_fit(case, head, required=required)
+        tokens = _tokens_that_fit(case, head)
         found = _measure_head(case, head, tokens, apply_chunked_loss)
     plain, chunked = found
 
@@ -222,21 +217,20 @@ def measure_chunked_memory(
             "all logits, or all of their gradient, are allocated at once: free each chunk's before "
             "the next"
         )
-    return Verdict("memory-plan/chunked-memory", not hint, measured, required, hint)
+    return measured, required, hint
 
 
-def _tokens_that_fit(case: Case, head: Head, *, required: str) -> int:
+def _tokens_that_fit(case: Case, head: Head) -> int:
     """Return how many tokens the plain loss can take; raise `NotApplicable` if they are too few."""
     is_cuda = case.device.type == "cuda"
     free = torch.cuda.mem_get_info(case.device)[0] if is_cuda else ROOM_ON_CPU
     bytes_per_token = 32 * head.classes
     fewest = TOKENS_PER_WIDTH * head.width
     if fewest * bytes_per_token > free:
-        why = (
+        raise NotApplicable(
             f"the plain loss needs {fewest * bytes_per_token / 2**30:.1f} GiB and "
             f"{free / 2**30:.1f} GiB are free; measure on the CPU"
         )
-        raise NotApplicable(why, required=required)
     return min(NUM_MEASURED_TOKENS, free // bytes_per_token)
 
 
@@ -256,7 +250,6 @@ def _measure_head(case: Case, head: Head, tokens: int, apply: ApplyToHead) -> li
 # Gates of memory plans: exact estimates, peaks within the budget, the same training.
 
 MakePlan = Callable[..., Any]  # takes what `plan` takes
-Predict = Callable[[Case], Mapping[str, int]]
 ModelChange = Callable[[nn.Module], object]
 
 # The model as it is, and with every block recomputed.
@@ -266,9 +259,9 @@ FULL_VARIANT = "full recompute"
 BUDGET_POSITION = 0.5
 # On CUDA, where the allocator rounds up and libraries allocate workspaces.
 CUDA_PEAK_TOLERANCE = 0.02
-# Seeds whose peaks are compared where a gate would fail. Where a step drops each of three layers
-# one time in ten, 16 equal steps come once in 160 times.
-SEEDS_TO_COMPARE = 16
+# Plain steps that are compared where a gate would fail. Where a step drops each of three layers
+# one time in ten, 40 equal steps come once in 300,000 times, and 8 once in 12.
+STEPS_TO_COMPARE = 40
 
 
 @dataclass(frozen=True)
@@ -291,7 +284,18 @@ def predict(case: Case) -> Prediction:
 
 
 def _predict(case: Case) -> Prediction:
-    with Planner(case.workload, **_planner_options(case)) as planner:
+    # Quick options; the techniques' gates check the others.
+    with Planner(
+        case.workload,
+        device="h100" if case.device.type == "cuda" else "cpu",
+        dtype=case.dtype,
+        blocks=case.blocks,
+        chunked_loss=False,
+        without=(SAC_KIND, OFFLOAD_KIND),
+        seed=case.seed,
+        # Tensors are measured here, not the memory that the allocator reserves.
+        by_reserved=False,
+    ) as planner:
         sketch = planner.sketch
         peaks = {PLAIN_VARIANT: sketch.step(case.batch_size).peak_bytes}
         blocks = sketch.case.blocks
@@ -311,20 +315,6 @@ def _recompute_all(blocks: str | Sequence[str] | None) -> ModelChange:
     return change
 
 
-def _planner_options(case: Case) -> dict[str, Any]:
-    """Return the options of a planner that is quick; the techniques' gates check the others."""
-    return {
-        "device": "h100" if case.device.type == "cuda" else "cpu",
-        "dtype": case.dtype,
-        "blocks": case.blocks,
-        "chunked_loss": False,
-        "without": (SAC_KIND, OFFLOAD_KIND),
-        "seed": case.seed,
-        # Tensors are measured here, not the memory that the allocator reserves.
-        "by_reserved": False,
-    }
-
-
 def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
     """Plan for half of what recompute saves, or return why nothing can be planned."""
     plain, full = peaks[PLAIN_VARIANT], peaks[FULL_VARIANT]
@@ -337,35 +327,30 @@ def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
         return f"no plan fits: {str(error).splitlines()[0]}"
 
 
-def predicted_peaks(case: Case) -> Mapping[str, int]:
-    """Return the predicted peaks of a step, by variant."""
-    return predict(case).peaks
-
-
-def compare_estimate(case: Case, *, predict_peaks: Predict = predicted_peaks) -> Verdict:
+def compare_estimate(case: Case) -> Outcome:
     """Compare predicted and measured peaks, of the plain step and with every block recomputed."""
     required = "equal to the byte"
     if case.device.type == "cuda":
         required = f"within {CUDA_PEAK_TOLERANCE:.0%}"
     prediction = predict(case)
     if prediction.why_real is not None:
-        raise NotApplicable(prediction.why_real, required=required)
+        raise NotApplicable(prediction.why_real)
     changes: dict[str, ModelChange | None] = {
         PLAIN_VARIANT: None,
         FULL_VARIANT: _recompute_all(prediction.blocks),
     }
     pairs = {
         variant: (peak, measured_peak(case, changes[variant]))
-        for variant, peak in predict_peaks(case).items()
+        for variant, peak in prediction.peaks.items()
     }
     wrong = {variant: pair for variant, pair in pairs.items() if not _is_predicted(case, *pair)}
     hint = ""
     if wrong:
-        _check_one_peak(case, required=required)
+        check_equal_steps(case)
         hint = "an owner is missing, or an operation allocates other bytes than its shapes give"
     reported = (wrong or pairs).items()
     measured = "; ".join(f"{variant} {peak:,} of {real:,}" for variant, (peak, real) in reported)
-    return Verdict("memory-plan/estimate", not hint, measured, required, hint)
+    return measured, required, hint
 
 
 def _is_predicted(case: Case, peak: int, measured: int) -> bool:
@@ -373,32 +358,13 @@ def _is_predicted(case: Case, peak: int, measured: int) -> bool:
     return abs(peak - measured) <= tolerance * measured
 
 
-def _check_one_peak(case: Case, *, required: str) -> None:
-    """Raise `NotApplicable` if the peak of a plain step depends on the random numbers."""
-    workload = case.workload
-    peaks = set()
-    for seed in range(SEEDS_TO_COMPARE):
-
-        def loss(module: nn.Module, batch: Any, seed: int = seed) -> Tensor:
-            with seeded(seed):
-                return workload.loss(module, batch)
-
-        peaks.add(measured_peak(replace(case, workload=replace(workload, loss=loss)), None))
-    if len(peaks) > 1:
-        why = (
-            f"a step of this model has a peak of {min(peaks):,} to {max(peaks):,} bytes, depending "
-            "on random numbers, as where layers are dropped; plans count every layer"
-        )
-        raise NotApplicable(why, required=required)
-
-
-def check_budget(case: Case, *, plan: MakePlan | None = None) -> Verdict:
+def check_budget(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     """Apply a plan for a budget below the plain peak, and measure the peak.
 
     Without `plan` it is our plan, whose peak must also be the predicted one.
     """
     required = "a peak within the budget" + (", as predicted" if plan is None else "")
-    ours = _our_plan(case, required=required)
+    ours = _our_plan(case)
     peak = measured_peak(case, _chosen_plan(case, ours, plan).apply)
     measured = f"peak {peak:,}, budget {ours.budget_bytes:,}"
     hint = ""
@@ -407,15 +373,15 @@ def check_budget(case: Case, *, plan: MakePlan | None = None) -> Verdict:
     if plan is None:
         measured += f", predicted {ours.peak_bytes:,}"
         if not _is_predicted(case, ours.peak_bytes, peak):
-            _check_one_peak(case, required=required)
+            check_equal_steps(case)
             hint = "the applied options are not those of the plan, or some memory is not predicted"
-    return Verdict("memory-plan/fits", not hint, measured, required, hint)
+    return measured, required, hint
 
 
-def _our_plan(case: Case, *, required: str) -> Plan:
+def _our_plan(case: Case) -> Plan:
     plan = predict(case).plan
     if isinstance(plan, str):
-        raise NotApplicable(plan, required=required)
+        raise NotApplicable(plan)
     return plan
 
 
@@ -427,9 +393,9 @@ def _chosen_plan(case: Case, ours: Plan, plan: MakePlan | None) -> Any:
     return plan(case.workload, ours.budget_bytes, global_batch=size, microbatch=size)
 
 
-def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Verdict:
+def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     """Compare a planned training with the plain one; without `plan`, of our plan."""
-    ours = _our_plan(case, required="bit-equal")
+    ours = _our_plan(case)
     chosen = _chosen_plan(case, ours, plan)
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
@@ -441,23 +407,35 @@ def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Ver
         names = ours.options.keys() & {sample.blocks} if plan is None else ()
         return apply_options(module, {name: ours.options[name] for name in names})
 
-    return same_training("memory-plan/parity-plan", case, apply, alone=apply_alone)
+    return same_training(case, apply, alone=apply_alone)
 
 
-def measured_peak(
-    case: Case, change: ModelChange | None, optimizer: str | OptimizerFactory | None = None
-) -> int:
-    """Measure the peak of a real step, by default with the workload's optimizer, or AdamW."""
+def measured_peak(case: Case, change: ModelChange | None) -> int:
+    """Measure the peak of a real step, with the workload's optimizer or AdamW."""
     module = case.build()
-    chosen = optimizer or case.workload.optimizer or "adamw"
     is_cuda = case.device.type == "cuda"
-    made = make_optimizer(chosen, module, foreach=is_cuda)
+    optimizer = make_optimizer(case.workload.optimizer or "adamw", module, foreach=is_cuda)
     if change is not None:
         change(module)
-    loss = case.workload.mean_loss
     return measure_timeline(
-        module, case.batch(), loss, optimizer=made, keeps_output=is_cuda
+        module, case.batch(), case.workload.mean_loss, optimizer=optimizer, keeps_output=is_cuda
     ).peak.bytes_alive
+
+
+def check_equal_steps(case: Case) -> None:
+    """Raise `NotApplicable` if plain steps of the model differ in their FLOPs."""
+    step = TrainingStep(case)
+    counts = set()
+    with seeded(case.seed):
+        for _ in range(STEPS_TO_COMPARE):
+            with FlopCount() as count:
+                step()
+            counts.add(count.flops)
+    if len(counts) > 1:
+        raise NotApplicable(
+            f"steps of this model take {min(counts):,} to {max(counts):,} FLOPs, as where "
+            "layers are dropped at random, so one says nothing of the next"
+        )
 
 
 GATES = (

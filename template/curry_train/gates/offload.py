@@ -25,7 +25,7 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare, record_step
+from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare
 from ..core.wording import format_bytes
 from ..primitives.offload import (
     DUPLICATE_REASON,
@@ -36,8 +36,8 @@ from ..primitives.offload import (
 )
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import Activity, calls_counted, change_in_place, same_training
-from .verdict import Gate, Verdict, not_applicable
+from .same_training import Activity, calls_by_module, change_in_place, same_training, step_of
+from .verdict import Gate, NotApplicable, Outcome
 
 Change = Callable[..., Any]
 
@@ -56,7 +56,7 @@ def _names_to_offload(model: nn.Module, blocks: Any) -> list[str]:
     return names[:-1] or names
 
 
-def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Verdict:
+def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
     """Compare a short training with offload to the plain one."""
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
@@ -65,7 +65,7 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Verd
         return names
 
     with _host_apart(case, offload_blocks):
-        return same_training("recompute/offload-parity", case, apply, by_torch=why_nothing_moves)
+        return same_training(case, apply, by_torch=why_nothing_moves)
 
 
 def why_nothing_moves(case: Case, plain: Activity, _: Any, names: Sequence[str]) -> str:
@@ -78,9 +78,8 @@ NOTHING_TO_FREE = (
 )
 
 
-def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> Verdict:
+def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
     """Compare the bytes that leave the device with those that the plain blocks save."""
-    gate = "recompute/offload-bytes"
     module = case.build()
     names = _names_to_offload(module, case.blocks)
     held, num_calls = _held_bytes(case, case.build())
@@ -91,7 +90,7 @@ def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> 
 
     least = possible - (_bytes_left_out(module) if offload_blocks is offload_all else 0)
     if least <= 0:
-        return not_applicable(gate, required="fewer bytes on the device", why=NOTHING_TO_FREE)
+        raise NotApplicable(NOTHING_TO_FREE)
     hint = ""
     if num_found > num_calls:
         hint = "the blocks run again in backward: this is recompute, and not offload"
@@ -102,7 +101,7 @@ def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> 
         )
     measured = f"{format_bytes(held - left)} freed, {num_found} calls of layers"
     required = f"at least {format_bytes(least)}, at most {num_calls} calls"
-    return Verdict(gate, not hint, measured, required, hint)
+    return measured, required, hint
 
 
 def _bytes_left_out(module: nn.Module) -> int:
@@ -117,13 +116,13 @@ def _held_bytes(case: Case, module: nn.Module) -> tuple[int, int]:
     batch = case.batch()
     with (
         seeded(case.seed),
-        calls_counted(module) as calls,
+        calls_by_module(module) as calls,
         LiveStorages(device=case.device) as storages,
     ):
         value = case.workload.mean_loss(module, batch)
         held = storages.bytes_alive
         value.backward()
-    return held, calls[0]
+    return held, sum(calls.values())
 
 
 def _held_at_best(case: Case, names: Sequence[str]) -> int:
@@ -192,11 +191,10 @@ def bound_blocks(model: nn.Module, budget: float, *, blocks: Sequence[str]) -> N
 
 
 @warnings_of_the_compiler_ignored()
-def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdict:
+def compare_budgets(case: Case) -> Outcome:
     """Compare a step and its saved bytes at a budget with the same code at 1.0, and with eager."""
-    gate = "recompute/budget"
     outer = OUTER_BOUND[case.dtype]
-    eager, again = (_step(case, case.build()) for _ in range(2))
+    eager, again = (step_of(case, case.build()) for _ in range(2))
     check_comparable(eager)
     inner = 0.0 if compare(eager, again).bit_equal else outer
     equality = f"within {inner:.0e}" if inner else "bit-equal"
@@ -213,17 +211,17 @@ def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdi
         module = case.build()
         try:
             bound_blocks(module, budget, blocks=names)
-            steps.append(_step(case, module))
+            steps.append(step_of(case, module))
             loss = case.workload.mean_loss
             saved.append(measure_allocated(module, case.batch(), loss).held_bytes)
         except RuntimeError as error:
             why = str(error) if isinstance(error, CompileFailed) else _limit_of_torch(case, names)
             if not why:
                 raise
-            return not_applicable(gate, required=required, why=why)
+            raise NotApplicable(why) from error
         if not holds_compiled_code(module):
             hint = "uncompiled blocks have no budget: compile them"
-            return Verdict(gate, False, "nothing compiled", required, hint)
+            return "nothing compiled", required, hint
 
     to_whole = compare(*steps, tolerance=inner)
     to_eager = [compare(eager, step, tolerance=outer) for step in steps]
@@ -242,16 +240,15 @@ def compare_budgets(case: Case, *, bound_blocks: Change = bound_blocks) -> Verdi
     elif saved[1] > saved[0]:
         hint = "the budget raises the saved bytes here: choose other blocks, or recompute_blocks"
     elif saved[1] == saved[0]:
-        why = (
+        raise NotApplicable(
             f"{saved[0]:,} bytes with and without a budget: the blocks save nothing that could be "
             "recomputed, or nothing of them is compiled"
         )
-        return not_applicable(gate, required=required, why=why)
     measured = (
         f"{to_whole.describe(most=1)}; eager: {worst.describe(most=1)}; "
         f"{saved[1]:,} of {saved[0]:,} bytes; {', '.join(names)}"
     )
-    return Verdict(gate, not hint, measured, required, hint)
+    return measured, required, hint
 
 
 def _step_of_torch(case: Case, names: Sequence[str]) -> StepRecord:
@@ -263,7 +260,7 @@ def _step_of_torch(case: Case, names: Sequence[str]) -> StepRecord:
         block.forward = torch.compile(
             with_own_code(block.forward, name="torch_alone"), backend="aot_eager"
         )
-    return _step(case, module)
+    return step_of(case, module)
 
 
 def _is_of_torch(case: Case, names: Sequence[str], step: StepRecord, *, tolerance: float) -> bool:
@@ -281,11 +278,6 @@ def _limit_of_torch(case: Case, names: Sequence[str]) -> str:
             f"{type(error).__name__}: {str(error).splitlines()[0]}"
         )
     return ""
-
-
-def _step(case: Case, module: nn.Module) -> StepRecord:
-    with seeded(case.seed):
-        return record_step(module, case.batch(), case.workload.mean_loss)
 
 
 OFFLOAD_GATES = (

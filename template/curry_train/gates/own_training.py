@@ -39,8 +39,9 @@ def take_user_step(case: Case, model: nn.Module, optimizer: Optimizer, batch: An
     try:
         optimizer.step()
     except REFUSALS as error:
-        why = f"the optimizer takes no step here ({type(error).__name__}: {error})"
-        raise NotApplicable(why, required="a step of the optimizer") from error
+        raise NotApplicable(
+            f"the optimizer takes no step here ({type(error).__name__}: {error})"
+        ) from error
     optimizer.zero_grad()
     return loss.detach()
 

@@ -1,6 +1,6 @@
 """Compare a short training with a technique to the plain one; name the blocks that differ.
 
-    same_training("sac/parity", case, STRATEGIES["sac"].apply)
+    measured, required, hint = same_training(case, STRATEGIES["sac"].apply)
 
 The training has several optimizer steps, with another microbatch in each call, so that a technique
 that is right once and stale later is found. One step runs both forwards before their backward, and
@@ -9,22 +9,31 @@ one runs under autocast.
 Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py`.
 """
 
-import functools
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.testing import assert_close
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import LiveStorages, Loss
+from ..core.measure import (
+    LiveStorages,
+    Loss,
+    Memory,
+    count_flops,
+    measure_memory,
+    recompute_flops,
+)
+from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,
     Parity,
@@ -35,9 +44,11 @@ from ..core.parity import (
 )
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
-from .verdict import Verdict, not_applicable, shared_result
+from .verdict import NotApplicable, Outcome, shared_result
 
 NUM_STEPS = 3
+# A batch with this many held bytes is large enough for any model.
+ENOUGH_BYTES = 256 * 2**20
 # Microbatches of each step but the first, which has one.
 NUM_MICROBATCHES = 2
 # Of AdamW, whose first steps move each weight by about this much.
@@ -58,13 +69,38 @@ def sample_of(case: Case) -> Sample:
     return Sample(case.batch(), case.workload.mean_loss, case.blocks)
 
 
+def step_of(
+    case: Case, module: nn.Module, batch: Any = None, *, around_backward: Any = None
+) -> StepRecord:
+    """Take one step of a module, by default on the batch of the case, and record it."""
+    module.zero_grad(set_to_none=True)
+    with seeded(case.seed):
+        value = case.workload.mean_loss(module, case.batch() if batch is None else batch)
+        # A faulty technique may cut off every gradient; they are recorded as None then.
+        if value.requires_grad:
+            with around_backward or nullcontext():
+                value.backward()
+        return record(module, value.detach())
+
+
+def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
+    """Grow the batch until it holds so many times the parameters' bytes, or `ENOUGH_BYTES`."""
+    module = case.build()
+    wanted = min(times * sum(one.nbytes for one in module.parameters()), ENOUGH_BYTES)
+    while True:
+        plain = measure_memory(module, case.batch(), case.workload.mean_loss)
+        if plain.held_bytes >= wanted:
+            return case, plain
+        growth = max(2, wanted // max(1, plain.held_bytes))
+        case = replace(case, batch_size=case.batch_size * growth)
+
+
 # Tells why torch's own way has no effect on the plain training; empty if it has one. It gets the
 # names of the modules that the technique changed.
 ByTorch = Callable[[Case, "Activity", "TrainingCourse", Sequence[str]], str]
 
 
 def same_training(
-    gate: str,
     case: Case,
     apply: Apply,
     *,
@@ -72,7 +108,7 @@ def same_training(
     by_torch: ByTorch | None = None,
     every_block: bool = False,
     num_steps: int = NUM_STEPS,
-) -> Verdict:
+) -> Outcome:
     """Check that a technique keeps losses, gradients, buffers and generators of a training.
 
     They must be equal bit for bit in every step if the plain training repeats bit for bit; else
@@ -86,35 +122,34 @@ def same_training(
     required = "bit-equal"
     if not course.trains:
         required = f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
+
+    def guilty(cause: str, num_steps: int) -> str:
+        return _where(case, alone or apply, cause, num_steps=num_steps)
+
     try:
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        cause = "computes other tensors the second time"
-        hint = _where(case, alone or apply, cause, num_steps=num_steps)
-        return Verdict(gate, False, measured, required, hint)
+        return measured, required, guilty("computes other tensors the second time", num_steps)
 
     step, found = _first_difference(reference, candidate, tolerance)
     if not names:
-        return not_applicable(
-            gate, required=required, why="the strategy finds nothing worth changing"
-        )
+        raise NotApplicable("the strategy finds nothing worth changing")
     measured = f"{found.describe()}; {len(names)} modules, {course.describe()}"
     if not found.holds:
         measured = f"step {step + 1} of {course.num_steps}: {measured}"
-        hint = _where(case, alone or apply, _cause(found), num_steps=step + 1)
-        return Verdict(gate, False, measured, required, hint)
+        return measured, required, guilty(_cause(found), step + 1)
     if not ours.differs_from(plain):
         if by_torch is not None and (why := by_torch(case, plain, course, names)):
-            return not_applicable(gate, required=required, why=why)
+            raise NotApplicable(why)
         hint = (
             f"nothing ran twice or was freed, though {len(names)} modules changed: "
             "is the wrapper in the forward?"
         )
-        return Verdict(gate, False, measured, required, hint)
+        return measured, required, hint
     idle = _idle_blocks(case, ours, plain, names, course) if every_block else []
     more, hint = _left_behind(ours, plain, idle)
-    return Verdict(gate, not hint, measured + more, required, hint)
+    return measured + more, required, hint
 
 
 def _left_behind(ours: "Activity", plain: "Activity", idle: Sequence[str]) -> tuple[str, str]:
@@ -160,6 +195,93 @@ def change_in_place(change: Callable[..., Any], model: nn.Module, names: Sequenc
         setattr(model, name, renamed(getattr(model, name)))
 
 
+def changed(case: Case, change: Callable[..., Any]) -> nn.Module:
+    """Build the model and change its blocks."""
+    module = case.build()
+    change_in_place(change, module, list(find_blocks(module, case.blocks)))
+    return module
+
+
+def memory_of(case: Case, change: Callable[..., Any]) -> Memory:
+    """Measure a step whose blocks are changed."""
+    return measure_memory(changed(case, change), case.batch(), case.workload.mean_loss)
+
+
+def flops_again(case: Case, module: nn.Module, *, early_stop: bool) -> int:
+    """Count the FLOPs that a step of a changed module recomputes."""
+    loss = case.workload.mean_loss
+    plain = count_flops(case.build(), case.batch(), loss)
+    with set_checkpoint_early_stop(early_stop):
+        return recompute_flops(plain, count_flops(module, case.batch(), loss))
+
+
+# The same where nothing is trained.
+
+
+# A step in eval mode, and texts of what else is compared.
+Untrained = tuple[StepRecord, dict[str, str]]
+SAVED_TENSORS = "sizes of tensors that are saved in eval mode"
+
+
+def _difference(plain: Untrained, other: Untrained, *, saved_too: bool) -> str:
+    (step, facts), (other_step, others) = plain, other
+    found = compare(step, other_step)
+    if not found.bit_equal:
+        return f"in eval mode {found.describe(most=1)}"
+    names = [name for name in facts if facts[name] != others[name]]
+    return "".join(f"other {name}" for name in names if saved_too or name != SAVED_TENSORS)
+
+
+def same_without_training(
+    case: Case, changes: Mapping[str, Callable[..., Any]], *, saved_too: bool = False
+) -> Outcome:
+    """Compare changed blocks with the plain model in eval mode, and without gradients."""
+    try:
+        plain, again = (_without_training(case, case.build()) for _ in range(2))
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        why = f"the plain model raises {type(error).__name__} in eval mode: {reason}"
+        raise NotApplicable(why) from error
+    if differs := _difference(plain, again, saved_too=True):
+        raise NotApplicable(f"two steps of the plain model differ: {differs}")
+    differing = []
+    for name, change in changes.items():
+        found = _without_training(case, changed(case, change))
+        if what := _difference(plain, found, saved_too=saved_too):
+            differing.append(f"{name}: {what}")
+    hint = "be active only while module.training and torch.is_grad_enabled()" if differing else ""
+    measured = "; ".join(differing) or f"{' and '.join(changes)}: nothing differs"
+    return measured, "as the plain model, to the bit", hint
+
+
+def _without_training(case: Case, module: nn.Module) -> Untrained:
+    saved: list[int] = []
+    modes = set[bool]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with ExitStack() as stack:
+        if holds_compiled_code(module):
+            # Compiled code does not reach the hooks, and fails to trace them.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            step = step_of(case, module.eval())
+        with (
+            seeded(case.seed),
+            torch.no_grad(),
+            register_module_forward_pre_hook(lambda *_: modes.add(torch.is_grad_enabled())),
+            calls_by_module(module) as calls,
+        ):
+            loss = case.workload.mean_loss(module.train(), case.batch())
+    return step, {
+        SAVED_TENSORS: repr(saved),
+        "loss with no gradients": repr(loss.tolist()),
+        "calls with no gradients": f"{sum(calls.values())}, {modes}",
+    }
+
+
 def bit_difference(found: Any, expected: Any) -> str:
     """Return the first difference of two nested values, in a line; empty if equal to the bit."""
     try:
@@ -167,17 +289,6 @@ def bit_difference(found: Any, expected: Any) -> str:
     except (AssertionError, TypeError, ValueError) as error:
         return " ".join(str(error).split())
     return ""
-
-
-@contextmanager
-def calls_counted(module: nn.Module) -> Iterator[list[int]]:
-    """Count the calls of all leaf modules, inside the blocks and outside."""
-    with calls_by_module(module) as calls:
-        counted = [0]
-        try:
-            yield counted
-        finally:
-            counted[0] = sum(calls.values())
 
 
 @contextmanager
@@ -209,20 +320,9 @@ class Activity:
     """Evidence that a technique has an effect on a training, and leaves nothing behind."""
 
     calls: Mapping[str, int]  # of each leaf module
-    # Measures the bytes held after forward, and those that stay alive after one call more.
-    measure: Callable[[], tuple[int, int]]
-
-    @functools.cached_property
-    def held_bytes(self) -> int:
-        return self._measured[0]
-
-    @functools.cached_property
-    def growth(self) -> int:
-        return self._measured[1]
-
-    @functools.cached_property
-    def _measured(self) -> tuple[int, int]:
-        return self.measure()
+    # After forward, and those that stay alive after one call more.
+    held_bytes: int
+    growth: int
 
     def differs_from(self, plain: "Activity") -> bool:
         more_calls = sum(self.calls.values()) > sum(plain.calls.values())
@@ -333,8 +433,8 @@ def _train(
             if optimizer is not None and course.trains:
                 optimizer.step()
     del optimizer
-    measure = partial(_held_and_growth, module, case.batch(), case.workload.mean_loss)
-    return records, Activity(calls, measure), names
+    measured = _held_and_growth(module, case.batch(), case.workload.mean_loss)
+    return records, Activity(calls, *measured), names
 
 
 def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
@@ -370,23 +470,16 @@ def _first_difference(
     return len(found) - 1, max(found, key=lambda parity: parity.worst)
 
 
-def _torch_checkpoint(running: set[str]) -> Apply:
-    """Return a strategy that puts torch's own checkpoint around each block, and notes which run."""
+def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None, **options: Any) -> list[str]:
+    """Put torch's own checkpoint around each block, and return their names."""
+    found = find_blocks(model, blocks)
+    for block in found.values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    return list(found)
 
-    def around(module: nn.Module, sample: Sample) -> list[str]:
-        blocks = find_blocks(module, sample.blocks)
-        for name, block in blocks.items():
 
-            def forward(
-                *args: Any, own: Any = block.forward, name: str = name, **kwargs: Any
-            ) -> Any:
-                running.add(name)
-                return checkpoint(own, *args, use_reentrant=False, **kwargs)
-
-            block.forward = forward
-        return list(blocks)
-
-    return around
+def _by_torch(module: nn.Module, sample: Sample) -> list[str]:
+    return checkpoint_by_torch(module, blocks=sample.blocks)
 
 
 def why_torch_reruns_nothing(
@@ -396,12 +489,11 @@ def why_torch_reruns_nothing(
 
     It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
     """
-    running: set[str] = set()
     try:
-        _, theirs, names = _train(case, _torch_checkpoint(running), course)
+        _, theirs, names = _train(case, _by_torch, course)
     except (NoBlocks, CheckpointError):
         return ""
-    if theirs.differs_from(plain) or running != set(names):
+    if theirs.differs_from(plain) or not all(map(theirs.calls_in, names)):
         return ""
     return (
         "torch's own checkpoint of each block frees nothing and runs nothing again, as with lone "
@@ -417,7 +509,7 @@ def _idle_blocks(
     if not idle:
         return []
     try:
-        _, theirs, _ = _train(replace(case, blocks=list(idle)), _torch_checkpoint(set()), course)
+        _, theirs, _ = _train(replace(case, blocks=idle), _by_torch, course)
     except (NoBlocks, *REFUSALS):
         return []
     return [name for name in idle if theirs.calls_in(name) > plain.calls_in(name)]
@@ -500,6 +592,6 @@ def _where(case: Case, apply: Apply, cause: str, *, num_steps: int) -> str:
     if len(guilty) > 1:
         blocks = f"each of {blocks}"
     hint = f"{blocks or 'the recomputed part'} {cause}"
-    if names and not differs(case.blocks, _torch_checkpoint(set())):
+    if names and not differs(case.blocks, _by_torch):
         return f"{hint}; torch's own checkpoint of these blocks is right: look at the technique"
     return f"{hint}; or leave it out with --blocks"

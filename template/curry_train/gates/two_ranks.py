@@ -39,10 +39,9 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .verdict import (
     NotApplicable,
+    Outcome,
     RankFailed,
-    Verdict,
     error_in_a_line,
-    not_applicable,
     where_to_look,
 )
 
@@ -50,7 +49,8 @@ from .verdict import (
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that.
 Wrapped = Callable[..., nn.Module]
-# Of each rank, by "DDP" and "FSDP2": its figures, or why torch refuses the model as "refused".
+# Of each rank, by "DDP" and "FSDP2": what was "measured" and whether it "is_wrong", or why the
+# model is "refused".
 Found = Mapping[str, dict[str, Any]]
 # Ranks that take longer than this, and so many times a step of this process, wait for each other.
 LEAST_SECONDS = 180.0
@@ -63,11 +63,46 @@ LOST_CONNECTION = "Connection closed by peer"
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
 
-def on_two_ranks(target: str, case: Case, *, required: str, **arguments: Any) -> list[Found]:
-    """Call `target(case, **arguments)` on two ranks, by its name and with arguments as JSON."""
+def compare_on_ranks(
+    target: str, case: Case, *, required: str, hint: str, **arguments: Any
+) -> Outcome:
+    """Call `target(case, **arguments)` on two ranks, by its name, and join what they found.
+
+    Arguments are passed as JSON. A wrapper that refuses the model on any rank is named.
+    """
+    results = _on_two_ranks(target, case, arguments)
+    refused = {
+        kind: of_kind["refused"]
+        for found in reversed(results)
+        for kind, of_kind in found.items()
+        if "refused" in of_kind
+    }
+    if len(refused) == len(results[0]):
+        raise NotApplicable("; ".join(dict.fromkeys(refused.values())))
+    figures = []
+    is_right = True
+    for kind in results[0]:
+        if kind in refused:
+            figures.append(f"{kind} not compared: {refused[kind]}")
+            continue
+        of_ranks = [found[kind] for found in results]
+        wrong = [rank for rank, found in enumerate(of_ranks) if found["is_wrong"]]
+        where = f" on rank {wrong[0]}" if wrong else ""
+        figures.append(f"{kind} {of_ranks[wrong[0] if wrong else 0]['measured']}{where}")
+        is_right = is_right and not wrong
+    return "; ".join(figures), required, "" if is_right else hint
+
+
+def differing(number: int, kind: str, wrong: Sequence[str]) -> dict[str, Any]:
+    """Return what a rank found: so many facts of a kind, and the names of those that differ."""
+    first = f" ({wrong[0]})" if wrong else ""
+    measured = f"{number:,} {kind}, {len(wrong)} differ{first}"
+    return {"measured": measured, "is_wrong": bool(wrong)}
+
+
+def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list[Found]:
     if not case.workload.spec:
-        why = "the workload has no name, by which other processes could load it"
-        raise NotApplicable(why, required=required)
+        raise NotApplicable("the workload has no name, by which other processes could load it")
     started = time.monotonic()
     with seeded(case.seed):
         case.workload.mean_loss(case.build(), case.batch()).backward()
@@ -91,7 +126,7 @@ def on_two_ranks(target: str, case: Case, *, required: str, **arguments: Any) ->
     return _ranks[0].call(f"{__name__}:_on_this_rank", given, timeout=timeout)
 
 
-# The ranks of `on_two_ranks`, once it was called.
+# The ranks of all gates, once one was called.
 _ranks: list["RankProcesses"] = []
 
 
@@ -182,40 +217,6 @@ def _wrapped(
     return wrap(model)
 
 
-def verdict_of_ranks(
-    gate: str,
-    results: Sequence[Found],
-    *,
-    required: str,
-    figure: Callable[[Sequence[dict[str, Any]]], tuple[bool, str]],
-    hint: str,
-) -> Verdict:
-    """Return the verdict on what the ranks found.
-
-    `figure` returns whether what was found under one wrapper is right, and the words for it. A
-    wrapper that refuses the model on any rank is named; the gate does not apply if both refuse it.
-    """
-    refused = {
-        kind: of_kind["refused"]
-        for found in reversed(results)
-        for kind, of_kind in found.items()
-        if "refused" in of_kind
-    }
-    if len(refused) == len(results[0]):
-        why = "; ".join(dict.fromkeys(refused.values()))
-        return not_applicable(gate, required=required, why=why)
-    held = True
-    figures = []
-    for kind in results[0]:
-        if kind in refused:
-            figures.append(f"{kind} not compared: {refused[kind]}")
-            continue
-        is_right, words = figure([found[kind] for found in results])
-        held = held and is_right
-        figures.append(f"{kind} {words}")
-    return Verdict(gate, held, "; ".join(figures), required, "" if held else hint)
-
-
 def printed_bits(value: Any) -> str:
     """Return a value as text, and this rank's part of a tensor as a hash of its bytes."""
     if not isinstance(value, Tensor):
@@ -300,10 +301,9 @@ class RankProcesses:
         if -signal.SIGKILL in codes:
             raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
         # The others lose their connection to the rank that failed first.
-        failures.sort(key=lambda failure: LOST_CONNECTION in failure[0])
-        reasons = dict.fromkeys(reason for reason, _ in failures if reason)
-        hints = [hint for _, hint in failures if hint]
-        raise RankFailed("; ".join(reasons), hint=hints[0] if hints else "run it on one rank")
+        failures.sort(key=lambda failure: not failure[0] or LOST_CONNECTION in failure[0])
+        reason, hint = failures[0]
+        raise RankFailed(reason, hint=hint or "run it on one rank")
 
     @property
     def is_running(self) -> bool:

@@ -10,7 +10,6 @@ out the same for every user is a test of this package.
 Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 """
 
-import fnmatch
 import functools
 import gc
 import importlib
@@ -25,14 +24,14 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..core.blocks import NoBlocks
-from ..core.wording import nearest
+from ..core.wording import did_you_mean
 from ..workloads.models import load_workload
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
@@ -71,16 +70,13 @@ class Verdict:
                 f"gate {self.gate}: a verdict that does not hold needs a hint with what to do"
             )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+# What a check returns: the measured and the required figure, and what to do, if anything.
+Outcome = tuple[str, str, str]
 
 
 class NotApplicable(ValueError):
     """Raised by a check whose claim does not apply to the model; the message has the reason."""
-
-    def __init__(self, why: str, *, required: str) -> None:
-        super().__init__(why)
-        self.required = required
 
 
 class RankFailed(RuntimeError):
@@ -91,8 +87,8 @@ class RankFailed(RuntimeError):
         self.hint = hint
 
 
-def not_applicable(gate: str, *, required: str, why: str) -> Verdict:
-    return Verdict(gate, None, "not applicable", required, why)
+def not_applicable(gate: str, why: str) -> Verdict:
+    return Verdict(gate, None, "not applicable", "", why)
 
 
 # How torch refuses saved-tensor hooks, which recompute, offload and the count of saved bytes need.
@@ -107,12 +103,12 @@ WHY_NO_HOOKS = (
 class Gate:
     """A named claim and the function that checks it on a case.
 
-    A keyword parameter of `check` with the name of a contract (`implementation.CONTRACTS`) takes
-    the user's implementation; its default is ours.
+    The check holds if its outcome has nothing to do. A keyword parameter of it with the name of a
+    contract (`implementation.CONTRACTS`) takes the user's implementation; its default is ours.
     """
 
     name: str
-    check: Callable[..., Verdict]
+    check: Callable[..., Outcome]
 
     # Whether it takes so long that it runs only where it is asked for.
     thorough: bool = False
@@ -143,7 +139,7 @@ class Gate:
             if self.takes:
                 named = ", ".join(one.name for one in given)
                 why = f"takes --impl of {' and '.join(self.takes)}, and {named} was given"
-            return not_applicable(self.name, required="another implementation", why=why)
+            return not_applicable(self.name, why)
         workload, calls = with_calls_counted(case.workload)
         calls.clear()
         num_before = sum(one.num_calls for one in given)
@@ -157,31 +153,28 @@ class Gate:
     def _checked(self, case: Case, given: Mapping[str, Implementation]) -> Verdict:
         """Return the verdict; a check that fails on the user's model is a gate that fails."""
         try:
-            return self.check(case, **given)
+            measured, required, hint = self.check(case, **given)
+            return Verdict(self.name, not hint, measured, required, hint)
         except NoBlocks as error:
             is_one = case.workload.spec.startswith(f"{SHRINK_PREFIX}1:")
             why = ONE_BLOCK if is_one else error.in_short
-            return not_applicable(self.name, required="blocks", why=why)
-        except NotApplicable as error:
-            return not_applicable(self.name, required=error.required, why=str(error))
-        except IndivisibleBatch as error:
-            return not_applicable(self.name, required="a batch of another size", why=str(error))
+        except (NotApplicable, IndivisibleBatch) as error:
+            why = str(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
             # CUDA goes on for many sentences.
             why = f"memory ran out ({str(error).partition('. ')[0]}): {LESS_MEMORY}"
-            return not_applicable(self.name, required="memory", why=why)
         except RankFailed as error:
-            measured = f"raised on a rank: {error}"
-            return Verdict(self.name, False, measured, TO_RUN, error.hint)
+            return Verdict(self.name, False, f"raised on a rank: {error}", TO_RUN, error.hint)
         except ValueError as error:
             # Our own errors state what to do.
             return Verdict(self.name, False, "could not be measured", TO_RUN, str(error))
         except Exception as error:  # noqa: BLE001
             # The user's model may raise anything, and the other gates must still run.
-            if NO_HOOKS_INSIDE in str(error):
-                return not_applicable(self.name, required="saved-tensor hooks", why=WHY_NO_HOOKS)
-            measured = f"raised {error_in_a_line(error)}"
-            return Verdict(self.name, False, measured, TO_RUN, where_to_look(error))
+            if NO_HOOKS_INSIDE not in str(error):
+                measured = f"raised {error_in_a_line(error)}"
+                return Verdict(self.name, False, measured, TO_RUN, where_to_look(error))
+            why = WHY_NO_HOOKS
+        return not_applicable(self.name, why)
 
 
 def error_in_a_line(error: BaseException) -> str:
@@ -209,30 +202,25 @@ def where_to_look(error: BaseException) -> str:
     return f"no line of yours: it was raised in {frames[-1].filename}, line {frames[-1].lineno}"
 
 
-# The last workload whose calls were counted: the original, the counting one, and the counts.
-_last_counted: list[Any] = []
-
-
+@functools.lru_cache(maxsize=1)
 def with_calls_counted(workload: Workload) -> tuple[Workload, Counter[str]]:
     """Return the workload with functions that count their calls, and the counts.
 
     The same workload gives the same object again, so that results which gates share stay valid.
     """
-    if not (_last_counted and _last_counted[0] is workload):
-        calls = Counter[str]()
+    calls = Counter[str]()
 
-        def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(function)
-            def call(*args: Any) -> Any:
-                calls[kind] += 1
-                return function(*args)
+    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            calls[kind] += 1
+            return function(*args)
 
-            return call
+        return call
 
-        build = counting("model", workload.build)
-        loss = counting("loss", workload.loss)
-        _last_counted[:] = [workload, replace(workload, build=build, loss=loss), calls]
-    return _last_counted[1], _last_counted[2]
+    build = counting("model", workload.build)
+    loss = counting("loss", workload.loss)
+    return replace(workload, build=build, loss=loss), calls
 
 
 # Results that several gates of one case share: the case, and its results by key.
@@ -252,7 +240,7 @@ def shared_result(case: Case, key: Any, make: Callable[[], Any]) -> Any:
 def drop_shared_results() -> None:
     """Free what gates share, such as gradients on the device."""
     _shared_of_case.clear()
-    _last_counted.clear()
+    with_calls_counted.cache_clear()
 
 
 # Find the gates of techniques, each by the name of its module.
@@ -319,14 +307,8 @@ def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
 
 def no_such_gate(pattern: str, names: Sequence[str]) -> str:
     """Return the error for a pattern, such as `recompute/memry`, that matches no gate."""
-    technique, _, rest = pattern.partition("/")
-    meant = nearest(technique, dict.fromkeys(map(technique_of, names)))
-    if meant and rest:
-        inside = [name.partition("/")[2] for name in names if technique_of(name) == meant]
-        gate = rest if fnmatch.filter(inside, rest) else nearest(rest, inside)
-        meant = f"{meant}/{gate}" if gate else None
-    advice = f"did you mean {meant!r}?" if meant else f"there are {', '.join(names) or 'none'}"
-    return f"no gate matches {pattern!r}; {advice}"
+    known = [*dict.fromkeys(map(technique_of, names)), *names]
+    return f"no gate matches {pattern!r}; {did_you_mean(pattern, known)}"
 
 
 # Run every gate on every workload, in parallel on the cores of a CPU.
@@ -425,7 +407,7 @@ def _in_workers(
                     gate_name = tasks[first][2]
                     first += 1
                     why = f"memory ran out (the system ended the process): {LESS_MEMORY}"
-                    yield not_applicable(gate_name, required="memory", why=why)
+                    yield not_applicable(gate_name, why)
                 num_processes = 1
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)

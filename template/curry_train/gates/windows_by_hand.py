@@ -1,6 +1,6 @@
 """Train windows by hand, as the reference, and observe the optimizer's steps.
 
-    found = compare_windows(case, train_window, sizes=[1, 4, 2, 3])
+    measured, required, hint = compare_windows(case, train_window, sizes=[1, 4, 2, 3], hint="...")
 
 A window is compared with its large batch by the gradients at each step of the optimizer. The
 tolerance follows from how much a loop by hand differs where it sums over microbatches.
@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
 from ..primitives.grad_accum import GradientAccumulation, Window
 from ..workloads.workload import Case, batch_size
-from .verdict import NotApplicable, Verdict
+from .verdict import NotApplicable, Outcome
 
 # If the batch summed by hand over its microbatches differs by more than this, the tolerance is so
 # many times that difference.
@@ -47,8 +49,6 @@ class Observed:
 
     # None without a scheduler.
     num_schedule_steps: int | None
-
-    module: nn.Module
 
     def counts(self) -> str:
         counted = f"optimizer steps: {len(self.steps)}"
@@ -93,14 +93,17 @@ def observe(
         values.append(value.detach())
         return value
 
+    # DDP adds to the names of parameters.
+    bare = module.module if isinstance(module, DistributedDataParallel) else module
+
     def note_step(*_: Any) -> None:
-        steps.append(record(module, sum(values, torch.zeros(())) / window.num_terms))
+        steps.append(record(bare, sum(values, torch.zeros(())) / window.num_terms))
 
     optimizer.register_step_pre_hook(note_step)
     for window in windows:
         values.clear()
         train(module, window, loss_noted, optimizer, **options)
-    return Observed(steps, None if scheduler is None else scheduler.last_epoch, module)
+    return Observed(steps, None if scheduler is None else scheduler.last_epoch)
 
 
 def window_by_hand(case: Case, microbatches: Sequence[Any]) -> Window[Any]:
@@ -120,38 +123,17 @@ def train_by_hand(
 ) -> None:
     optimizer.zero_grad()
     for microbatch in window.microbatches:
-        (loss(model, microbatch) / window.num_terms).backward()
+        is_last = microbatch is window.microbatches[-1]
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = is_last
+        elif isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(is_last)
+        (loss(model, microbatch) / window.loss_divisor).backward()
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
     if scheduler is not None:
         scheduler.step()
-
-
-@dataclass(frozen=True)
-class WindowsFound:
-    """A training of windows and its comparison with large batches."""
-
-    observed: Observed
-    reference: Observed
-    parity: Parity
-    tolerance: float
-
-    @property
-    def holds(self) -> bool:
-        return self.parity.holds and self.observed.counts() == self.reference.counts()
-
-    @property
-    def measured(self) -> str:
-        return f"{self.parity.describe()}; {self.observed.counts()}"
-
-    @property
-    def required(self) -> str:
-        within = f"gradients within {self.tolerance:.1e} of the large batch"
-        return f"{within}; {self.reference.counts()}"
-
-    def verdict(self, gate: str, hint: str) -> Verdict:
-        return Verdict(gate, self.holds, self.measured, self.required, "" if self.holds else hint)
 
 
 def compare_windows(
@@ -164,8 +146,8 @@ def compare_windows(
     clip_share: float | None = None,
     is_scheduled: bool = False,
     scaler: torch.amp.GradScaler | None = None,
-    accumulation: type[GradientAccumulation] = GradientAccumulation,
-) -> WindowsFound:
+    hint: str,
+) -> Outcome:
     """Compare windows of `num_steps` microbatches with large batches that are trained by hand.
 
     The sizes are those of the microbatches, of which all are one window without `num_steps`.
@@ -185,11 +167,14 @@ def compare_windows(
     rate = _learning_rate(module, clip_norm or norm)
     settings: dict[str, Any] = {"rate": rate, "clip_norm": clip_norm, "is_scheduled": is_scheduled}
     reference, tolerance = reference_by_hand(case, by_hand, batch, **settings)
-    windows = [*accumulation(num_steps).windows(microbatches, count=case.workload.count)]
+    windows = [*GradientAccumulation(num_steps).windows(microbatches, count=case.workload.count)]
     module = case.build().eval()
     observed = observe(module, windows, train, case.workload.loss, scaler=scaler, **settings)
     parity = observed.compare(reference, tolerance=tolerance)
-    return WindowsFound(observed, reference, parity, tolerance)
+    measured = f"{parity.describe()}; {observed.counts()}"
+    required = f"gradients within {tolerance:.1e} of the large batch; {reference.counts()}"
+    holds = parity.holds and observed.counts() == reference.counts()
+    return measured, required, "" if holds else hint
 
 
 def check_repeats(case: Case, module: nn.Module, *, seed: int | None = None) -> None:
@@ -207,11 +192,10 @@ def check_repeats(case: Case, module: nn.Module, *, seed: int | None = None) -> 
         return
     changed = [name for name, one in module.named_buffers() if not torch.equal(one, before[name])]
     where = f", such as {changed[0]}, which changes with each call" if changed else ""
-    why = (
+    raise NotApplicable(
         f"the loss is {first:.6g} and then {second:.6g} for the same batch in eval mode: the model "
         f"draws random numbers there, or keeps state between calls{where}"
     )
-    raise NotApplicable(why, required="the same loss for the same batch")
 
 
 def _learning_rate(module: nn.Module, gradient_norm: float) -> float:
@@ -233,12 +217,11 @@ def reference_by_hand(
     check_comparable(whole.steps[-1])
     tolerance = GRADIENT_TOLERANCES[case.dtype]
     if difference > tolerance and not _is_rounding(case, windows, batch, difference, settings):
-        why = (
+        raise NotApplicable(
             f"a batch's loss or gradient differs by {difference:.1e} from the sum over its parts, "
             "and not by rounding: the loss couples samples, or is not a sum, which a Workload has "
             "to return"
         )
-        raise NotApplicable(why, required="parts that add up to the batch")
     return whole, max(tolerance, DIVIDED_BATCH_FACTOR * difference)
 
 
