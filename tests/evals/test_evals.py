@@ -178,11 +178,12 @@ def constants(name):
     return check.__globals__
 
 
-def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it():
-    required = constants("memory-plan-which-change-fits")["RESERVED_MIB"]
-    assert varying_training.reserved_mib() == required
-    written = pickle.loads(varying_training.FILE.read_bytes())
-    assert written == varying_training.trained().snapshot()
+@pytest.mark.parametrize("name", varying_training.TRAININGS)
+def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it(name):
+    required = constants(f"memory-plan-{name}")["RESERVED_MIB"]
+    assert varying_training.reserved_mib(name) == required
+    written = pickle.loads(varying_training.file_of(name).read_bytes())
+    assert written == varying_training.trained(name).snapshot()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,8 +1,8 @@
-"""Write the snapshot of the case which-change-fits: steps whose rows have other lengths.
+"""Write the snapshots of two cases: steps whose rows have other lengths, and evaluations between.
 
     PYTHONPATH=template:benchmarks:tests/plan python tests/evals/varying_training.py
 
-It prints the MiB that the same run reserves with each change.
+It prints the MiB that the same runs reserve with each change.
 """
 
 import functools
@@ -12,13 +12,13 @@ from pathlib import Path
 import snapshot_files
 from snapshot_files import MIB, Recorder, Training, python
 
-FILE = (
-    Path(__file__).resolve().parents[2] / "evals/memory-plan/which-change-fits/fixture/oom.pickle"
-)
+CASES = Path(__file__).resolve().parents[2] / "evals/memory-plan"
 LENGTHS = (1130, 905, 1420, 1015, 1610, 1290, 1777)
 NUM_BLOCKS = 10
 ROW_BYTES = 4 * 1024 * 2  # of four rows of one token, in half precision
 VOCABULARY_BYTES = 4 * 12_000
+# Evaluations have more rows, all of one length, and follow some of the steps.
+EVALUATED_ROWS, EVALUATED_TOKENS, NUM_BATCHES, EVALUATED_STEPS = 5, 1536, 4, (1, 3)
 
 
 @dataclass
@@ -92,9 +92,43 @@ class Varying(Training):
         self.drop(flowing)
 
 
-def trained(*, expandable=False, checkpointed=False):
+@dataclass
+class Evaluated(Varying):
+    """The same training, with an evaluation after some steps that keeps its results to its end."""
+
+    code: str = "/home/mia/answers/train.py"
+    num_steps: int = 0
+
+    def step(self):
+        super().step()
+        if self.num_steps in EVALUATED_STEPS:
+            self.evaluate()
+        self.num_steps += 1
+
+    def evaluate(self):
+        rows = EVALUATED_ROWS * EVALUATED_TOKENS
+        results = []
+        for _ in range(NUM_BATCHES):
+            x = self.activation(rows * ROW_BYTES, "forward", 66)
+            for _ in range(NUM_BLOCKS):
+                scores = self.activation(8 * rows * EVALUATED_TOKENS, "attend", 91)
+                wide = self.activation(4 * rows * ROW_BYTES, "forward", 118)
+                self.drop(scores)
+                y = self.activation(rows * ROW_BYTES, "forward", 119)
+                self.drop(wide, x)
+                x = y
+            results.append(self.activation(rows * VOCABULARY_BYTES // 4, "evaluate", 142))
+            self.drop(x)
+        self.drop(*results)
+
+
+# The trainings by the names of their cases.
+TRAININGS = {"which-change-fits": Varying, "evaluation-between": Evaluated}
+
+
+def trained(name, *, expandable=False, checkpointed=False):
     """Return the recorder of a run with these changes."""
-    training = Varying(Recorder(expandable=expandable), checkpointed=checkpointed)
+    training = TRAININGS[name](Recorder(expandable=expandable), checkpointed=checkpointed)
     training.build()
     for tokens in LENGTHS:
         training.tokens = tokens
@@ -102,21 +136,27 @@ def trained(*, expandable=False, checkpointed=False):
     return training.recorder
 
 
-def reserved_mib():
+def reserved_mib(name):
     """Return what the run reserves with each change, in MiB."""
     runs = {
-        "expandable_segments": trained(expandable=True),
-        "checkpoint": trained(checkpointed=True),
+        "expandable_segments": trained(name, expandable=True),
+        "checkpoint": trained(name, checkpointed=True),
     }
-    return {name: run.allocator.reserved / MIB for name, run in runs.items()}
+    return {change: run.allocator.reserved / MIB for change, run in runs.items()}
+
+
+def file_of(name):
+    """Return the path of the snapshot."""
+    return CASES / name / "fixture/oom.pickle"
 
 
 def main():
     # Equal frames are written once.
     for name in ("python", "native"):
         setattr(snapshot_files, name, functools.cache(getattr(snapshot_files, name)))
-    snapshot_files.write(FILE, trained().snapshot())
-    print(reserved_mib())
+    for name in TRAININGS:
+        snapshot_files.write(file_of(name), trained(name).snapshot())
+        print(name, reserved_mib(name))
 
 
 if __name__ == "__main__":
