@@ -312,7 +312,7 @@ def build():
 )
 def test_worker_processes_can_import_the_main_module(started, tmp_path):
     """Run enough quick gates for two processes, each of which imports the main module again."""
-    names = [f"build_{number}" for number in range(-(-2 * GATES_WORTH_A_PROCESS // 7))]
+    names = [f"build_{number}" for number in range(-(-2 * GATES_WORTH_A_PROCESS // 5))]
     aliases = "".join(f"{name} = lambda: build()\n" for name in names)
     (tmp_path / "many.py").write_text(MANY_MODELS + aliases)
     models = [word for name in names for word in ("--model", f"many.py:{name}")]

@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_attached_journal.py
 """
 
+import gc
 import json
 import os
 import re
@@ -115,3 +116,14 @@ def test_an_error_in_the_loop_is_the_last_event(tmp_path):
         train_until_it_breaks(tmp_path / "run")
     last = json.loads((tmp_path / "run/journal.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], last["reason"]) == ("stop", "ZeroDivisionError: planted")
+
+
+def test_the_journal_is_closed_when_the_last_save_fails(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    run = saving(model, torch.optim.SGD(model.parameters(), lr=0.1), runs=tmp_path, journal=True)
+    run.step(loss=1.0)
+    monkeypatch.setattr(run.policy, "save_now", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.close()
+    del run
+    gc.collect()  # an open file would warn, which is an error here

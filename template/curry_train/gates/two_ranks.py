@@ -58,7 +58,7 @@ MOST_STEPS = 300
 # Lines of a failed rank's log that go into the error.
 LAST_LINES = 12
 # In the error of a rank whose peer has ended.
-LOST_CONNECTION = "Connection closed by peer"
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
 # The interpreter that runs the ranks.
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
@@ -301,7 +301,7 @@ class RankProcesses:
         if -signal.SIGKILL in codes:
             raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
         # The others lose their connection to the rank that failed first.
-        failures.sort(key=lambda failure: not failure[0] or LOST_CONNECTION in failure[0])
+        failures.sort(key=lambda one: not one[0] or any(text in one[0] for text in LOST_CONNECTION))
         reason, hint = failures[0]
         raise RankFailed(reason, hint=hint or "run it on one rank")
 

@@ -189,8 +189,10 @@ class AttachedJournal:
         self._journal.write("skip", step=back_to, reason=reason, **places)
 
     def ended(self, reason: str) -> None:
-        """Write the last event and close the journal."""
+        """Write the last event."""
         self._journal.write("stop", step=self._state.step, reason=reason[:1000])
+
+    def close(self) -> None:
         self._journal.close()
 
     def saved(self, saved: Iterable[SavedCheckpoint], pruned: Iterable[SavedCheckpoint]) -> None:
@@ -731,5 +733,7 @@ class AttachedRun:
                 self.policy.saver.__exit__(*(raised or (None, None, None)))
             self.store.close()
         finally:
+            if self._journal is not None:
+                self._journal.close()
             # Until here a signal must not end the process: the last save may be under way.
             self._stop.release()
