@@ -43,7 +43,7 @@ def what_catches(slip: dict[str, Any], folder: Path) -> str:
     if right.count(slip["old"]) != 1:
         return f"not applied: the old text stands {right.count(slip['old'])} times in the file"
     path.write_text(right.replace(slip["old"], slip["new"]), encoding="utf-8")
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n2", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
     ended = subprocess.run(
         [*words, *slip["tests"]],
         cwd=folder,

@@ -26,6 +26,22 @@ def project(bundle, tmp_path):
     return tmp_path / "run"
 
 
+def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
+    done = scaffold(bundle, "new", "run", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "train.py" in done.stdout
+    assert "Next:" not in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle, tmp_path):
+    (tmp_path / "here").mkdir()
+    done = scaffold(bundle, "new", ".", cwd=tmp_path / "here")
+    assert done.returncode == 2
+    assert "name a new folder" in " ".join(done.stderr.split())
+    assert not [*(tmp_path / "here").iterdir()]
+
+
 def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):
     write(bundle.project / "both.txt", "1\n2\n3\n")
     write(bundle.project / "gone.txt", "1\n")

@@ -153,6 +153,40 @@ def test_a_policy_that_would_not_help_is_an_error(policy, message):
         step(policy)
 
 
+def test_the_names_are_those_of_the_blocks_that_changed_whatever_pattern_named_them():
+    assert apply_sac(CASE.build(), blocks="layers.*") == ["layers.0", "layers.1"]
+    assert apply_sac(CASE.build(), blocks=["layers.1"]) == ["layers.1"]
+
+
+@pytest.mark.parametrize("option", [{"use_reentrant": True}, {"context_fn": lambda: ()}])
+def test_an_option_in_whose_place_the_policy_stands_is_refused(option):
+    with pytest.raises(PolicyError, match="leave both out"):
+        apply_sac(CASE.build(), **option)
+
+
+class Overwriting(nn.Module):
+    """Changes in place a product that a policy keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.mm(x, self.weight).mul_(2).tanh()
+
+
+def test_outputs_that_are_changed_in_place_are_kept_on_request():
+    for allowed in (False, True):
+        model = nn.ModuleList([Overwriting()])
+        apply_sac(model, ["aten.mm"], blocks="0", allow_cache_entry_mutation=allowed)
+        loss = model[0](torch.randn(3, 4)).sum()
+        if allowed:
+            loss.backward()
+            continue
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            loss.backward()
+
+
 def test_an_error_of_the_user_is_not_hidden_by_ours():
     model = CASE.build()
     apply_sac(model, ["aten.linear"])
