@@ -258,3 +258,25 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     assert "batch size 4," in printed_header(
         "validate", "--model", "sized_model.py:pair", "--gate", "grad-accum/equal"
     )
+
+
+def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path, monkeypatch):
+    (tmp_path / "windows.py").write_text(
+        "import torch\n"
+        "from curry_train.workloads.workload import Workload\n"
+        "def make(accumulation):\n"
+        "    rows, loss = lambda n: torch.randn(n, 8), lambda model, x: model(x).square().sum()\n"
+        "    build = lambda: torch.nn.Linear(8, 8)\n"
+        "    return Workload('linear', build, rows, loss, accumulation=accumulation)\n"
+        "def one():\n    return make(1)\n"
+        "def two():\n    return make(2)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    first = {}
+    for name in ("one", "two"):
+        words = ["memory", "--model", f"windows.py:{name}", "--json", f"{name}.json"]
+        ended = CliRunner().invoke(main, words)
+        assert ended.exit_code == 0, ended.output
+        found = json.loads((tmp_path / f"{name}.json").read_text())["timeline"]
+        first[name] = found["owners"]["gradients"][0]
+    assert first == {"one": 0, "two": 4 * (8 * 8 + 8)}

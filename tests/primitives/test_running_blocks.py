@@ -333,3 +333,11 @@ def test_recording_leaves_the_model_as_it_was_and_keeps_no_activation():
     assert record.total_bytes() > 20 * output.nbytes
     alive = {number for reference, number in record._known.values() if reference() is not None}
     assert record.bytes_of(alive - {None}) <= 2 * output.nbytes
+
+
+def test_a_name_that_only_begins_as_that_of_a_compiled_module_is_a_block():
+    model = PairsInLists(depth=11)
+    model.layers[1][0] = torch.compile(model.layers[1][0], backend="eager")
+    names = choose_blocks(model, torch.randn(2, 12, WIDTH), mean_square).names
+    assert "layers.10.0" in names
+    assert "layers.1.0" not in names
