@@ -14,7 +14,7 @@ ARGS :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
-.PHONY: help validate test long mutants torture spikes boxes zoo finetune preflight locate evals evidence-cuda check static lint types rules skills manifests clients clean
+.PHONY: help validate test long mutants slips torture spikes boxes zoo finetune preflight locate evals evidence-cuda check static lint types rules skills manifests clients clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
@@ -33,11 +33,14 @@ long: .venv/finetune/.installed  ## run the variants that `make test` leaves out
 mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac --minutes 30'
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
+slips: $(dev_ready)  ## apply what somebody may do by mistake, one by one, and name the test that notices; ARGS='--only 3 17'
+	@$(PYTHON) benchmarks/slips.py tests/slips/first.yaml $(ARGS)
+
 ifdef PEER
 torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
-torture: $(dev_ready)  ## kill, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --every 30 --json -'
+torture: $(dev_ready)  ## kill, stop, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 

@@ -1,7 +1,6 @@
 """Apply the realistic slips of a list one by one, and see which test notices each.
 
-    python benchmarks/slips.py tests/slips/first.yaml            # `make slips`
-    python benchmarks/slips.py tests/slips/first.yaml --only 3 17
+    python benchmarks/slips.py tests/slips/first.yaml --only 3 17    # `make slips`
 
 A slip is what somebody may do in a change: an option that is no longer passed on, `any` for `all`,
 state that is kept over a second call. A row has the file, the `old` and the `new` text, and the
