@@ -480,7 +480,8 @@ def judge(
         wrong += _folder(history, life, before)
     if blow.number == signal.SIGTERM and not life.hung:
         wrong += _ends_in_order(history, life, struck_at)
-    if history.finished:
+    # A life that had nothing left to train saves nothing, and so deletes nothing.
+    if history.finished and life.said("step"):
         wrong += _at_the_end(history)
     return wrong
 
