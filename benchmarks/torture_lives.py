@@ -64,7 +64,7 @@ CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.symlink", "os.l
 # The training: every generator is in use, and each loss depends on all that came before.
 
 
-class Samples(Dataset):  # type: ignore[type-arg]
+class Samples(Dataset[torch.Tensor]):
     """Samples with noise from torch's generator, slow enough to be struck in the loader."""
 
     def __init__(self, count: int) -> None:
@@ -80,7 +80,7 @@ class Samples(Dataset):  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a training is: its ranks and data, which decide its losses, and how it saves."""
+    """Options of one training: `world`, `sharded` and `num_workers` change its losses."""
 
     world: int = 1
     sharded: bool = False
@@ -106,7 +106,7 @@ class Setup:
 
     @property
     def data(self) -> tuple[int, bool, int]:
-        """What the losses depend on."""
+        """The options that change the losses; runs that agree in them have equal losses."""
         return self.world, self.sharded, self.num_workers
 
     def at_the_end(self) -> set[int]:
@@ -327,7 +327,7 @@ def _struck_at_a_change(job: Job) -> Callable[[str, Any], None]:
 
 @dataclass
 class Life:
-    """What the ranks of one start reported, and how they ended."""
+    """The reports and exit statuses of all ranks, from one start of the training to its end."""
 
     reports: list[RankReport] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)

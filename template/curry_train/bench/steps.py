@@ -151,7 +151,7 @@ Tell = Callable[[str], None]
 
 @dataclass
 class SetupRow:
-    """What is known of each setup; what was not measured is None."""
+    """The measurements of one setup; None stands for a figure that was not measured."""
 
     name: str
     outcome: str = MEASURED_OUTCOME  # measured, refused, failed or out of memory

@@ -119,7 +119,7 @@ class CopiedFile:
 
 
 class Change(NamedTuple):
-    """What a command does with one file; `before` and `after` are None where there is no file."""
+    """A change to one file: its content before and after, or None if it does not exist then."""
 
     path: str
     action: str

@@ -127,10 +127,9 @@ def _description(container: Any, num_entries: float) -> str:
 
 def mark_graph(one: Tensor, num_steps: int, line: str) -> None:
     """Note in the graph of an output or a loss after how many steps it was made, and where."""
-    if one.grad_fn is not None:
-        # torch annotates the property as a method.
-        metadata: dict[str, Any] = one.grad_fn.metadata  # type: ignore[assignment]
-        metadata["preflight"] = num_steps, line
+    node: Any = one.grad_fn  # torch annotates its property `metadata` as a method
+    if node is not None:
+        node.metadata["preflight"] = num_steps, line
 
 
 def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:
