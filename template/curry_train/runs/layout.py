@@ -109,7 +109,7 @@ def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) 
     """List the runs in `root`, the most similar first, for an error about a missing run."""
     runs = sorted(existing)
     if not runs:
-        return f"{root} has no run"
+        return f"the folder {root} has no runs yet"
     closest = nearest(name, runs)
     meant = "" if closest is None else f"did you mean {closest}? "
     return f"{meant}{root} has {', '.join(runs[:MOST_NAMED_RUNS])}"
