@@ -152,6 +152,15 @@ def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     assert importlib.util.find_spec("shared") is not None
 
 
+def test_flattened_targets_belong_to_their_rows(folder, monkeypatch):
+    workload = load_workload(written(folder, "shifted_targets", monkeypatch))
+    case = Case(workload, dtype=workload.dtype, batch_size=4)
+    module, whole = case.build(), case.batch()
+    assert workload.is_divisible
+    parts = [workload.loss(module, part) for part in case.split(whole, [1, 3])]
+    assert torch.allclose(sum(parts), workload.loss(module, whole))
+
+
 NOTES = {
     "gan": "this is the first that steps, and the others (Adam) train other parameters",
     "own_batches": "it uses compile, which is left out",

@@ -517,6 +517,20 @@ F.cross_entropy(model(inputs), targets).backward()
 torch.save(model.state_dict(), "trained.pt")
 """
 
+# The commonest loss of a language model, on targets that are flattened outside of the model.
+SHIFTED_TARGETS = """
+from shared import *
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 32))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+tokens = torch.randint(32, (4, 9))
+logits = model(tokens[:, :-1])
+F.cross_entropy(logits.reshape(-1, 32), tokens[:, 1:].reshape(-1)).backward()
+optimizer.step()
+torch.save(model.state_dict(), "trained.pt")
+"""
+
 # As transformers' example scripts are written: dataclasses of arguments, and a Trainer in main.
 RUN_CLM = """
 import logging
@@ -573,6 +587,7 @@ LIGHTNING_CLI_ARGUMENTS = (
 
 # Each script, with its arguments.
 SCRIPTS = {
+    "shifted_targets": (SHIFTED_TARGETS, ()),
     "argparse_main": (ARGPARSE_MAIN, ("--lr", "0.01")),
     "class_with_logger": (CLASS_WITH_LOGGER, ()),
     "amp_scaler": (AMP_SCALER, ()),

@@ -434,6 +434,7 @@ class LossSource:
         self.others: list[Any] = []
         self.lines: list[str] = []
         self.unknown: list[str] = []
+        self._entries: dict[int, str] = {}
         self._variables: dict[int, str] = {}
         self._autocast: torch.dtype | None = None
 
@@ -471,14 +472,20 @@ class LossSource:
             return f'module.get_{of}("{self.tensors[id(value)]}")'
         if isinstance(value, Tensor) and value.requires_grad:
             self.unknown.append(f"a tensor of shape {tuple(value.shape)}")
-        for known, other in self.batch.items():
-            if other is value:
-                return f'batch["{known}"]'
+        if id(value) in self._entries:
+            return self._entries[id(value)]
         key = name
         while key in self.batch:
             key = f"{key}_2"
-        self.batch[key] = value
-        return f'batch["{key}"]'
+        entry = f'batch["{key}"]'
+        rows = batch_size(self.batch) if self.batch else 0
+        if isinstance(value, Tensor) and _is_flattened(value, rows):
+            entry += ".flatten(0, 1)"
+            self.batch[key] = value.unflatten(0, (rows, -1))
+        else:
+            self.batch[key] = value
+        self._entries[id(value)] = entry
+        return entry
 
     def _other(self, value: Any) -> str:
         self.others.append(value)
@@ -530,6 +537,12 @@ class LossSource:
         if name is None:
             return self._other(module)
         return f'module.get_submodule("{name}")' if name else "module"
+
+
+def _is_flattened(tensor: Tensor, rows: int) -> bool:
+    """Return whether a tensor seems to hold a few entries of each row, one row after the other."""
+    size = tensor.size(0) if tensor.dim() else 0
+    return 1 < rows < size and size % rows == 0
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
