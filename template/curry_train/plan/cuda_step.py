@@ -63,7 +63,7 @@ class StepTrace:
     events: tuple[int, ...]  # a number where a storage is made, ~number where it is freed
     step_start: int  # index of the optimizer step's first event
     gradients: tuple[int, ...]  # freed when the next step begins
-    products: tuple[int, ...]  # indices of events before which a thread multiplies first
+    products: tuple[int, ...]  # indices of the results of the first product of each thread
     first_sizes: tuple[int, ...] = ()  # bytes of the storages of the optimizer's first step
     first_events: tuple[int, ...] = ()  # of that step, by their own numbers
     streams: tuple[int, ...] = ()  # stream of each storage; empty where all are of the default one
@@ -96,7 +96,8 @@ def trace_of(record: StepLives) -> StepTrace:
         sizes=tuple(map(size, record.lives)),
         given=tuple(numbers[id(life)] for life in dict.fromkeys([*in_order, *others])),
         state=tuple(numbers[id(life)] for life in state if size(life)),
-        events=_numbered(record.events[start:], numbers),
+        # What the caller still holds at the end is freed when its successors exist.
+        events=_numbered(record.events[start : record.event_ends["step"]], numbers),
         step_start=record.event_ends["backward"] - start,
         gradients=tuple(numbers[id(life)] for life in record.gradients if life not in record.given),
         products=tuple(place - start for place in record.products.values()),
@@ -145,11 +146,12 @@ class TrainingReplay:
             self._release(number)
         products = {*trace.products} if self._steps == 0 else set[int]()
         for index, event in enumerate(trace.events[: trace.step_start]):
-            if index in products:
-                self.allocator.allocate(self.workspace_bytes)
             for convolution in self._convolutions.get(index, ()):
                 self._convolve(convolution)
             self._run(event)
+            if index in products:
+                # The result is there before cuBLAS asks for its workspace.
+                self.allocator.allocate(self.workspace_bytes)
         if self._steps == 0 and trace.state:
             self._first_optimizer_step()
         else:
