@@ -526,8 +526,8 @@ def apply_chunked_loss(
 
     `head` is a glob over module names and may match several heads. Without it the head is the
     Linear that a Hugging Face model returns as its output embeddings, or else the single widest
-    Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens, or as many that its
-    logits take at most 64 MiB and half of the gradients' bytes.
+    Linear, if it is wider than its input. A chunk has `chunk_tokens` tokens; without it see
+    `chunked_cross_entropy`.
     Call this before DDP, `fully_shard` and `torch.compile`.
     """
     check_chunk_size(chunk_tokens)

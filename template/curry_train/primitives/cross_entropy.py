@@ -22,7 +22,10 @@ from torch import Tensor
 
 # A chunk's logits and their copies take at most this, where no size is given.
 CHUNK_BYTES = 64 * 2**20
-# They also take at most half as much as the gradients, but have at least this many tokens.
+# A chunk may have a quarter as many tokens as the head is wide, whatever they take: each chunk
+# reads the weight twice, and reads and writes its gradient.
+TOKENS_PER_WIDTH = 1 / 4
+# Logits also take at most half as much as the gradients, but have at least this many tokens.
 FEWEST_CHUNK_TOKENS = 16
 REDUCTIONS = ("mean", "sum", "none")
 # Value of `token_weights` that weights each token by its own probability, as a constant.
@@ -104,8 +107,8 @@ def chunked_cross_entropy(
     "probability" for the probability of the target, as a constant. A mean divides as
     `F.cross_entropy` does, whatever the token weights are.
 
-    A chunk has `chunk_tokens` tokens, or as many as take, with the copies of their logits, at most
-    64 MiB and half of the gradients' bytes.
+    A chunk has `chunk_tokens` tokens, or a quarter as many as the hidden width, or more if they
+    take, with the copies of their logits, at most 64 MiB; and at most half of the gradients' bytes.
     """
     _check(hidden, weight, targets, bias)
     check_chunk_size(chunk_tokens)
@@ -267,7 +270,8 @@ def _fitting_rows(
         if source is not None and (needed or not any(wanted))
     ]
     fewest = min(FEWEST_CHUNK_TOKENS, max(1, CHUNK_BYTES // of_row))
-    return max(fewest, min(CHUNK_BYTES, sum(gradients) // 2) // of_row)
+    wanted_rows = max(CHUNK_BYTES // of_row, int(width * TOKENS_PER_WIDTH))
+    return max(fewest, min(wanted_rows, sum(gradients) // 2 // of_row))
 
 
 def exact_dtype(inputs: Tensor) -> torch.dtype:
