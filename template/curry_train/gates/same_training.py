@@ -27,7 +27,6 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
 from ..core.measure import (
     LiveStorages,
-    Loss,
     Memory,
     count_flops,
     measure_memory,
@@ -433,7 +432,7 @@ def _train(
             if optimizer is not None and course.trains:
                 optimizer.step()
     del optimizer
-    measured = _held_and_growth(module, case.batch(), case.workload.mean_loss)
+    measured = _held_and_growth(case, module)
     return records, Activity(calls, *measured), names
 
 
@@ -515,17 +514,18 @@ def _idle_blocks(
     return [name for name in idle if theirs.calls_in(name) > plain.calls_in(name)]
 
 
-def _held_and_growth(module: nn.Module, batch: Any, loss: Loss) -> tuple[int, int]:
-    """Return the bytes held after forward, and those that stay alive after each further call.
+def _held_and_growth(case: Case, module: nn.Module) -> tuple[int, int]:
+    """Return the device's bytes held after forward, and those that stay after each further call.
 
     A technique that detaches all inputs has no backward, and holds nothing.
     """
+    batch = case.batch()
     held: list[int] = []
     left: list[int] = []
-    with untouched(module), LiveStorages() as storages:
+    with untouched(module), LiveStorages(device=case.device) as storages:
         while len(left) < NUM_LEAK_CALLS or _grows(left):
             before = storages.bytes_alive
-            value = loss(module, batch)
+            value = case.workload.mean_loss(module, batch)
             held.append(storages.bytes_alive - before if value.requires_grad else 0)
             if value.requires_grad:
                 value.backward()
