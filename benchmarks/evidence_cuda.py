@@ -1,27 +1,31 @@
 """Record on a CUDA device what the bundle promises; a call goes on where the last one stopped.
 
     make evidence-cuda PYTHON=python3                  # 8 minutes at most, then the same again
-    make evidence-cuda ARGS='--only memory'            # what begins with a word
+    make evidence-cuda ARGS='--only gates --together 4'  # what begins with a word, four at once
     make evidence-cuda ARGS='--dry-run --folder dry'   # toy sizes on the CPU, without the memory
 
 Each record is a command of its own that writes FOLDER/NAME.json: the gates of the built-in models,
 savings and step times of Llama-like models, a plan whose step is measured, and rows of memory,
-predicted from shapes and measured, whose recorded traces `cuda_traces.py` replays.
+predicted from shapes and measured, whose recorded traces `cuda_traces.py` replays. Memory and gates
+may be recorded together; times want the machine for themselves.
 Proof: `python -m pytest tests/benchmarks/test_evidence_cuda.py`.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
@@ -45,12 +49,39 @@ def toy() -> Workload:
 
 def llama_1b(length: int = 4096) -> Workload:
     sizes = {"depth": 16, "dim": 2048, "heads": 32, "kv_heads": 8, "hidden": 8192}
-    return transformer(length=length, vocabulary=128_256, **sizes)
+    return quickly_built(transformer(length=length, vocabulary=128_256, **sizes))
 
 
 def llama_8b(length: int = 4096) -> Workload:
     sizes = {"depth": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
-    return transformer(length=length, vocabulary=128_256, **sizes)
+    return quickly_built(transformer(length=length, vocabulary=128_256, **sizes))
+
+
+class WithoutDraws(TorchFunctionMode):
+    """Leave weights as they are allocated, whatever initialisation they ask for."""
+
+    def __torch_function__(
+        self, call: Any, types: Any, positional: Any = (), named: Any = None
+    ) -> Any:
+        if getattr(call, "__module__", "") == "torch.nn.init":
+            return named["tensor"]
+        return call(*positional, **(named or {}))
+
+
+def quickly_built(workload: Workload) -> Workload:
+    """Return the workload with weights that repeat one draw: 8B random numbers take a minute."""
+
+    def build() -> torch.nn.Module:
+        with WithoutDraws():
+            model = workload.build()
+        noise = 0.02 * torch.randn(2**20)
+        for parameter in model.parameters():
+            size = parameter.numel()
+            drawn = noise.repeat(-(-size // len(noise)))[:size].view(parameter.shape)
+            parameter.data = drawn if parameter.dim() > 1 else torch.ones(parameter.shape)
+        return model
+
+    return replace(workload, build=build)
 
 
 # Memory: predicted from shapes, and measured.
@@ -113,6 +144,10 @@ def predicted(
         num_steps=NUM_STEPS,
     )
     return asdict(found)
+
+
+def predicted_of(config: MemoryConfig, card: str) -> dict[str, Any]:
+    return predicted(config.workload, config, card=card)
 
 
 def measured(config: MemoryConfig) -> dict[str, Any]:
@@ -196,8 +231,10 @@ def trace_numbers(
 
 def record_memory(name: str, path: Path) -> None:
     config = MEMORY_CONFIGS[name]
-    found = {"predicted": predicted(config.workload, config, card=torch.cuda.get_device_name())}
-    found["measured"] = measured(config)
+    card = torch.cuda.get_device_name()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        prediction = pool.submit(predicted_of, config, card)
+        found = {"measured": measured(config), "predicted": prediction.result()}
     write_json(str(path), provenance(torch.device("cuda")) | asdict(config) | found)
 
 
@@ -211,8 +248,7 @@ def records(*, dry: bool) -> dict[str, list[str]]:
     small = f"{__file__}:{'toy' if dry else 'llama_1b'}"
     large = f"{__file__}:{'toy' if dry else 'llama_8b'}"
     budget = ["--budget", "1GiB" if dry else "24GiB", "--global-batch", "4"]
-    levers = ["none", "full", "regions", "sac_every_second", "chunked_loss", "full+chunked_loss"]
-    chosen = [word for lever in levers for word in ("--lever", lever)]
+    few = ["full", "sac_every_second", "full+chunked_loss"]
     rounds = ["--steps", "2", "--warmup", "1"] if dry else ["--steps", "12"]
     found = {
         f"gates-{name}": ["validate", "--model", name, *device]
@@ -220,9 +256,12 @@ def records(*, dry: bool) -> dict[str, list[str]]:
         for name in BUILTIN_WORKLOADS
     }
     found["plan"] = ["plan", "--model", small, *budget, *dtype, "--verify"]
-    for name, model in (("1b", small), ("8b", large)):
+    for name, model, levers in (
+        ("1b", small, [*few, "regions", "chunked_loss"]),
+        ("8b", large, few),
+    ):
         words = ["bench", "--model", model, "--batch-size", "2", *device, *dtype, *rounds]
-        found[f"times-{name}"] = [*words, *chosen]
+        found[f"times-{name}"] = words + [word for lever in levers for word in ("--lever", lever)]
     repeats = ["--repeats", "2" if dry else "10"]
     out = ["--out", "savings"]
     found["savings"] = ["savings", "--model", small, *device, *dtype, *repeats, *out]
@@ -235,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAME", help="names that begin so")
     parser.add_argument("--folder", type=Path, default=ROOT / "evidence" / "cuda")
     parser.add_argument("--minutes", type=float, default=8.0, help="for this call (default: 8)")
+    parser.add_argument("--together", type=int, default=1, help="records at once (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, without a device")
     parser.add_argument("--memory", metavar="NAME", help="measure one training here, and end")
     options = parser.parse_args(arguments)
@@ -254,32 +294,46 @@ def main(arguments: list[str] | None = None) -> int:
         jobs = {name: [*own, "--memory", name] for name in MEMORY_CONFIGS} | jobs
     wanted = {name: words for name, words in jobs.items() if name.startswith(options.only)}
     until = time.monotonic() + 60 * options.minutes
-    return _run_jobs(wanted, folder, until)
+    return _run_jobs(wanted, folder, until, together=options.together)
 
 
-def _run_jobs(jobs: Mapping[str, list[str]], folder: Path, until: float) -> int:
-    failed = []
-    for number, (name, words) in enumerate(jobs.items()):
-        if (folder / f"{name}.json").exists():
-            continue
+def _run_jobs(
+    jobs: Mapping[str, list[str]], folder: Path, until: float, *, together: int = 1
+) -> int:
+    left = [name for name in jobs if not (folder / f"{name}.json").exists()]
+
+    def run(name: str) -> int | None:
+        """Return the status of a record, None if there was no time for it."""
         seconds = until - time.monotonic()
         if seconds <= 0:
-            print(f"{len(jobs) - number} left from {name} on: the same command goes on with them")
-            return STATUS_LEFT
+            return None
         # Expandable segments are chosen before the first allocation of a process.
         settings = "expandable_segments:True" if name.endswith("expandable") else ""
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": settings}
-        try:
-            status = subprocess.run(words, cwd=folder, env=environment, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            print(f"{name}: its time was over; the same command begins it again")
-            return STATUS_LEFT
+        with (folder / f"{name}.log").open("w") as log:
+            try:
+                status = subprocess.run(
+                    jobs[name],
+                    cwd=folder,
+                    env=environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=seconds,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return None
         print(f"{name}: status {status}", flush=True)
-        if status:
-            failed.append(name)
+        return status
+
+    with ThreadPoolExecutor(together) as pool:
+        statuses = dict(zip(left, pool.map(run, left), strict=True))
     for path in sorted(folder.glob("memory-*.json")):
         print(comparison(json.loads(path.read_text()), path.stem))
-    return 1 if failed else 0
+    without_time = [name for name, status in statuses.items() if status is None]
+    if without_time:
+        print(f"left: {', '.join(without_time)}; the same command goes on with them")
+        return STATUS_LEFT
+    return 1 if any(statuses.values()) else 0
 
 
 def comparison(record: Mapping[str, Any], name: str) -> str:
