@@ -163,6 +163,8 @@ def measured(config: MemoryConfig) -> dict[str, Any]:
     alive: dict[str, Any] = {}
     step.model.register_forward_hook(lambda module, given, output: alive.update(output=output))
     torch.cuda.empty_cache()
+    # Levers that measure the model have run it; the trace has these steps too.
+    reserved_before = torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
     first_step_reserved_bytes = 0
     for number in range(NUM_STEPS):
@@ -181,7 +183,7 @@ def measured(config: MemoryConfig) -> dict[str, Any]:
     trace = trace_numbers(
         torch.cuda.memory._snapshot(),
         source=config.name,
-        reserved=peaks["reserved_bytes"],
+        reserved=max(reserved_before, peaks["reserved_bytes"]),
         allocated=peaks["allocated_bytes"],
     )
     return peaks | {"trace": trace | {"reserved_end": torch.cuda.memory_reserved()}}
@@ -262,9 +264,10 @@ def records(*, dry: bool) -> dict[str, list[str]]:
     ):
         words = ["bench", "--model", model, "--batch-size", "2", *device, *dtype, *rounds]
         found[f"times-{name}"] = words + [word for lever in levers for word in ("--lever", lever)]
-    repeats = ["--repeats", "2" if dry else "10"]
-    out = ["--out", "savings"]
-    found["savings"] = ["savings", "--model", small, *device, *dtype, *repeats, *out]
+    size = ["--repeats", "2" if dry else "6", "--batch-size", "2", "--out", "savings"]
+    strategies = ["full", "selective", "offload", "sac", "sac_every_second", "regions"]
+    chosen = [word for strategy in strategies for word in ("--strategy", strategy)]
+    found["savings"] = ["savings", "--model", small, *device, *dtype, *size, *chosen]
     return found
 
 
