@@ -3,7 +3,7 @@
 # dependencies = [
 #     "torch>=2.11",
 #     "numpy>=1.26",
-#     "safetensors>=0.4.3", "xxhash>=3.4", "filelock>=4.2",
+#     "safetensors>=0.4.3", "xxhash>=3.4", "filelock>=3.32",
 #     "click>=8.1",
 #     "rich>=13",
 #     "jinja2>=3.1",

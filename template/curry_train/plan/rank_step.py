@@ -185,6 +185,14 @@ def _warm_up(
         optimizer.zero_grad(set_to_none=True)
 
 
+def _parameter_groups(unit: Any) -> list[Any]:
+    """Return the groups of parameters that a unit of FSDP2 gathers together; torch 2.11 has one."""
+    state = unit._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def _is_synced(module: nn.Module) -> bool:
     """Check whether all units of FSDP2 sync the gradients of the last microbatch.
 
@@ -194,7 +202,7 @@ def _is_synced(module: nn.Module) -> bool:
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
     units = [one for one in module.modules() if isinstance(one, FSDPModule)]
-    groups = [group for one in units for group in one._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for one in units for group in _parameter_groups(one)]
     if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
         raise ValueError(PARAMETERS_ON_HOST)
     return all(group.reduce_grads for group in groups)
