@@ -111,7 +111,9 @@ def test_dropout_inside_and_after_attention_is_drawn_the_same(device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
 def test_each_attention_kernel_of_cuda_is_kept(backend):
-    case = Case(transformer(depth=2, dim=256), torch.device("cuda"), torch.bfloat16)
+    # The efficient kernel takes as many heads of keys as of queries.
+    model = transformer(depth=2, dim=256, heads=4, kv_heads=4)
+    case = Case(model, torch.device("cuda"), torch.bfloat16)
     with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
         model = case.build()
         before = count_flops(model, case.batch(), case.workload.mean_loss)

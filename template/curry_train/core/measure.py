@@ -403,14 +403,22 @@ def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
         # The first step allocates the workspaces of the libraries, which stay allocated.
         loss(module, batch).backward()
         module.zero_grad(set_to_none=True)
-        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+        before = requested_bytes(device)
         value = loss(module, batch)
-        held = torch.cuda.memory_allocated(device) - before
+        held = requested_bytes(device) - before
         value.backward()
-        torch.cuda.synchronize(device)
-        return Memory(held, torch.cuda.max_memory_allocated(device) - before)
+        return Memory(held, requested_bytes(device, peak=True) - before)
+
+
+def requested_bytes(device: torch.device, *, peak: bool = False) -> int:
+    """Return the bytes that CUDA's allocator was asked for and has not got back.
+
+    What it has allocated is more: it rounds up to 512 bytes, and a large block may keep up to 1 MiB
+    that it can't split off, which depends on the blocks that were free.
+    """
+    which = "peak" if peak else "current"
+    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"])
 
 
 def _measure_storages(module: nn.Module, batch: Any, loss: Loss) -> Memory:
@@ -630,7 +638,7 @@ def measure_layers(
     before = 0
     if cuda:
         gc.collect()  # garbage that is freed during the run would be subtracted
-        before = torch.cuda.memory_allocated(device)
+        before = requested_bytes(device)
 
     running = Boundaries(model, layers)
     storages = LiveStorages(owner=lambda: running.current, device=device)
@@ -642,8 +650,8 @@ def measure_layers(
         for life in storages.lives:
             held[life.owner] += life.nbytes if life.died is None else 0
         if cuda:
-            # The allocator's rounding and the libraries' workspaces belong to no layer.
-            held[REST_LAYER] += torch.cuda.memory_allocated(device) - before - sum(held.values())
+            # The libraries' workspaces belong to no layer.
+            held[REST_LAYER] += requested_bytes(device) - before - sum(held.values())
         counted: set[Life] = set()
         stays = {
             name: running.stays(name, counted) if running.calls[name] else held[name]

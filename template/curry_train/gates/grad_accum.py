@@ -101,6 +101,8 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         raise NotApplicable(
             "the model has complex parameters, and torch's scaler takes no complex gradients"
         )
+    if case.device.type == "cuda" and case.dtype is torch.bfloat16:
+        raise NotApplicable("torch's scaler takes no bfloat16 gradients on CUDA")
     is_scheduled = takes(train_window, "scheduler")
     measured, required, hint = compare_windows(
         case,

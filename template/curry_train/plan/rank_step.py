@@ -152,7 +152,7 @@ def _begin_record(
     """Make a record that follows what earlier records have seen and still lives, and add it."""
     gc.collect()
     device = torch.device("cpu")
-    lives = StepLives(program.module, device, layers, 0, program.optimizer, state)
+    lives = StepLives(program.module, device, layers, program.optimizer, state)
     lives.follow_all(program.batch)
     for earlier in records:
         lives.follow_rest(earlier)

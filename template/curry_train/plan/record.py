@@ -31,6 +31,7 @@ from ..core.measure import (
     local_tensors,
     operands,
     operation_flops,
+    requested_bytes,
     tensors_in,
 )
 from ..workloads.optimizers import copy_optimizer, parameters_of
@@ -184,7 +185,6 @@ class StepLives(RankStorages):
         module: nn.Module,
         device: torch.device,
         layers: Mapping[str, nn.Module],
-        before: int,
         optimizer: torch.optim.Optimizer,
         state: "OptimizerState | None" = None,
     ) -> None:
@@ -198,7 +198,8 @@ class StepLives(RankStorages):
         self.moved: list[int] = []
         self.module = module
         self.cuda = device if device.type == "cuda" else None
-        self.before = before
+        # Bytes of the device that are not of this training.
+        self.before = 0
         self.running = RunningLayers(module, layers)
         self.optimizer = optimizer
         self.phase = STEP_PHASES[0]
@@ -280,7 +281,7 @@ class StepLives(RankStorages):
     def _read(self) -> None:
         self.phases.append(self.phase)
         if self.cuda:
-            self.allocated.append(torch.cuda.memory_allocated(self.cuda) - self.before)
+            self.allocated.append(requested_bytes(self.cuda) - self.before)
 
     def bytes_alive_by(self, key: Callable[[Life], Any]) -> dict[Any, NDArray[numpy.int64]]:
         """Return the bytes alive after each operation, for each value of `key` of a storage."""

@@ -20,6 +20,7 @@ from ..core.measure import (
     Loss,
     as_trained,
     divide,
+    requested_bytes,
     tensors_in,
 )
 from ..primitives.grad_accum import StepInBackward
@@ -82,11 +83,6 @@ def record_step_storages(
         contextlib.ExitStack() as stack,
     ):
         gc.collect()
-        before = 0
-        if device.type == "cuda":
-            own = _bytes_of([*module.parameters(), *module.buffers(), *tensors_in(batch)], device)
-            before = torch.cuda.memory_allocated(device) - own
-
         original, optimizer = optimizer, copy_optimizer(optimizer, stepped)
         stack.enter_context(copy_steps(original, optimizer))
         if state is None:
@@ -96,8 +92,11 @@ def record_step_storages(
         _set_gradients(trained, optimizer, accumulated=accumulated, real=state is None)
 
         gc.collect()
-        lives = StepLives(module, device, layers, before, optimizer, state)
+        lives = StepLives(module, device, layers, optimizer, state)
         lives.follow_all(batch)
+        if lives.cuda:
+            # The first step has made the workspaces of the libraries.
+            lives.before = requested_bytes(lives.cuda) - lives.bytes_alive
         held: list[Tensor] = []
         with lives.running, lives, holding_output(module, held if keeps_output else None):
             run_recorded_step(module, batch, loss, optimizer, lives)
@@ -213,12 +212,6 @@ def run_recorded_step(
         take_eagerly(optimizer)
 
 
-def _bytes_of(tensors: list[Tensor], device: torch.device) -> int:
-    """Sum the bytes of the distinct storages on a device."""
-    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 # Timeline: measure the bytes alive through one training step, by owner.
 
 
@@ -267,7 +260,7 @@ def timeline_of(record: StepLives) -> Timeline:
 def _peak(record: StepLives, index: int, owners: dict[str, int]) -> Peak:
     """Build the peak; on CUDA, add what an operation allocated and freed again while it ran."""
     if record.cuda:
-        within = torch.cuda.max_memory_allocated(record.cuda) - record.before - sum(owners.values())
+        within = requested_bytes(record.cuda, peak=True) - record.before - sum(owners.values())
         owners[ALLOCATOR_GROUP] += within
     layers: dict[str, int] = {}
     for life in record.lives:
