@@ -3,23 +3,23 @@
     make evidence-cuda PYTHON=python3                  # 8 minutes at most, then the same again
     make evidence-cuda ARGS='--only gates --together 4'  # what begins with a word, four at once
     make evidence-cuda ARGS='--dry-run --folder dry'   # toy sizes on the CPU, without the memory
+    make evidence-cuda ARGS='--compare evidence/cuda_memory.json'  # anywhere, in four minutes
 
 Each record is a command of its own that writes FOLDER/NAME.json: the gates of the built-in models,
-savings and step times of Llama-like models, a plan whose step is measured, and rows of memory,
-predicted from shapes and measured, whose recorded traces `cuda_traces.py` replays. Memory and gates
-may be recorded together; times want the machine for themselves.
+savings and step times of Llama-like models, a plan whose step is measured, and rows of memory with
+their traces. Memory and gates may be recorded together; times want the machine for themselves.
+`--compare` predicts the rows of memory from shapes, and replays their traces.
 Proof: `python -m pytest tests/benchmarks/test_evidence_cuda.py`.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
+import cuda_traces
 from curry_train.bench.steps import TrainingStep, find_lever
 from curry_train.core.wording import provenance, write_json
 from curry_train.plan.cuda_allocator import AllocatorSettings
@@ -40,6 +41,7 @@ from curry_train.workloads.workload import Case, Workload
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STEPS = 4
+FIGURES = ("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes")
 STATUS_LEFT = 3
 
 
@@ -146,10 +148,6 @@ def predicted(
     return asdict(found)
 
 
-def predicted_of(config: MemoryConfig, card: str) -> dict[str, Any]:
-    return predicted(config.workload, config, card=card)
-
-
 def measured(config: MemoryConfig) -> dict[str, Any]:
     """Train some steps on the device; return the peaks, and the trace of the allocator.
 
@@ -233,22 +231,47 @@ def trace_numbers(
 
 def record_memory(name: str, path: Path) -> None:
     config = MEMORY_CONFIGS[name]
-    card = torch.cuda.get_device_name()
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        prediction = pool.submit(predicted_of, config, card)
-        found = {"measured": measured(config), "predicted": prediction.result()}
+    found = {"measured": measured(config)}
     write_json(str(path), provenance(torch.device("cuda")) | asdict(config) | found)
+
+
+def compare_memory(folder: Path) -> dict[str, Any]:
+    """Compare all recorded memory with predictions from shapes, and replay the traces."""
+    rows = []
+    for path in sorted(folder.glob("memory-*.json")):
+        record = json.loads(path.read_text())
+        config = MEMORY_CONFIGS[path.stem]
+        trace = record["measured"].pop("trace")
+        row = {
+            "name": path.stem.removeprefix("memory-"),
+            **{name: record[name] for name in ("device", "torch", "date")},
+            "measured": record["measured"],
+            "predicted": predicted(config.workload, config, card=record["device"]),
+            "replayed": cuda_traces.replay(trace).exact,
+        }
+        for figure in FIGURES:
+            row[f"{figure}_error"] = row["predicted"][figure] / row["measured"][figure] - 1
+        print(f"{row['name']:<42} " + "  ".join(f"{row[f'{one}_error']:+.3%}" for one in FIGURES))
+        rows.append(row)
+    worst = {one: max(abs(row[f"{one}_error"]) for row in rows) for one in FIGURES}
+    return {
+        "rows": len(rows),
+        "replayed_exactly": sum(row["replayed"] for row in rows),
+        "reserved_exactly": sum(row["reserved_bytes_error"] == 0 for row in rows),
+        "worst_percent": {name: 100 * error for name, error in worst.items()},
+        "trainings": rows,
+    }
 
 
 # The records, each by a command of its own.
 
 
-def records(*, dry: bool) -> dict[str, list[str]]:
+def records(place: str, *, dry: bool) -> dict[str, list[str]]:
     """Return the words behind `curry-train` for each record, in the order of their worth."""
     device = ["--device", "cpu" if dry else "cuda"]
     dtype = [] if dry else ["--dtype", "bfloat16"]
-    small = f"{__file__}:{'toy' if dry else 'llama_1b'}"
-    large = f"{__file__}:{'toy' if dry else 'llama_8b'}"
+    small = f"benchmarks/evidence_cuda.py:{'toy' if dry else 'llama_1b'}"
+    large = f"benchmarks/evidence_cuda.py:{'toy' if dry else 'llama_8b'}"
     budget = ["--budget", "1GiB" if dry else "24GiB", "--global-batch", "4"]
     few = ["full", "sac_every_second", "full+chunked_loss"]
     rounds = ["--steps", "2", "--warmup", "1"] if dry else ["--steps", "12"]
@@ -264,10 +287,11 @@ def records(*, dry: bool) -> dict[str, list[str]]:
     ):
         words = ["bench", "--model", model, "--batch-size", "2", *device, *dtype, *rounds]
         found[f"times-{name}"] = words + [word for lever in levers for word in ("--lever", lever)]
-    size = ["--repeats", "2" if dry else "6", "--batch-size", "2", "--out", "savings"]
+    size = ["--repeats", "2" if dry else "6", "--batch-size", "2"]
     strategies = ["full", "selective", "offload", "sac", "sac_every_second", "regions"]
     chosen = [word for strategy in strategies for word in ("--strategy", strategy)]
-    found["savings"] = ["savings", "--model", small, *device, *dtype, *size, *chosen]
+    out = ["--out", f"{place}/savings"]
+    found["savings"] = ["savings", "--model", small, *device, *dtype, *size, *chosen, *out]
     return found
 
 
@@ -280,6 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--together", type=int, default=1, help="records at once (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, without a device")
     parser.add_argument("--memory", metavar="NAME", help="measure one training here, and end")
+    parser.add_argument("--compare", metavar="PATH", help="predict what was measured, and end")
     options = parser.parse_args(arguments)
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -287,13 +312,17 @@ def main(arguments: list[str] | None = None) -> int:
         record_memory(options.memory, folder / f"{options.memory}.json")
         return 0
 
-    command = [sys.executable, str(ROOT / "scripts" / "curry_train.py")]
+    if options.compare:
+        write_json(options.compare, provenance(torch.device("cpu")) | compare_memory(folder))
+        return 0
+
+    place = os.path.relpath(folder, ROOT)
     jobs = {
-        name: [*command, *words, "--json", str(folder / f"{name}.json")]
-        for name, words in records(dry=options.dry_run).items()
+        name: [sys.executable, "scripts/curry_train.py", *words, "--json", f"{place}/{name}.json"]
+        for name, words in records(place, dry=options.dry_run).items()
     }
     if not options.dry_run:
-        own = [sys.executable, __file__, "--folder", str(folder)]
+        own = [sys.executable, "benchmarks/evidence_cuda.py", "--folder", place]
         jobs = {name: [*own, "--memory", name] for name in MEMORY_CONFIGS} | jobs
     wanted = {name: words for name, words in jobs.items() if name.startswith(options.only)}
     until = time.monotonic() + 60 * options.minutes
@@ -317,7 +346,7 @@ def _run_jobs(
             try:
                 status = subprocess.run(
                     jobs[name],
-                    cwd=folder,
+                    cwd=ROOT,
                     env=environment,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -330,22 +359,11 @@ def _run_jobs(
 
     with ThreadPoolExecutor(together) as pool:
         statuses = dict(zip(left, pool.map(run, left), strict=True))
-    for path in sorted(folder.glob("memory-*.json")):
-        print(comparison(json.loads(path.read_text()), path.stem))
     without_time = [name for name, status in statuses.items() if status is None]
     if without_time:
         print(f"left: {', '.join(without_time)}; the same command goes on with them")
         return STATUS_LEFT
     return 1 if any(statuses.values()) else 0
-
-
-def comparison(record: Mapping[str, Any], name: str) -> str:
-    """Return a line with the errors of the predicted peaks."""
-    off = {
-        figure: record["predicted"][figure] / record["measured"][figure] - 1
-        for figure in ("allocated_bytes", "reserved_bytes")
-    }
-    return f"{name}: " + ", ".join(f"{figure} {error:+.2%}" for figure, error in off.items())
 
 
 if __name__ == "__main__":

@@ -56,5 +56,5 @@ def test_every_record_is_written_at_toy_size(tmp_path):
     words = ["--dry-run", "--folder", str(tmp_path), "--minutes", "20"]
     assert evidence_cuda.main(words) == 0
     written = {path.stem for path in tmp_path.glob("*.json")}
-    assert written == set(evidence_cuda.records(dry=True))
+    assert written == set(evidence_cuda.records("dry", dry=True))
     assert all(json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
