@@ -112,3 +112,12 @@ def test_a_pass_goes_on_with_the_batches_that_are_left(name):
 def test_loaders_whose_batches_can_not_be_taken_again_are_named(options, named):
     why = inexact(SimpleNamespace(**options))
     assert why is None if named is None else why.startswith(named)
+
+
+def test_a_loader_that_draws_a_batch_ahead_is_named():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    ahead = accelerator.prepare(DataLoader(range(4)))
+    assert inexact(ahead).startswith("Accelerate draws each batch one step early")
+    assert inexact(accelerator.prepare(DataLoader(range(4), num_workers=1))) is None

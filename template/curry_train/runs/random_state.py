@@ -272,4 +272,11 @@ def inexact(loader: Any) -> str | None:
             "in_order=False yields batches in the order in which the workers finish them, so a "
             "resumed run may skip other batches than those that were taken"
         )
+    # Workers draw the numbers of a batch from its place in the pass, at whatever time.
+    if type(loader).__module__ == "accelerate.data_loader" and not loader.num_workers:
+        return (
+            "Accelerate draws each batch one step early, before the numbers that the step before "
+            "draws: random augmentation in the dataset will differ after a resume within an epoch; "
+            "the order of the samples will not. Give the loader from before prepare() instead"
+        )
     return None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from evals_grading import Work, guard, point
 
-ROWS, CARD_MIB = 5, 11_500
+ROWS, CARD_MIB = 5, 10_500
 PLAIN_FLOPS = 13.831e12  # of a step that recomputes nothing
 
 
@@ -37,17 +37,17 @@ def measured(folder: Path) -> dict[str, float]:
 
 @point(3)
 def fits(work: Work) -> None:
-    """Training steps reserve at most 11,500 MiB."""
+    """Training steps reserve at most 10,500 MiB."""
     reserved = measured(work.folder)["reserved"]
     assert reserved <= CARD_MIB, f"{reserved:,.0f} MiB"
 
 
 @point(4)
 def little_is_recomputed(work: Work) -> None:
-    """It fits, and a step has at most 15% more FLOPs than without recomputation."""
+    """It fits, and a step has at most 18% more FLOPs than without recomputation."""
     fits(work)
     share = measured(work.folder)["flops"] / PLAIN_FLOPS
-    assert share <= 1.15, f"{share:.3f} times the FLOPs"
+    assert share <= 1.18, f"{share:.3f} times the FLOPs"
 
 
 @guard(1)
