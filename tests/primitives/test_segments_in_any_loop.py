@@ -281,9 +281,6 @@ def test_an_error_of_a_block_stays_its_own_and_the_next_forward_is_sound(error, 
     with pytest.raises(type(error)) as raised:
         model(x).square().sum().backward()
     assert raised.value is error
-    # The checkpoint of torch 2.11 keeps its hooks as long as the frames of the error live.
-    del raised
-    error.__traceback__ = None
     found = gradients(model, x)
     remove_segments(model)
     assert all(map(torch.equal, gradients(model, x), found))

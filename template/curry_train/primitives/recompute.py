@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,10 +199,25 @@ def run_checkpointed(
     if modules:
         args, kwargs = leave_out_caches(modules[0], args, kwargs)
     call = FlatCall(BlockState(modules), run, args, kwargs, options.context_fn)
-    output = checkpoint(call, *call.take_tensors(), **settings)
+    try:
+        output = checkpoint(call, *call.take_tensors(), **settings)
+    except BaseException as error:
+        _end_hooks(error)
+        raise
     if not options.use_reentrant:
         mark_returned_once(output)
     return output
+
+
+def _end_hooks(error: BaseException) -> None:
+    """Take down the hooks of a checkpoint that has raised.
+
+    torch 2.11 keeps them as long as the error's frames live, and then they pack what the next
+    forward saves.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("checkpoint") is checkpoint and "gen" in frame.f_locals:
+            frame.f_locals["gen"].close()
 
 
 # Placeholder for a tensor that was taken out.
