@@ -16,8 +16,6 @@ import importlib
 import inspect
 import multiprocessing
 import os
-import sys
-import sysconfig
 import tomllib
 import traceback
 from collections import Counter
@@ -32,7 +30,7 @@ import torch
 
 from ..core.blocks import NoBlocks
 from ..core.wording import did_you_mean
-from ..workloads.models import load_workload
+from ..workloads.models import load_workload, users_frames
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
 from .implementation import CONTRACTS, Implementation, load_implementation
@@ -183,23 +181,12 @@ def error_in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# Where files are that are not the user's.
-LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
-    # An environment may have packages of another one.
-    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
-    "<",
-)
-
-
 def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    if own:
+    if own := users_frames(error):
         return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
-    return f"no line of yours: it was raised in {frames[-1].filename}, line {frames[-1].lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"no line of yours: it was raised in {last.filename}, line {last.lineno}"
 
 
 @functools.lru_cache(maxsize=1)
