@@ -27,6 +27,7 @@ from .options import (
     CaseOptions,
     blocks_text,
     echo_notes,
+    number_option,
     parsed,
     plot_option,
     run_options,
@@ -158,12 +159,8 @@ def _peak(text: str) -> float | str:
     metavar="MODEL",
     help="Also time another model on the same batch. Repeatable.",
 )
-@click.option(
-    "--steps", default=20, type=click.IntRange(1), show_default=True, help="Timed rounds."
-)
-@click.option(
-    "--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before timing."
-)
+@number_option("Timed rounds.", "--steps", default=20)
+@number_option("Rounds before timing.", "--warmup", default=5, least=0)
 @click.option(
     "--optimizer",
     metavar="NAME",

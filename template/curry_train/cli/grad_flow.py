@@ -22,6 +22,7 @@ from .options import (
     CaseOptions,
     dtype_name,
     echo_notes,
+    number_option,
     plot_option,
     run_options,
     settle_blocks,
@@ -40,13 +41,7 @@ LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight check
 @click.command("grad-flow", cls=ScreenCommand, example="--model mlp --steps 5 --plot flow.png")
 @training_options("spec")
 @run_options
-@click.option(
-    "--steps",
-    default=20,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Optimizer steps to train.",
-)
+@number_option("Optimizer steps to train.", "--steps", default=20)
 @click.option(
     "--learning-rate",
     type=click.FloatRange(0, min_open=True),

@@ -22,7 +22,7 @@ from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import JSON_KEY, UnusableInput, fill_screen, write_output
+from .screen import JSON_KEY, UnusableInput, echo_lines, fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -173,8 +173,7 @@ def echo_notes(workload: Workload | None) -> None:
     """
     if workload is None:
         return
-    for note in workload.notes:
-        click.echo(fill_screen(note))
+    echo_lines(*workload.notes)
     path = click.get_current_context().meta.get(FACTORY_KEY)
     if workload.factory and path is not None:
         write_output(path, workload.factory)
@@ -260,18 +259,23 @@ def dtype_option(**settings: Any) -> OptionDecorator:
     return click.option("--dtype", **defaults | settings)
 
 
+def number_option(
+    text: str, *names: str, default: int | None = None, least: int = 1, **settings: Any
+) -> OptionDecorator:
+    """Add an option for a whole number, and show its default."""
+    settings = {"show_default": True, "type": click.IntRange(least)} | settings
+    return click.option(*names, default=default, help=text, **settings)
+
+
 def batch_size_option(default: int | None = None) -> OptionDecorator:
     """Add `--batch-size`, the samples per step."""
-    return click.option(
-        "--batch-size", type=click.IntRange(1), default=default, help="Samples per step."
-    )
+    return number_option("Samples per step.", "--batch-size", default=default, show_default=False)
 
 
 def seed_option() -> OptionDecorator:
     """Add `--seed`, of weights, batch and dropout."""
-    return click.option(
-        "--seed", type=click.IntRange(0), default=0, help="Seed of weights, batch and dropout."
-    )
+    text = "Seed of weights, batch and dropout."
+    return number_option(text, "--seed", default=0, least=0, show_default=False)
 
 
 def blocks_option() -> OptionDecorator:
@@ -372,31 +376,16 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:
     """Add the options by which a user's program runs some steps in processes of its own."""
-    return all_of(*PROGRAM_INPUTS, steps_option(default_steps, least_steps), ranks_option())
+    ranks = number_option(
+        "Start so many processes, as torchrun does.", "--ranks", "num_ranks", default=1
+    )
+    return all_of(*PROGRAM_INPUTS, steps_option(default_steps, least_steps), ranks)
 
 
 def steps_option(default: int, least: int) -> OptionDecorator:
     """Add `--steps`, the steps that a program of the user's makes."""
-    return click.option(
-        "--steps",
-        "num_steps",
-        type=click.IntRange(least),
-        default=default,
-        show_default=True,
-        help="Steps of an optimizer, after which the loop ends.",
-    )
-
-
-def ranks_option() -> OptionDecorator:
-    """Add `--ranks`, the processes of a program of the user's."""
-    return click.option(
-        "--ranks",
-        "num_ranks",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="Start so many processes, as torchrun does.",
-    )
+    text = "Steps of an optimizer, after which the loop ends."
+    return number_option(text, "--steps", "num_steps", default=default, least=least)
 
 
 def program_of(

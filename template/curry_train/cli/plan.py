@@ -36,6 +36,7 @@ from .options import (
     dtype_option,
     dtype_to_use,
     echo_notes,
+    number_option,
     output_option,
     parsed,
     plot_option,
@@ -79,9 +80,7 @@ SHARDING_OPTIONS = all_of(
         help="How ranks share the training: "
         f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
     ),
-    click.option(
-        "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
-    ),
+    number_option("Number of ranks.", "--ranks", default=1),
     click.option(
         "--mesh",
         "meshes",
@@ -90,13 +89,7 @@ SHARDING_OPTIONS = all_of(
         metavar="SIZES",
         help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
     ),
-    click.option(
-        "--rank",
-        default=0,
-        type=click.IntRange(0),
-        show_default=True,
-        help="The rank to plan for.",
-    ),
+    number_option("The rank to plan for.", "--rank", default=0, least=0),
     click.option(
         "--reshard-after-forward",
         callback=parsed(_reshard),
@@ -134,15 +127,11 @@ SHARDING_OPTIONS = all_of(
     metavar="GPU",
     help="In place of --budget: find the fewest GPUs of this kind, such as h100.",
 )
-@click.option(
-    "--global-batch",
-    type=click.IntRange(1),
-    help="Samples per optimizer step.  [default: the trainer's or factory's, or 1]",
+@number_option(
+    "Samples per optimizer step.  [default: the trainer's or factory's, or 1]", "--global-batch"
 )
-@click.option(
-    "--microbatch",
-    type=click.IntRange(1),
-    help="Samples per microbatch.  [default: try every divisor of the global batch]",
+@number_option(
+    "Samples per microbatch.  [default: try every divisor of the global batch]", "--microbatch"
 )
 @click.option(
     "--target",

@@ -30,12 +30,13 @@ from ..workloads.models import load_object
 from .options import (
     PROGRAM_INPUTS,
     all_of,
+    number_option,
     program_of,
     results_option,
     steps_option,
 )
 from .resume_watch import PARTS, StateWatch
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 from .train import train_command
 
 # Time for a save in the background, so that the step of the resume does not depend on the disk.
@@ -242,10 +243,10 @@ def _resume_trainer(spec: str, log: str) -> None:
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
 @all_of(*PROGRAM_INPUTS, steps_option(12, 3))
-@click.option(
+@number_option(
+    "Step in which the second run is killed; default: two thirds of the steps.",
     "--kill-at",
-    type=click.IntRange(2),
-    help="Step in which the second run is killed; default: two thirds of the steps.",
+    least=2,
 )
 @click.option(
     "--resume-with",
@@ -286,8 +287,7 @@ def resume_check_command(
         found = check_resume(
             Path(folder), start, again, num_steps=num_steps, kill_at=kill_step, show=show
         )
-    for line in describe(found):
-        click.echo(fill_screen(line, indent="    "))
+    echo_lines(*describe(found), indent="    ")
     return provenance(torch.device("cpu")) | found, not found["equal"]
 
 

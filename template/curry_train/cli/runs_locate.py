@@ -22,7 +22,7 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import program_of, program_options, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 
 
 @click.command("record", cls=ScreenCommand, example="--script train.py --out before -- --rate 0.1")
@@ -51,7 +51,7 @@ def record_command(
     """
     kind, words = program_of(script, trainer, arguments)
     _record(out, [kind, *words], num_ranks, steps=num_steps, level=level)
-    click.echo(fill_screen(f"recorded {num_steps} steps in {out}"))
+    echo_lines(f"recorded {num_steps} steps in {out}")
 
 
 def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> None:
@@ -122,18 +122,16 @@ def locate_command(
         if tolerance == "auto" and found.kind:
             rank, found = _first(again.with_tolerance(found))
         suffix = f" (rank {rank} of {num_ranks})" if num_ranks > 1 and not found.is_equal else ""
-        click.echo(fill_screen(f"{found.headline}{suffix}"))
+        echo_lines(f"{found.headline}{suffix}")
         operation = None
         if names_operation and found.kind:
             operation = again.operation(found, rank)
-            click.echo(fill_screen(f"operation: {operation}"))
+            echo_lines(f"operation: {operation}")
         bisected: dict[str, str] = {}
         if command and found.kind:
             bisected = _bisect(command, runs[rank], rank, Path(folder))
-        for name, result in bisected.items():
-            click.echo(fill_screen(f"{name}: {result}", indent="  "))
-    for note in found.notes:
-        click.echo(fill_screen(f"  {note}", indent="    "))
+        echo_lines(*(f"{name}: {result}" for name, result in bisected.items()))
+    echo_lines(*(f"  {note}" for note in found.notes), indent="    ")
     others = {"rank": rank, "operation": operation, "settings": bisected}
     return found.to_json() | others, not found.is_equal
 

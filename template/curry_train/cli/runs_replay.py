@@ -17,8 +17,8 @@ from ..gates.loop_run import run_ranks, run_watched
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
-from .options import PROGRAM_INPUTS, all_of, program_of, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .options import PROGRAM_INPUTS, all_of, number_option, program_of, results_option
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
@@ -26,12 +26,8 @@ EXAMPLE = "run/boxes/step-00000003 --script night.py"
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
 @click.argument("box", metavar="BOX")
 @all_of(*PROGRAM_INPUTS)
-@click.option(
-    "--times",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Repeat it so often, and compare the operations of the repeats.",
+@number_option(
+    "Repeat it so often, and compare the operations of the repeats.", "--times", default=1
 )
 @results_option()
 def replay_command(
@@ -57,8 +53,7 @@ def replay_command(
     lines = [f"step {facts.step} of the box: {facts.reason}", difference or _equal(facts, first)]
     lines += [f"  note: {note}" for note in first["notes"]]
     lines += describe(found["step"], first)
-    for line in lines:
-        click.echo(fill_screen(line, indent="    "))
+    echo_lines(*lines, indent="    ")
     result = {key: one for key, one in first.items() if key != "operations"}
     results = {"box": box, "bad_step": facts.step} | found | {"repeats": result}
     return results, bool(difference)

@@ -54,6 +54,7 @@ from .options import (
     dtype_name,
     echo_notes,
     first_line,
+    number_option,
     run_options,
     settle_blocks,
     training_options,
@@ -240,9 +241,7 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
     "how each is called. Repeatable.",
 )
 @run_options
-@click.option(
-    "--shrink", type=click.IntRange(1), help="Check the same model with this many layers."
-)
+@number_option("Check the same model with this many layers.", "--shrink")
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
 @click.option(
     "--list",
