@@ -376,10 +376,9 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:
     """Add the options by which a user's program runs some steps in processes of its own."""
-    ranks = number_option(
-        "Start so many processes, as torchrun does.", "--ranks", "num_ranks", default=1
-    )
-    return all_of(*PROGRAM_INPUTS, steps_option(default_steps, least_steps), ranks)
+    text = "Start so many processes, as torchrun does."
+    ranks = number_option(text, "--ranks", "num_ranks", default=1)
+    return all_of(program_option(), steps_option(default_steps, least_steps), ranks)
 
 
 def steps_option(default: int, least: int) -> OptionDecorator:
@@ -388,17 +387,34 @@ def steps_option(default: int, least: int) -> OptionDecorator:
     return number_option(text, "--steps", "num_steps", default=default, least=least)
 
 
-def program_of(
-    script: str | None, trainer: str | None, arguments: tuple[str, ...]
-) -> tuple[str, list[str]]:
-    """Return the kind of a program that was given by `program_options`, and its words."""
-    if (script is None) == (trainer is None):
-        raise click.UsageError("give either --script or --trainer")
-    if script is None:
-        return "trainer", [str(trainer)]
-    if not Path(script).is_file():
-        raise UnusableInput(f"there is no file {script}")
-    return "script", [script, *arguments]
+def program_option(otherwise: str | None = None) -> OptionDecorator:
+    """Add the options of a user's program, which the command gets as `program`: kind and words.
+
+    Without a script or a trainer, the kind is `otherwise`.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(
+            *args: Any,
+            script: str | None,
+            trainer: str | None,
+            arguments: tuple[str, ...],
+            **settings: Any,
+        ) -> Any:
+            if (script and trainer) or (not (script or trainer) and otherwise is None):
+                raise click.UsageError("give either --script or --trainer")
+            if trainer and arguments:
+                raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
+            if script and not Path(script).is_file():
+                raise UnusableInput(f"there is no file {script}")
+            kind = "script" if script else "trainer" if trainer else otherwise
+            program = [kind, *filter(None, [script or trainer]), *arguments]
+            return command(*args, program=program, **settings)
+
+        return all_of(*PROGRAM_INPUTS)(run)
+
+    return decorate
 
 
 def require_matplotlib() -> None:

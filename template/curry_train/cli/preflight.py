@@ -14,7 +14,7 @@ from ..core.wording import provenance
 from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
 from ..gates.verdict import Verdict
-from .options import number_option, program_of, program_options, results_option
+from .options import number_option, program_options, results_option
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 
 
@@ -27,19 +27,14 @@ from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 )
 @results_option()
 def preflight_command(
-    script: str | None,
-    trainer: str | None,
-    num_steps: int,
-    num_ranks: int,
-    num_layers: int | None,
-    arguments: tuple[str, ...],
+    program: list[str], num_steps: int, num_ranks: int, num_layers: int | None
 ) -> Ended:
     """Check your own training loop, as it is.
 
     It runs a few steps in a process of its own, saves nothing, and puts changed files back. Exit
     status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
     """
-    kind, words = program_of(script, trainer, arguments)
+    kind, *words = program
     verdicts = preflight_program(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )

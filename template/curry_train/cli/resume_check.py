@@ -27,14 +27,7 @@ import torch
 from ..core.wording import provenance
 from ..gates.loop_run import ChangedFiles, run_ranks, run_watched
 from ..workloads.models import load_object
-from .options import (
-    PROGRAM_INPUTS,
-    all_of,
-    number_option,
-    program_of,
-    results_option,
-    steps_option,
-)
+from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 from .train import train_command
@@ -242,7 +235,8 @@ def _resume_trainer(spec: str, log: str) -> None:
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@all_of(*PROGRAM_INPUTS, steps_option(12, 3))
+@program_option(otherwise="train")
+@steps_option(12, 3)
 @number_option(
     "Step in which the second run is killed; default: two thirds of the steps.",
     "--kill-at",
@@ -256,12 +250,7 @@ def _resume_trainer(spec: str, log: str) -> None:
 )
 @results_option()
 def resume_check_command(
-    script: str | None,
-    trainer: str | None,
-    arguments: tuple[str, ...],
-    num_steps: int,
-    kill_at: int | None,
-    resume_with: str,
+    program: list[str], num_steps: int, kill_at: int | None, resume_with: str
 ) -> Ended:
     """Check that a resumed run is bit-equal.
 
@@ -271,21 +260,17 @@ def resume_check_command(
     kill_step = kill_at or max(2, num_steps * 2 // 3)
     if not kill_step < num_steps:
         raise ValueError(f"--kill-at {kill_step} has to be below --steps {num_steps}")
-    if script is None and trainer is None:
-        if resume_with:
-            raise click.UsageError("--resume-with is for --script")
-        words = [f"steps={num_steps}", f"checkpoint.rollback_every={max(1, kill_step // 2)}"]
-        start = ["train", *words, *arguments]
-        again = [*start, "--resume", "latest"]
-    else:
-        kind, words = program_of(script, trainer, arguments)
-        start = [kind, *words]
-        again = [*start, *shlex.split(resume_with)]
-        if kind == "trainer":
-            again = ["resumed trainer", *words]
+    if resume_with and program[0] != "script":
+        raise click.UsageError("--resume-with is for --script")
+    kind, *words = program
+    if kind == "train":
+        every = f"checkpoint.rollback_every={max(1, kill_step // 2)}"
+        words = [f"steps={num_steps}", every, *words]
+        resume_with = "--resume latest"
+    again = ["resumed trainer" if kind == "trainer" else kind, *words, *shlex.split(resume_with)]
     with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
         found = check_resume(
-            Path(folder), start, again, num_steps=num_steps, kill_at=kill_step, show=show
+            Path(folder), [kind, *words], again, num_steps=num_steps, kill_at=kill_step, show=show
         )
     echo_lines(*describe(found), indent="    ")
     return provenance(torch.device("cpu")) | found, not found["equal"]

@@ -21,7 +21,7 @@ from ..gates.loop_run import run_ranks, run_watched
 from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
-from .options import program_of, program_options, results_option
+from .options import program_options, results_option
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 
 
@@ -36,21 +36,14 @@ from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 )
 @click.option("--out", required=True, metavar="FOLDER", help="The new folder of the record.")
 def record_command(
-    script: str | None,
-    trainer: str | None,
-    num_steps: int,
-    num_ranks: int,
-    level: str,
-    out: str,
-    arguments: tuple[str, ...],
+    program: list[str], num_steps: int, num_ranks: int, level: str, out: str
 ) -> None:
     """Record digests of what a script or Trainer computes.
 
     It runs the first steps in a process of its own, saves nothing else, and puts changed files
     back. Compare two records by `runs locate`.
     """
-    kind, words = program_of(script, trainer, arguments)
-    _record(out, [kind, *words], num_ranks, steps=num_steps, level=level)
+    _record(out, program, num_ranks, steps=num_steps, level=level)
     echo_lines(f"recorded {num_steps} steps in {out}")
 
 

@@ -17,7 +17,7 @@ from ..gates.loop_run import run_ranks, run_watched
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
-from .options import PROGRAM_INPUTS, all_of, number_option, program_of, results_option
+from .options import number_option, program_option, results_option
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
@@ -25,29 +25,22 @@ EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
 @click.argument("box", metavar="BOX")
-@all_of(*PROGRAM_INPUTS)
+@program_option(otherwise="")
 @number_option(
     "Repeat it so often, and compare the operations of the repeats.", "--times", default=1
 )
 @results_option()
-def replay_command(
-    box: str,
-    script: str | None,
-    trainer: str | None,
-    arguments: tuple[str, ...],
-    times: int,
-) -> Ended:
+def replay_command(box: str, program: list[str], times: int) -> Ended:
     """Repeat a bad step that a run has kept in a box.
 
     It runs your script, with the ARGUMENTS of the run, from the state of the box to the bad step,
     and saves nothing. Exit status: 0 the step repeats to the bit, 1 it does not, 2 wrong usage.
     """
     facts = read_facts(box)
-    if script is None and trainer is None:
+    if not program[0]:
         raise click.UsageError(f"give the script of the run, which was: {facts.program:.200}")
-    kind, words = program_of(script, trainer, arguments)
     with messages_on_screen() as show_message:
-        found = repeat(box, facts, [kind, *words], times=times, show=show_message)
+        found = repeat(box, facts, program, times=times, show=show_message)
     first = found["repeats"][0]
     difference = found["difference"]
     lines = [f"step {facts.step} of the box: {facts.reason}", difference or _equal(facts, first)]
