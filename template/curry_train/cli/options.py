@@ -263,8 +263,8 @@ def number_option(
     text: str, *names: str, default: int | None = None, least: int = 1, **settings: Any
 ) -> OptionDecorator:
     """Add an option for a whole number, and show its default."""
-    settings = {"show_default": True, "type": click.IntRange(least)} | settings
-    return click.option(*names, default=default, help=text, **settings)
+    settings = {"show_default": True} | settings
+    return click.option(*names, type=click.IntRange(least), default=default, help=text, **settings)
 
 
 def batch_size_option(default: int | None = None) -> OptionDecorator:

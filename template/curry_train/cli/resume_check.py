@@ -8,32 +8,27 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
-import signal
-import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import torch
 
 from ..core.wording import provenance
-from ..gates.loop_run import ChangedFiles, run_ranks, run_watched
+from ..gates.loop_run import ChangedFiles, End, run_ranks
 from ..workloads.models import load_object
 from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 from .train import train_command
 
-# Time for a save in the background, so that the step of the resume does not depend on the disk.
-SECONDS_BEFORE_KILL = 1.0
 Steps = list[dict[str, Any]]
 
 
@@ -55,7 +50,11 @@ def check_resume(
 
     def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
         show(f"without its {mode}" if mode in PARTS else mode)
-        found = run_ranks(str(__spec__.name), [mode, str(last), fresh, str(log), *program])[0]
+        undo = str(log) if mode == "killed" else None
+        left = [] if mode in ("straight", "killed") else map(str, ChangedFiles.read_log(log))
+        ignored = [str(folder), *left]
+        job = WatchedRun(mode, last, fresh, str(log), program)
+        found = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]
         forget(found["steps"], unseeded)
         return found
 
@@ -192,30 +191,33 @@ def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
 # What a process does.
 
 
-def _main(result: str, mode: str, last: str, fresh: str, log: str, kind: str, *words: str) -> None:
-    def watch(run: Callable[[], None], finish: Callable[[dict[str, Any]], NoReturn]) -> None:
-        def when_enough(watched: StateWatch) -> None:
-            if mode != "killed":
-                finish({"steps": watched.steps, "present": watched.present})
-            Path(result).write_text(json.dumps({"steps": watched.steps}))
-            time.sleep(SECONDS_BEFORE_KILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+@dataclass(frozen=True)
+class WatchedRun:
+    """Watches the state of a program until a step; its mode is that of `StateWatch`."""
 
-        watched = StateWatch(int(last), when_enough, fresh, mode)
+    mode: str
+    last: int
+    fresh: str
+    log: str
+    program: list[str]
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run it, and tell what each step began with."""
+
+        def finish(watched: StateWatch) -> None:
+            end({"steps": watched.steps, "present": watched.present})
+
+        kind, *words = self.program
+        watched = StateWatch(self.last, finish, self.fresh, self.mode)
         with watched.watching():
             if kind == "train":
                 with contextlib.suppress(SystemExit):
-                    train_command.main([*words], standalone_mode=False)
+                    train_command.main(words, standalone_mode=False)
             elif kind == "resumed trainer":
-                _resume_trainer(words[0], log)
+                _resume_trainer(words[0], self.log)
             else:
                 run()
-        finish({"steps": watched.steps, "present": watched.present})
-
-    undo = log if mode == "killed" else None
-    left = [] if mode in ("straight", "killed") else map(str, ChangedFiles.read_log(log))
-    ignored = [str(Path(fresh).parent), *left]
-    run_watched(result, kind, words, watch, saves=True, undo=undo, ignored=ignored)
+        finish(watched)
 
 
 def _resume_trainer(spec: str, log: str) -> None:
@@ -298,7 +300,3 @@ def describe(found: dict[str, Any]) -> list[str]:
             text = "proves nothing: the steps are equal without it"
         lines.append(f"  {part}: {text}")
     return lines
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -4,16 +4,16 @@ Proof: `python -m pytest tests/cli/test_runs_replay.py`.
 """
 
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from ..core.wording import three_digits
-from ..gates.loop_run import run_ranks, run_watched
+from ..gates.loop_run import End, run_ranks
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
@@ -84,8 +84,8 @@ def repeat(
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
     """Return what the first rank has found, or the first one that names an operation."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
-        words = [box, str(until), record, *program]
-        found = run_ranks(str(__spec__.name), words, num_ranks=num_ranks)
+        job = BoxReplay(box, until, record)
+        found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
         if not all("steps" in one for one in found):
             raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
         for rank, one in enumerate(found):
@@ -93,15 +93,21 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
     return next((one for one in found if one["origin"]), found[0])
 
 
-def _main(result: str, box: str, until: str, record: str, *program: str) -> None:
-    def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
+@dataclass(frozen=True)
+class BoxReplay:
+    """Repeats the steps of a box until one of them, and records that."""
+
+    box: str
+    until: int
+    record: str
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run the script, whose call of `saving` begins at the state of the box."""
         root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
-        replay = Replay(box, until=int(until), root=root, record=Path(record), end=end)
-        with replay.running():
+        record = Path(self.record)
+        with Replay(self.box, until=self.until, root=root, record=record, end=end).running():
             run()
         end({"ended": True})
-
-    run_watched(result, program[0], program[1:], watch, saves=True, ignored=[record])
 
 
 def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
@@ -182,7 +188,3 @@ def describe(step: int, found: dict[str, Any]) -> list[str]:
 def _range(ends: Sequence[float]) -> str:
     low, high = ends
     return "NaN" if math.isnan(low) else f"{low:.6g} to {high:.6g}"
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
