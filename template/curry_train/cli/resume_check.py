@@ -22,8 +22,7 @@ import click
 import torch
 
 from ..core.wording import provenance
-from ..gates.loop_run import ChangedFiles, End, run_ranks
-from ..workloads.models import load_object
+from ..gates.loop_run import ChangedFiles, End, run_ranks, train_by
 from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
@@ -214,23 +213,17 @@ class WatchedRun:
                 with contextlib.suppress(SystemExit):
                     train_command.main(words, standalone_mode=False)
             elif kind == "resumed trainer":
-                _resume_trainer(words[0], self.log)
+                train_by(words[0], resume_from=lambda: _newest_checkpoint(self.log))
             else:
                 run()
         finish(watched)
 
 
-def _resume_trainer(spec: str, log: str) -> None:
-    """Resume what a factory makes, from the newest checkpoint that the killed process has left."""
-    made = load_object(spec)
-    trainer, *rest = made if isinstance(made, tuple) else (made,)
-    if not hasattr(trainer, "fit"):
-        trainer.train(resume_from_checkpoint=True)
-        return
+def _newest_checkpoint(log: str) -> Path | None:
+    """Return the newest checkpoint that the killed process has left."""
     places = ChangedFiles.read_log(log)
     found = [one for place in places for one in [place, *place.rglob("*")] if one.suffix == ".ckpt"]
-    newest = max(found, key=lambda one: one.stat().st_mtime, default=None)
-    trainer.fit(*[one for one in rest if one is not None], ckpt_path=newest)
+    return max(found, key=lambda one: one.stat().st_mtime, default=None)
 
 
 # The command.

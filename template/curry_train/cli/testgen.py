@@ -6,7 +6,6 @@ The text depends on the options alone: written again, it differs only by what is
 Proof: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
-import fnmatch
 import importlib
 import importlib.metadata
 import os
@@ -21,7 +20,7 @@ from typing import Any
 import click
 
 from .. import __version__
-from ..gates.verdict import no_such_gate
+from ..gates.verdict import checked_globs
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
@@ -122,13 +121,8 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
             f"can't import {package}.gates ({error}): --package names a package with gates "
             "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
-    names = [gate.name for gate in discover()]
-    techniques = {name.partition("/")[0] for name in names}
-    patterns = [f"{gate}/*" if gate in techniques else gate for gate in gates]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise WorkloadError(no_such_gate(pattern, names))
-    return tuple(patterns) or ("*",)
+    globs = checked_globs(gates, [gate.name for gate in discover()])
+    return tuple(globs) or ("*",)
 
 
 def _path_expression(path: Path, out: Path) -> str:

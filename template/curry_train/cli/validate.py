@@ -35,10 +35,10 @@ from ..gates.verdict import (
     Gate,
     GateRow,
     Verdict,
+    checked_globs,
     claims,
     discover,
     measure_rows,
-    no_such_gate,
     technique_of,
     techniques_of,
 )
@@ -189,16 +189,8 @@ def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) 
         names = {one.name for one in given}
         return tuple(gate for gate in gates if not names or not names.isdisjoint(gate.takes))
 
-    chosen: set[str] = set()
-    for pattern in patterns:
-        globs = (pattern, f"{pattern}/*")
-        matching = [
-            gate.name for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs)
-        ]
-        if not matching:
-            raise UnusableInput(no_such_gate(pattern, [gate.name for gate in discover()]))
-        chosen.update(matching)
-    return tuple(gate for gate in gates if gate.name in chosen)
+    globs = checked_globs(patterns, [gate.name for gate in gates])
+    return tuple(gate for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs))
 
 
 def quick_gates(

@@ -192,7 +192,7 @@ def run_watched(
         os._exit(0)
 
     kind, *words = program
-    run = _script if kind == "script" else _trainer
+    run = _script if kind == "script" else train_by
     try:
         # For those who wait.
         register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
@@ -242,14 +242,18 @@ def _script(file: str, *arguments: str) -> None:
         run_as_main(path)
 
 
-def _trainer(spec: str) -> None:
-    """Train by what a factory makes: a Trainer of Hugging Face, or of Lightning with its module."""
+def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None) -> None:
+    """Train by what a factory makes: a Trainer of Hugging Face, or of Lightning with its module.
+
+    To resume, Lightning needs a checkpoint; Hugging Face's finds it.
+    """
     made = load_object(spec)
     trainer, *rest = made if isinstance(made, tuple) else (made,)
     if hasattr(trainer, "fit"):
-        trainer.fit(*[one for one in rest if one is not None])
+        more = {"ckpt_path": resume_from()} if resume_from else {}
+        trainer.fit(*[one for one in rest if one is not None], **more)
     elif hasattr(trainer, "train"):
-        trainer.train()
+        trainer.train(**({"resume_from_checkpoint": True} if resume_from else {}))
     else:
         raise ValueError(f"{type(trainer).__name__} has no loop: give its script by --script")
 

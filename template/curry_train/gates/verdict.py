@@ -10,6 +10,7 @@ out the same for every user is a test of this package.
 Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 """
 
+import fnmatch
 import functools
 import gc
 import importlib
@@ -292,10 +293,19 @@ def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
     )
 
 
-def no_such_gate(pattern: str, names: Sequence[str]) -> str:
-    """Return the error for a pattern, such as `recompute/memry`, that matches no gate."""
-    known = [*dict.fromkeys(map(technique_of, names)), *names]
-    return f"no gate matches {pattern!r}; {did_you_mean(pattern, known)}"
+def checked_globs(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return globs over names of gates; a technique becomes all of its gates.
+
+    A pattern that matches none of the names, such as `recompute/memry`, is an error.
+    """
+    techniques = list(dict.fromkeys(map(technique_of, names)))
+    globs = []
+    for pattern in patterns:
+        globs.append(f"{pattern}/*" if pattern in techniques else pattern)
+        if not fnmatch.filter(names, globs[-1]):
+            advice = did_you_mean(pattern, [*techniques, *names])
+            raise ValueError(f"no gate matches {pattern!r}; {advice}")
+    return globs
 
 
 # Run every gate on every workload, in parallel on the cores of a CPU.
