@@ -20,7 +20,14 @@ from click.core import ParameterSource
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
+from ..workloads.models import (
+    BUILTIN_WORKLOADS,
+    CONFIG_PREFIX,
+    SCRIPT_PREFIX,
+    TRAINER_PREFIX,
+    is_taken,
+    load_workload,
+)
 from ..workloads.workload import Case, Workload, WorkloadError
 from .screen import JSON_KEY, UnusableInput, echo_lines, fill_screen, write_output
 
@@ -140,26 +147,15 @@ def training_options(
     return decorate
 
 
-def trainer_option() -> OptionDecorator:
-    """Add `--trainer`, in place of a model or of a script."""
-    return click.option(
+# What is given in place of a model.
+PROGRAM_INPUTS = (
+    click.option(
         "--trainer",
         metavar="FACTORY",
         help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
         "module, or an Accelerator with its training.",
-    )
-
-
-def script_option() -> OptionDecorator:
-    """Add `--script`, in place of a model or of a trainer."""
-    return click.option(
-        "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
-    )
-
-
-PROGRAM_INPUTS = (
-    trainer_option(),
-    script_option(),
+    ),
+    click.option("--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."),
     click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
 )
 # The path of --factory in the context of a command.
@@ -302,11 +298,15 @@ def samples_of(workload: Workload, asked: int | None, *, default: int | None = N
     return own or 1
 
 
-def dtype_to_use(name: str | None, workload: Workload) -> torch.dtype:
+def own_workload(spec: str) -> Workload | None:
+    """Return the workload of the user's trainer or script, which have made their model already."""
+    return load_workload(spec) if is_taken(spec) else None
+
+
+def dtype_to_use(name: str | None, workload: Workload | None) -> torch.dtype:
     """Return the dtype of `--dtype`; by default that of the user's own weights, or float32."""
-    if name is not None:
-        return DTYPES[name]
-    return workload.dtype or torch.float32
+    own = None if workload is None else workload.dtype
+    return (own or torch.float32) if name is None else DTYPES[name]
 
 
 @dataclass(frozen=True)

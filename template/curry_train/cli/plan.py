@@ -25,11 +25,10 @@ from ..plan.profiler import Timeline
 from ..plan.rank_time import parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from ..plan.timeline import measure_timeline
-from ..workloads.models import is_taken, load_workload
-from ..workloads.workload import Case, Workload
+from ..workloads.models import load_workload
+from ..workloads.workload import Case
 from .figures import plot_plan
 from .options import (
-    DTYPES,
     all_of,
     blocks_option,
     choose_device,
@@ -38,6 +37,7 @@ from .options import (
     echo_notes,
     number_option,
     output_option,
+    own_workload,
     parsed,
     plot_option,
     results_option,
@@ -211,7 +211,13 @@ def plan_command(
     place = choose_device("auto")
     here = [] if target else [FOR_THIS_DEVICE[place.type]]
     try:
-        own, precision, size = _own_settings(spec, dtype, global_batch)
+        # A trainer is read before the planner makes tensors without values. The batch of a factory
+        # is known when the planner has called it.
+        own = own_workload(spec)
+        precision = dtype_to_use(dtype, own)
+        size = global_batch
+        if own is not None and size is None:
+            size = (own.own_batch or 1) * own.accumulation
         settings: dict[str, Any] = {"dtype": precision, "optimizer": optimizer}
         settings |= {"blocks": blocks, "seed": seed}
         meshes, gpu, kind = (shared.pop(name) for name in ("meshes", "fits", "parallel"))
@@ -260,21 +266,6 @@ def plan_command(
     results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
     results |= {"plan": plan.to_json(), **(plan.cuda or {})}
     return provenance(place) | results, 0
-
-
-def _own_settings(
-    spec: str, dtype: str | None, global_batch: int | None
-) -> tuple[Workload | None, torch.dtype, int | None]:
-    """Return the workload of the user's trainer, and dtype and global batch, by default its own.
-
-    The batch of a factory is known when the planner has called it. A trainer is read here, before
-    the planner makes tensors that have no values.
-    """
-    if not is_taken(spec):
-        return None, DTYPES[dtype or "float32"], global_batch
-    own = load_workload(spec)
-    size = (own.own_batch or 1) * own.accumulation
-    return own, dtype_to_use(dtype, own), global_batch or size
 
 
 # Options that `--fits` takes; the others belong to the plan for a budget.

@@ -118,6 +118,9 @@ def _is_unused(row: SavingsRow) -> bool:
 
 
 def _cells(row: SavingsRow) -> list[str]:
+    time = "" if row.step is None else format_seconds(row.step.median)
+    if row.ratio is not None:
+        time = f"{three_digits(row.ratio.median)}x"
     if row.parity == "bit-equal":
         parity = "equal"
     else:
@@ -129,8 +132,8 @@ def _cells(row: SavingsRow) -> list[str]:
         "" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
         "" if row.peak_ratio is None else format_percent(row.peak_ratio),
         "" if row.recompute_ratio is None else format_percent(row.recompute_ratio),
-        _time_cell(row),
-        _interval(row.ratio),
+        time,
+        interval_cell(row.ratio),
         "" if row.largest_batch is None else str(row.largest_batch),
         parity,
     ]
@@ -150,13 +153,8 @@ def _remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
             yield fill_screen(f"{row.name} {remark}", indent="    ")
 
 
-def _time_cell(row: SavingsRow) -> str:
-    if row.ratio is not None:
-        return f"{three_digits(row.ratio.median)}x"
-    return "" if row.step is None else format_seconds(row.step.median)
-
-
-def _interval(ratio: Ratio | None) -> str:
+def interval_cell(ratio: Ratio | None) -> str:
+    """Return the 95% interval of a ratio."""
     if ratio is None or ratio.lower is None or ratio.upper is None:
         return ""
     return f"{three_digits(ratio.lower)}-{three_digits(ratio.upper)}"

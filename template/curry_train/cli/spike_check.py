@@ -238,11 +238,18 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
     if model:
         given.append(f"model={model}")
-    sizes: dict[str, Any] = {"steps": steps, "at": at, "num_windows": windows, "config": config}
     if keep_path and Path(keep_path).exists() and any(Path(keep_path).iterdir()):
         raise UnusableInput(f"{keep_path} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
-        found = spike_check(Path(keep_path or folder), given, **sizes, show=show)
+        found = spike_check(
+            Path(keep_path or folder),
+            given,
+            steps=steps,
+            at=at,
+            num_windows=windows,
+            config=config,
+            show=show,
+        )
     echo_lines(*describe(found), indent="")
     device = choose_device(load_config(config, given).device)
     return provenance(device) | found, not found["held"]
