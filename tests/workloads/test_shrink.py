@@ -72,6 +72,16 @@ def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():
         assert one is not other
 
 
+def test_what_a_factory_does_to_its_model_stays():
+    def factory():
+        module = Configured(Config(num_layers=6))
+        return module.requires_grad_(False)
+
+    module = Shrink(2).factory(factory)()
+    assert len(module.layers) == 2
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
 def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
     stages = nn.Sequential(*[Block(4) for _ in range(5)], nn.Linear(4, 8), *[Block(8)] * 2)
     marked = stages[4]
