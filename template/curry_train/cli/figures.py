@@ -43,7 +43,7 @@ BYTES_PER_MIB = 2**20
 BYTES_PER_GIB = 2**30
 
 
-STYLE = {
+STYLE: Any = {
     "figure.titlesize": 12,
     "figure.constrained_layout.use": True,
     "axes.grid": True,
