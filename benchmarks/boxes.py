@@ -26,7 +26,7 @@ from boxes_program import CHANGING, FAULTS, PLACES, build
 from curry_train.cli import runs_replay
 from curry_train.cli.options import json_option
 from curry_train.core.wording import provenance, write_json
-from curry_train.gates.loop_run import LoopFailed
+from curry_train.gates.loop_run import Job, LoopFailed, run_watched
 from curry_train.runs.box import read_facts
 from curry_train.workloads.from_script import run_as_main
 
@@ -45,7 +45,7 @@ def cases(num_each: int) -> Iterator[Case]:
             yield name, fault, number
 
 
-def forked(words: Sequence[str], log: Path) -> dict[str, Any]:
+def forked(job: Job, program: Sequence[str], log: Path, **options: Any) -> dict[str, Any]:
     """Run one repeat in a forked process, as `run_ranks` starts one."""
     result = log.with_suffix(".json")
     result.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def forked(words: Sequence[str], log: Path) -> dict[str, Any]:
         with log.open("a") as stream:
             os.dup2(stream.fileno(), 1)
             os.dup2(stream.fileno(), 2)
-            runs_replay._main(str(result), *words)
+            run_watched(str(result), job, program, **options)
     os.waitpid(child, 0)
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if "error" in found:
@@ -89,7 +89,11 @@ def replayed(case: Case, folder: Path, *, times: int) -> dict[str, Any]:
         facts = read_facts(box)
         program = ["script", str(PROGRAM), *map(str, case)]
         ranks = mock.patch.object(
-            runs_replay, "run_ranks", lambda _, words, **__: [forked(words, log.resolve())]
+            runs_replay,
+            "run_ranks",
+            lambda job, program, num_ranks, **options: [
+                forked(job, program, log.resolve(), **options)
+            ],
         )
         with ranks:
             found = runs_replay.repeat(

@@ -38,6 +38,7 @@ from curry_train.runs.locate import Located, expected_values, first_operation, l
 from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, Fault, Planter, Training, record
 from locate_models import MODELS, quietly
+from locate_ranks import RankTrainings
 
 PARTS = ("faults", "equal", "rounding", "ranks", "costs")
 # Models that compile within a minute.
@@ -259,7 +260,9 @@ def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
 
 def ranks(records: Records, name: str, count: int) -> list[dict[str, Any]]:
     folder = records.folder / "ranks"
-    made = run_ranks("locate_ranks", [str(folder), str(count)], num_ranks=2)[1]["faults"]
+    job = RankTrainings(str(folder), count)
+    ignored = [str(folder)]
+    made = run_ranks(job, ["script"], num_ranks=2, ignored=ignored)[1]["faults"]
 
     def located(b: str, a: str) -> tuple[int, Located]:
         pairs = [[read_fingerprints(folder / it, rank) for it in (a, b)] for rank in range(2)]

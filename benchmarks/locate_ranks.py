@@ -1,10 +1,10 @@
 """Trainings on two ranks for the benchmark of `runs locate`, each recorded into a folder.
 
-Started by `run_ranks`, as `python -m locate_ranks RESULT FOLDER COUNT`.
+They are a job of `run_ranks`, without a program of a user's.
 """
 
-import json
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from curry_train.gates.loop_run import End
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from locate_faults import Fault, Planter, Training
@@ -44,13 +45,12 @@ def ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
 
-def main(result: str, out: str, count: str) -> None:
+def train_all(folder: Path, count: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     made = {}
-    folder = Path(out)
     reference = {name: train(name, folder / f"right-{name}", ddp) for name in NAMES}
-    for number in range(int(count)):
+    for number in range(count):
         name = NAMES[number % len(NAMES)]
         fault = None
         for seed in range(9):
@@ -66,9 +66,17 @@ def main(result: str, out: str, count: str) -> None:
     train("encoder", folder / "FSDP2", fully_shard, own=False)
     train("encoder", folder / "DDP", ddp)
     torch.distributed.destroy_process_group()
-    Path(result).write_text(json.dumps({"faults": made}))
+    return made
 
 
-if __name__ == "__main__":
-    with quietly():
-        main(*sys.argv[1:])
+@dataclass(frozen=True)
+class RankTrainings:
+    """Records trainings into a folder, so many of them with a fault on the second rank."""
+
+    folder: str
+    count: int
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        with quietly():
+            made = train_all(Path(self.folder), self.count)
+        end({"faults": made})

@@ -19,7 +19,7 @@ Proof: `python -m pytest tests/trainer/test_loop.py tests/trainer/test_equip.py`
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,17 +117,38 @@ def run_training_steps(
     accumulation = accumulation or GradientAccumulation()
     windows = accumulation.windows(microbatches, count=count)
     options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "scaler": scaler}
-    loop = _StepLoop(
-        train=functools.partial(train_window, model, loss=loss, **options),
-        optimizer=optimizer,
-        steps=steps,
-        schedule=schedule,
-        scaler=scaler,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        after_step=after_step,
-    )
-    return loop.run(windows, run or _RunAlone())
+    train = functools.partial(train_window, model, loss=loss, **options)
+    stepper = _Stepper(train, optimizer, steps, schedule, scaler)
+    attached = run or _RunAlone()
+    report = None
+    # After a rollback steps are done again.
+    while attached.continues(until=steps):
+        began = time.perf_counter()
+        window = next(windows, None)
+        if window is None:
+            attached.ended_by = "data"
+            break
+        try:
+            report = stepper.step(window, attached.steps, began)
+        except NonFiniteWindow as error:
+            attached.not_finite(error)
+            continue
+
+        metrics = {}
+        is_due = evaluate_every and (report.step % evaluate_every == 0 or report.step == steps)
+        if evaluate is not None and is_due:
+            report = replace(report, dev_loss=evaluate())
+            metrics["dev_loss"] = report.dev_loss
+        figures = {
+            "grad_norm": report.grad_norm,
+            "terms": report.num_terms,
+            "learning_rate": report.learning_rate,
+            "seconds": report.seconds,
+        }
+        attached.step(loss=report.loss, stepped=report.stepped, figures=figures, **metrics)
+        for hook in after_step:
+            hook(report)
+    return RunReport(attached.steps, attached.ended_by or "stopped", report)
 
 
 class _RunAlone:
@@ -148,50 +169,17 @@ class _RunAlone:
 
 
 @dataclass
-class _StepLoop:
-    """Settings of `run_training_steps`, and the number of steps skipped in a row."""
+class _Stepper:
+    """Makes the steps of `run_training_steps`, and counts those skipped in a row."""
 
     train: Callable[..., Any]  # `train_window`, given a window
     optimizer: torch.optim.Optimizer
     steps: int
     schedule: Callable[[int], float] | None
     scaler: torch.amp.GradScaler | None
-    evaluate: Callable[[], float] | None
-    evaluate_every: int | None
-    after_step: Sequence[Callable[[StepReport], Any]]
     num_skipped: int = 0
 
-    def run(self, windows: Iterator[Any], run: AttachedRun | _RunAlone) -> RunReport:
-        """Train what is left of a run; after a rollback steps are done again."""
-        report = None
-        while run.continues(until=self.steps):
-            began = time.perf_counter()
-            window = next(windows, None)
-            if window is None:
-                run.ended_by = "data"
-                break
-            try:
-                report = self._step(window, run.steps, began)
-            except NonFiniteWindow as error:
-                run.not_finite(error)
-                continue
-
-            metrics = {}
-            if self.evaluate is not None and _due(report.step, self.evaluate_every, self.steps):
-                report = replace(report, dev_loss=self.evaluate())
-                metrics["dev_loss"] = report.dev_loss
-            figures = {
-                "grad_norm": report.grad_norm,
-                "terms": report.num_terms,
-                "learning_rate": report.learning_rate,
-                "seconds": report.seconds,
-            }
-            run.step(loss=report.loss, stepped=report.stepped, figures=figures, **metrics)
-            for hook in self.after_step:
-                hook(report)
-        return RunReport(run.steps, run.ended_by or "stopped", report)
-
-    def _step(self, window: Any, done: int, began: float) -> StepReport:
+    def step(self, window: Any, done: int, began: float) -> StepReport:
         """Train one window with its learning rate; `done` steps were done before it."""
         factor = 1.0 if self.schedule is None else self.schedule(done)
         for group in self.optimizer.param_groups:
@@ -223,10 +211,6 @@ class _StepLoop:
 def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[SavedCheckpoint]:
     """Save the whole state at its step on all ranks, whatever the cadence, unless it is saved."""
     return policy.save_now(state.step, state)
-
-
-def _due(done: int, every: int | None, steps: int) -> bool:
-    return every is not None and (done % every == 0 or done == steps)
 
 
 # Mean loss over dev samples, the same samples for any number of ranks.

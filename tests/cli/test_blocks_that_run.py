@@ -104,7 +104,10 @@ def test_a_model_that_can_not_run_is_left_to_the_gates(models):
 
 COMMANDS = {
     "memory": (),
-    "plan": ("--budget", "2MiB", "--global-batch", "16", "--microbatch", "16"),
+    "plan": (
+        *("--budget", "2MiB", "--global-batch", "4", "--microbatch", "4", "--whole-loss"),
+        *("--without", "sac", "--without", "offload"),
+    ),
 }
 
 

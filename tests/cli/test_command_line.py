@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -16,6 +17,7 @@ import torch
 from click.testing import CliRunner
 from recorded_training import recorded
 from tree import ROOT
+from warm_python import warm_python
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.options import UnusableInput
@@ -193,7 +195,7 @@ def folder_with_runs(tmp_path_factory):
     (folder / "src/mylib").mkdir(parents=True)
     (folder / "src/mylib/__init__.py").touch()
     (folder / "train.py").write_text(SCRIPT)
-    words = ["train", "name=run", "steps=2", "batch_size=2", "microbatch=2"]
+    words = ["train", "name=run", "steps=2", "model=mlp", "data.source=workload"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         # Tests of the wheel build it.
@@ -238,7 +240,7 @@ with saving(model, optimizer, runs="run", rollback_every=1, box=True) as run:
 """
 
 SLOW_EXAMPLES = {("bench",), ("runs", "spike-check"), ("runs", "resume-check"), ("train",)}
-SLOW_EXAMPLES |= {("plan",), ("preflight",), ("runs", "replay")}
+SLOW_EXAMPLES |= {("plan",), ("preflight",), ("runs", "replay"), ("validate",)}
 
 
 def example_cases():
@@ -253,6 +255,8 @@ def example_cases():
 def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeypatch):
     # The project of the other examples is there already.
     monkeypatch.chdir(tmp_path if path == ("new",) else folder_with_runs)
+    monkeypatch.setattr(sys, "executable", warm_python())
+    monkeypatch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
     line = help_of(*path).splitlines()[-1].removeprefix("Example: ")
     prefix, *words = shlex.split(line)
     assert prefix == "curry-train"
@@ -302,14 +306,30 @@ def build():
 """
 
 
-@pytest.mark.parametrize(
-    "started",
-    [
-        [str(ROOT / "scripts/curry_train.py"), "validate"],
-        pytest.param(["-m", "curry_train", "validate"], marks=pytest.mark.long),
-    ],
-    ids=str,
-)
+STARTS = ([str(ROOT / "scripts/curry_train.py")], ["-m", "curry_train"])
+
+
+@pytest.mark.parametrize("started", STARTS, ids=str)
+def test_the_main_module_can_be_imported_by_worker_processes(started):
+    """Import it as `multiprocessing` does in a process that it spawns, on the path of this one."""
+    *module, name = started
+    path, run = str(Path(name).parent), f"run_path({name!r}"
+    if module:
+        path, run = "", "run_module('curry_train.__main__'"
+    code = (
+        f"import runpy, sys\nsys.path.insert(0, {path!r})\n"
+        f"for name in ('first', '__mp_main__'):\n    runpy.{run}, run_name=name)\n"
+        "    sys.modules.pop('environment', None)\nprint('imported')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
+    ended = subprocess.run(
+        [warm_python(), "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.stdout == "imported\n", ended.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("started", STARTS, ids=str)
 def test_worker_processes_can_import_the_main_module(started, tmp_path):
     """Run enough quick gates for two processes, each of which imports the main module again."""
     names = [f"build_{number}" for number in range(-(-2 * GATES_WORTH_A_PROCESS // 5))]
@@ -317,7 +337,7 @@ def test_worker_processes_can_import_the_main_module(started, tmp_path):
     (tmp_path / "many.py").write_text(MANY_MODELS + aliases)
     models = [word for name in names for word in ("--model", f"many.py:{name}")]
     gates = ["--gate", "snn-timesteps", "--gate", "recompute/parity-full", "--device", "cpu"]
-    command = [sys.executable, *started, *models, *gates, "--json", "rows.json"]
+    command = [sys.executable, *started, "validate", *models, *gates, "--json", "rows.json"]
     ended = subprocess.run(
         command,
         cwd=tmp_path,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from store_models import new_state, train
 
 from curry_train.cli.runs import export_parameters
-from curry_train.runs import DamagedCheckpoint, SavedRun, StateMismatch, Store
+from curry_train.runs import DamagedCheckpoint, SavedRun, Store
 
 
 def transformer():
@@ -38,17 +38,6 @@ def test_exported_parameters_are_the_saved_ones(saved, tmp_path, kind):
     expected = model.state_dict()
     assert found.keys() == expected.keys() == set(names)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_only_names_behind_a_prefix_are_exported_without_it(saved, tmp_path):
-    run, model = saved
-    export_parameters(run, "latest", tmp_path / "out", strip="0.")
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert set(found) == {"weight", "bias"}
-    assert torch.equal(found["weight"], model[0].weight)
-    with pytest.raises(StateMismatch, match="no parameter's name begins with 'nothing'"):
-        export_parameters(run, "latest", tmp_path / "other", strip="nothing")
-    assert [one.name for one in tmp_path.glob("*other*")] == []
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):

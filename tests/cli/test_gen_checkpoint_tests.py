@@ -61,7 +61,6 @@ UNFIT = {
     "python_random": "draws from python's generator",
     "other_in_backward": "keeps state between calls",
 }
-FIT = ("healthy",)
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +89,6 @@ def run(repository, monkeypatch):
     return lambda *arguments: CliRunner().invoke(main, ["gen-tests", *map(str, arguments)])
 
 
-def spec(name):
-    return f"theirs.models:{name if name in FIT else f'{name}_model'}"
-
-
 def pytest_run(root, *arguments, path):
     """Run pytest as a user does: in another folder, without our plugins."""
     words = [
@@ -112,46 +107,87 @@ def pytest_run(root, *arguments, path):
     return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
 
 
-def outcome(repository, run, names, gate):
-    """Run the generated tests of all models in one pytest; return outcomes by model and test."""
-    for name in names:
-        ended = run("--model", spec(name), "--out", f"tests/test_{name}.py", "--gate", gate)
-        assert ended.exit_code == 0, ended.output
-    report = repository / f"{gate.partition('/')[0]}.xml"
-    done = pytest_run(
-        repository,
-        f"--junitxml={report}",
-        *(f"tests/test_{name}.py" for name in names),
-        path=TEMPLATE,
-    )
-    found = {name: {} for name in names}
-    for case in ElementTree.parse(report).iter("testcase"):
-        outcomes = {child.tag: child.get("message", "") for child in case}
-        found[case.get("classname").removeprefix("tests.test_")][case.get("name")] = outcomes
-    return done, found
+LOOP = """
+import sys
+import torch
+
+assert sys.argv[1:] == ["--rate", "0.1"]
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(20):
+    model(torch.randn(2, 8)).square().mean().backward()
+    optimizer.step()
+    {zero}
+"""
+# What is given for each file of tests.
+FILES = {
+    # All of recompute but the gates on ranks and of the compiler, which take longest.
+    "healthy": "--model theirs.models:healthy --gate recompute/[fmop]*",
+    **{name: f"--model theirs.models:{name}_model --gate recompute/parity-*" for name in UNFIT},
+    "net": "--model nets/net.py:healthy --gate sac/off",
+    "gone": "--model mlp --gate recompute/off",
+    "right": "--script right.py -- --rate 0.1",
+    "wrong": "--script wrong.py -- --rate 0.1",
+}
 
 
-@pytest.mark.timeout(240)
-def test_tests_of_fit_models_pass_or_skip_with_a_reason(repository, run):
-    # All of recompute but those on ranks and of the compiler, which take longest.
-    done, found = outcome(repository, run, FIT, "recompute/[fmop]*")
-    assert done.returncode == 0, done.stdout
-    for name, tests in found.items():
-        assert len(tests) >= 8, name
-        assert sum(not outcomes for outcomes in tests.values()) >= 5, name
-        assert all(len(outcomes["skipped"]) > 30 for outcomes in tests.values() if outcomes), name
-
-
-@pytest.mark.timeout(240)
-def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run):
-    done, found = outcome(repository, run, UNFIT, "recompute/parity-*")
+@pytest.fixture(scope="module")
+def outcomes(repository):
+    """Run all files in one pytest, from their folder; return outcomes by file and test."""
+    (repository / "nets").mkdir()
+    shutil.copy(repository / "src/theirs/models.py", repository / "nets/net.py")
+    (repository / "right.py").write_text(LOOP.format(zero="optimizer.zero_grad()"))
+    (repository / "wrong.py").write_text(LOOP.format(zero="pass"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(repository)
+        patch.syspath_prepend(repository / "src")
+        for name, words in FILES.items():
+            given = ["gen-tests", "--out", f"tests/test_{name}.py", *words.split()]
+            ended = CliRunner().invoke(main, given)
+            assert ended.exit_code == 0, ended.output
+    gone = repository / "tests/test_gone.py"
+    gone.write_text(gone.read_text().replace("recompute/off", "recompute/gone"))
+    files = [f"test_{name}.py" for name in FILES]
+    done = pytest_run(repository / "tests", "--junitxml=found.xml", *files, path=TEMPLATE)
     assert done.returncode == 1, done.stdout
     assert "Traceback" not in done.stdout
-    for name, cause in UNFIT.items():
-        message = found[name]["test_gate_holds[recompute/parity-full]"]["failure"]
-        assert f"does not hold for {spec(name)}\nmeasured: " in message, name
-        assert "\nrequired: bit-equal\n" in message, name
-        assert re.search(rf"\nwhat to do: 2 .*{re.escape(cause)}", message), message
+    found = {name: {} for name in FILES}
+    for case in ElementTree.parse(repository / "tests/found.xml").iter("testcase"):
+        results = {child.tag: child.get("message", "") for child in case}
+        found[case.get("classname").rpartition("test_")[2]][case.get("name")] = results
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_tests_of_a_fit_model_pass_or_skip_with_a_reason(outcomes):
+    tests = outcomes["healthy"].values()
+    assert len(tests) >= 8
+    assert sum(not results for results in tests) >= 5
+    assert all(len(results["skipped"]) > 30 for results in tests if results)
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_unfit_model_fails_and_the_message_names_block_and_cause(outcomes, name):
+    message = outcomes[name]["test_gate_holds[recompute/parity-full]"]["failure"]
+    assert f"does not hold for theirs.models:{name}_model\nmeasured: " in message
+    assert "\nrequired: bit-equal\n" in message
+    assert re.search(rf"\nwhat to do: 2 .*{re.escape(UNFIT[name])}", message), message
+
+
+def test_a_model_in_a_file_is_found_from_any_folder(outcomes):
+    assert [*outcomes["net"].values()] == [{}, {}]
+
+
+def test_a_removed_gate_fails_instead_of_passing_silently(outcomes):
+    messages = [results.get("failure", "") for results in outcomes["gone"].values()]
+    assert any("no gate of curry_train matches" in message for message in messages), messages
+
+
+def test_the_loop_of_a_script_becomes_a_test(outcomes):
+    assert not any(outcomes["right"].values())
+    messages = [results.get("failure", "") for results in outcomes["wrong"].values()]
+    fault = "loop/zeroed: wrong.py:10: a step with gradients of the step before"
+    assert any(fault in message for message in messages), messages
 
 
 # The file itself.
@@ -160,7 +196,7 @@ def test_unfit_models_fail_and_the_message_names_block_and_cause(repository, run
 def test_the_command_in_the_header_writes_the_same_file_again(repository, run):
     arguments = [
         "--model",
-        spec("healthy"),
+        "theirs.models:healthy",
         "--out",
         "tests/test_again.py",
         "--gate",
@@ -199,19 +235,6 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run):
     assert "5 passed" in done.stdout or "4 passed, 1 skipped" in done.stdout, done.stdout
 
 
-def test_a_model_in_a_file_is_found_from_any_folder(repository, run):
-    folder = repository / "nets"
-    folder.mkdir()
-    shutil.copy(repository / "src/theirs/models.py", folder / "net.py")
-    written = run(
-        "--model", "nets/net.py:healthy", "--out", "tests/test_net.py", "--gate", "sac/off"
-    )
-    assert written.exit_code == 0, written.output
-    done = pytest_run(repository / "tests", "test_net.py", path=TEMPLATE)
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
-
-
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests" / "test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
@@ -234,7 +257,7 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     out = "tests/test_vendored.py"
     arguments = [
         "--model",
-        spec("healthy"),
+        "theirs.models:healthy",
         "--package",
         "mylib.training",
         "--gate",
@@ -245,15 +268,6 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     assert "from mylib.training.gates import discover" in (repository / out).read_text()
     done = pytest_run(repository, out, path="")
     assert "2 passed" in done.stdout, done.stdout + done.stderr
-
-
-def test_a_removed_gate_fails_instead_of_passing_silently(repository, run):
-    run("--model", "mlp", "--out", "tests/test_gone.py", "--gate", "recompute/off")
-    path = repository / "tests" / "test_gone.py"
-    path.write_text(path.read_text().replace("recompute/off", "recompute/gone"))
-    done = pytest_run(repository, "tests/test_gone.py", path=TEMPLATE)
-    assert done.returncode == 1
-    assert "no gate of curry_train matches" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -270,29 +284,3 @@ def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path, script, 
     assert ended.returncode == 0, ended.stderr
     text = (tmp_path / "test_mlp.py").read_text()
     assert f"    python {Path(path).parent}/{shown} \\\n" in text
-
-
-LOOP = """
-import sys
-import torch
-
-assert sys.argv[1:] == ["--rate", "0.1"]
-model = torch.nn.Linear(8, 5)
-optimizer = torch.optim.AdamW(model.parameters())
-for _ in range(20):
-    model(torch.randn(2, 8)).square().mean().backward()
-    optimizer.step()
-    {zero}
-"""
-
-
-@pytest.mark.parametrize(("zero", "status"), [("optimizer.zero_grad()", 0), ("pass", 1)])
-def test_the_loop_of_a_script_becomes_a_test(run, repository, zero, status):
-    (repository / "train.py").write_text(LOOP.format(zero=zero))
-    out = repository / "tests" / "test_loop.py"
-    written = run("--script", "train.py", "--out", out, "--", "--rate", "0.1")
-    assert written.exit_code == 0, written.output
-    ended = pytest_run(repository, str(out), path=TEMPLATE)
-    assert ended.returncode == status, ended.stdout
-    if status:
-        assert "loop/zeroed: train.py:10: a step with gradients of the step before" in ended.stdout

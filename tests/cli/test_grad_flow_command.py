@@ -56,16 +56,14 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
 
 def test_json_has_every_step_and_layer(run, tmp_path):
     path = tmp_path / "flow.json"
-    arguments = ["--steps", "4", "--microbatches", "2", "--clip-norm", "0.01"]
-    ended = run(*QUICK, *arguments, "--layers", "*.0", "--json", str(path))
+    ended = run(*QUICK, "--steps", "4", "--layers", "*.0", "--json", str(path))
     assert ended.exit_code == 0, ended.output
     data = json.loads(path.read_text())
     assert {"command", "date", "device", "torch", "python", "workload", "losses"} <= data.keys()
     assert len(data["losses"]) == 4
     assert [step["step"] for step in data["steps"]] == [0, 1, 2, 3]
     step = data["steps"][0]
-    assert step["forwards"] == 2
-    assert step["scaled"] < 0.5
+    assert step["forwards"] == 1
     assert step["gradients_read"] == AFTER_BACKWARD
     assert list(step["layers"]) == [f"{index}.0" for index in range(6)]
     assert {"nonfinite", "norm", "rms"} <= step["layers"]["0.0"]["activation"].keys()

@@ -68,22 +68,38 @@ def processes_in(folder):
     return found
 
 
+# Supervised as `validate` is, with a worker, and deaf too; it imports no torch.
+SUPERVISED = """
+import subprocess, sys, tempfile, time
+from curry_train.cli.screen import supervise
+
+supervise()
+tempfile.mkdtemp()
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open("started", "w").close()
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+
+
 def started(folder, *words):
-    """Start `validate` with a temporary folder inside of `folder`, and return its process."""
+    """Start a command with a temporary folder inside of `folder`, and return its process."""
     (folder / "deaf.py").write_text(MODEL)
+    (folder / "supervised.py").write_text(SUPERVISED)
     (folder / "temporary").mkdir()
     path = os.pathsep.join([str(folder), *sys.path])
     environment = {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": path}
     return subprocess.Popen(
-        [sys.executable, "-m", "curry_train", "validate", *words],
+        [sys.executable, *words],
         cwd=folder,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # On the one core of a worker of the tests it would start no processes.
-        preexec_fn=lambda: os.sched_setaffinity(0, range(os.cpu_count())),
     )
 
 
@@ -103,29 +119,26 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="nee
 
 @needs_proc
 def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path):
-    process = started(tmp_path, "--model", "deaf.py:build", "--gate", "recompute/off")
+    words = ["-m", "curry_train", "validate", "--model", "deaf.py:build"]
+    process = started(tmp_path, *words, "--gate", "recompute/off")
     wait_for((tmp_path / "in_backward").exists)
     assert list((tmp_path / "temporary").iterdir())
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert_ended(process, tmp_path, 130)
 
 
-def is_worker(command):
-    return "spawn_main" in command
-
-
 @needs_proc
 def test_a_termination_ends_the_workers_too(tmp_path):
-    process = started(tmp_path, "--model", "mlp")
-    wait_for(lambda: any(map(is_worker, processes_in(tmp_path))))
+    process = started(tmp_path, "supervised.py")
+    wait_for((tmp_path / "started").exists)
     os.kill(process.pid, signal.SIGTERM)
     assert_ended(process, tmp_path, 143)
 
 
 @needs_proc
 def test_a_kill_ends_the_workers_too(tmp_path):
-    process = started(tmp_path, "--model", "mlp")
-    wait_for(lambda: any(map(is_worker, processes_in(tmp_path))))
+    process = started(tmp_path, "supervised.py")
+    wait_for((tmp_path / "started").exists)
     process.kill()
     process.communicate(timeout=20)
     wait_for(lambda: not processes_in(tmp_path))

@@ -10,6 +10,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from warm_python import warm_python
 
 from curry_train.cli.ownership import Kind, find_bundle, technique_files
 
@@ -94,7 +95,7 @@ def pytest_runtest_setup(item):
     if item.location[0] in failed:
         pytest.skip("one failure is enough")
 """
-PYTEST = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+PYTEST = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
 
 
 def copies():
@@ -131,7 +132,7 @@ def outcomes(tmp_path_factory):
     report = folder / "report.xml"
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*PYTEST, f"--junitxml={report}", str(folder)],
+        [warm_python(), *PYTEST, f"--junitxml={report}", str(folder)],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -193,6 +193,7 @@ def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
         (["--script", "nowhere.py"], "there is no file nowhere.py"),
         (["--script", "a.py", "--trainer", "b:c"], "give either --script or --trainer"),
         (["--resume-with", "--resume latest"], "--resume-with is for --script"),
+        (["--trainer", "a:b", "--", "more"], "'more' is for no script: give --script FILE"),
     ],
 )
 def test_wrong_usage_has_a_message_and_status_2(words, message):

@@ -6,7 +6,6 @@ python -m pytest tests/house/test_house.py
 import ast
 import importlib
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,15 +31,26 @@ BUDGETS = {
     f"{PACKAGE}/plan": 53,
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 52,
-    f"{PACKAGE}/cli": 51,
-    PACKAGE: 304,
+    f"{PACKAGE}/cli": 50,
+    PACKAGE: 302,
     "tests": 322,
     "benchmarks": 70,
 }
-LAYOUT = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    *(tokenize.ENCODING, tokenize.ENDMARKER),
-}
+# The tokens of Python; `tokenize` takes ten times as long for all files.
+TOKEN = re.compile(
+    r"""
+    (?P<free> \s+ | \\\n | \#.* )
+    | (?P<string> (?:\b[bBfFrRuU]{1,2})? (?:
+        (?P<quotes>\"{3}|'{3}) (?: \\(?s:.) | (?s:.) )*? (?P=quotes)
+        | "(?: \\(?s:.) | [^"\\\n] )*"
+        | '(?: \\(?s:.) | [^'\\\n] )*'
+    ) )
+    | \d[\w.]*(?:(?<=[eE])[-+]\d+)? | \w+
+    | [*/<>]{2}=? | \.{3} | -> | := | [-+*/%&|^@<>=!]=
+    | .
+    """,
+    re.VERBOSE,
+)
 
 # Names that users and their agents rely on, by the module that they import them from.
 PUBLIC_NAMES = {
@@ -82,6 +92,7 @@ def imports_inside_the_package_are_relative(root: Path) -> list[str]:
         f"{path.relative_to(root)}:{node.lineno} imports curry_train by name: write a relative "
         "import, so that a copy works under another name"
         for path in _python_files(root, PACKAGE)
+        if "import curry_train" in (text := path.read_text("utf-8")) or "from curry_train" in text
         for node in ast.walk(_parse(path))
         if "curry_train" in {name.partition(".")[0] for name in _absolute_imports(node)}
     ]
@@ -160,12 +171,18 @@ RULES = (
 
 
 def _num_tokens(path: Path) -> int:
-    with tokenize.open(path) as file:
-        tokens = [one.type for one in tokenize.generate_tokens(file.readline)]
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(_parse(path)) if isinstance(node, documented)]
-    num_docstrings = sum(ast.get_docstring(node, clean=False) is not None for node in nodes)
-    return sum(one not in LAYOUT for one in tokens) - num_docstrings
+    number = 0
+    before = ":"
+    begins_line = True
+    for found in TOKEN.finditer(path.read_text(encoding="utf-8")):
+        if found["free"] is not None:
+            begins_line |= "\n" in found["free"]
+            continue
+        is_docstring = found["string"] and begins_line and before == ":"
+        number += not is_docstring
+        before = found[0]
+        begins_line = False
+    return number
 
 
 def _gaps(skill: Skill, root: Path) -> Iterator[str]:

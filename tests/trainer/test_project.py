@@ -103,6 +103,7 @@ def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
 def test_a_plan_file_of_the_command_is_applied(project, tmp_path):
     plan = tmp_path / "plan.json"
     words = ["--budget", "60MiB", "--global-batch", "8", "--microbatch", "2", "--out", plan]
+    words += ["--whole-loss", "--without", "sac", "--without", "offload", "--without", "regions"]
     run(project, "-m", "curry_train", "plan", "--model", "model.py:example", *words)
     assert json.loads(plan.read_text())["microbatch"] == 2
     recompute = f"recompute={{strategy: plan, plan: {plan}}}"

@@ -26,9 +26,6 @@ TINY = (
     "evaluate={every: 3, samples: 10}",
 )
 
-# Plans that are found in a second.
-FEW_OPTIONS = {"without": ("sac", "offload"), "chunked_loss": False}
-
 
 def losses(runs, *words, resume=None, stop_after=None):
     """Return the loss of each step, and how the run ended."""
@@ -73,12 +70,19 @@ def plain(tmp_path_factory):
     return losses(tmp_path_factory.mktemp("plain"))[0]
 
 
-def test_recompute_strategies_change_no_loss(tmp_path, plain):
-    """Compare bit by bit, because recompute changes what is kept and not what is computed."""
-    # The least that a plan needs is 820 kB.
-    made = plan("training_models:tiny", 860_000, global_batch=8, microbatch=2, **FEW_OPTIONS)
+@pytest.fixture(scope="module")
+def planned():
+    """Return a plan that recomputes, for microbatches of 2, as JSON."""
+    # The least that a plan needs is 820 kB; with these options it is found in a second.
+    options = {"without": ("sac", "offload"), "chunked_loss": False}
+    made = plan("training_models:tiny", 860_000, global_batch=8, microbatch=2, **options)
     assert {option.kind for option in made.options.values()} != {"none"}
-    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+    return made.to_json()
+
+
+def test_recompute_strategies_change_no_loss(tmp_path, plain, planned):
+    """Compare bit by bit, because recompute changes what is kept and not what is computed."""
+    (tmp_path / "plan.json").write_text(json.dumps(planned))
     for recompute in (
         "full",
         "sac",
@@ -89,9 +93,8 @@ def test_recompute_strategies_change_no_loss(tmp_path, plain):
         assert found == plain, recompute
 
 
-def test_a_plan_for_a_smaller_microbatch_is_refused(tmp_path):
-    made = plan("training_models:tiny", 2**24, global_batch=8, microbatch=1, **FEW_OPTIONS)
-    (tmp_path / "plan.json").write_text(json.dumps(made.to_json()))
+def test_a_plan_for_a_smaller_microbatch_is_refused(tmp_path, planned):
+    (tmp_path / "plan.json").write_text(json.dumps(planned | {"microbatch": 1}))
     with pytest.raises(
         ValueError, match=r"plan\.json is for a microbatch of 1, and 2 samples .* set microbatch=1"
     ):

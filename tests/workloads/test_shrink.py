@@ -66,10 +66,20 @@ def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():
     first, again = small(), small()
     assert first.config.kinds == ["even", "odd"]
     assert Configured.num_built == 6 + 2
-    assert "2 of 6 layers: built again with num_layers" in shrink.note
+    assert "Configured with 2 of 6 layers, by num_layers of its Config;" in shrink.note
     for one, other in zip(first.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
         assert one is not other
+
+
+def test_what_a_factory_does_to_its_model_stays():
+    def factory():
+        module = Configured(Config(num_layers=6))
+        return module.requires_grad_(False)
+
+    module = Shrink(2).factory(factory)()
+    assert len(module.layers) == 2
+    assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
 def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():

@@ -27,12 +27,14 @@ from .options import (
     CaseOptions,
     blocks_text,
     echo_notes,
+    number_option,
     parsed,
     plot_option,
     run_options,
     settle_blocks,
     training_options,
 )
+from .savings import interval_cell
 from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
 
 # Table of a benchmark, at most 80 columns wide.
@@ -67,21 +69,13 @@ def _cells(row: Figures) -> list[str]:
     if row.step is not None:
         median = format_seconds(row.step.median)
         scale = 1000 if row.step.median < 1 else 1
-        spread = _range(row.step.lower, row.step.upper, scale=scale)
-
-    ratio = ""
-    interval = ""
-    if row.ratio is not None:
-        ratio = f"{row.ratio.median:.2f}x"
-        if row.ratio.lower is not None and row.ratio.upper is not None:
-            interval = f"{row.ratio.lower:.2f}-{row.ratio.upper:.2f}"
-
+        spread = "-".join(three_digits(end * scale) for end in (row.step.lower, row.step.upper))
     return [
         row.name,
         median,
         spread,
-        ratio,
-        interval,
+        "" if row.ratio is None else f"{three_digits(row.ratio.median)}x",
+        interval_cell(row.ratio),
         "" if row.terms_per_second is None else format_count(row.terms_per_second),
         "-" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
         format_percent(row.mfu),
@@ -124,10 +118,6 @@ def _legend(bench: Bench) -> Iterator[str]:
         yield f"peak: {(rate or 0) / 1e12:.3g} TFLOP/s, {source}"
 
 
-def _range(lower: float, upper: float, *, scale: int) -> str:
-    return f"{three_digits(lower * scale)}-{three_digits(upper * scale)}"
-
-
 # Command `bench`: time training steps per lever, or compare models.
 
 FLOPS_PER_TFLOP = 1e12
@@ -158,12 +148,8 @@ def _peak(text: str) -> float | str:
     metavar="MODEL",
     help="Also time another model on the same batch. Repeatable.",
 )
-@click.option(
-    "--steps", default=20, type=click.IntRange(1), show_default=True, help="Timed rounds."
-)
-@click.option(
-    "--warmup", default=5, type=click.IntRange(0), show_default=True, help="Rounds before timing."
-)
+@number_option("Timed rounds.", "--steps", default=20)
+@number_option("Rounds before timing.", "--warmup", default=5, least=0)
 @click.option(
     "--optimizer",
     metavar="NAME",

@@ -8,9 +8,10 @@ Colours are from Paul Tol's palettes for colour-blind readers.
 Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py`.
 """
 
+import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,38 +37,50 @@ COLOURS = (
     *("#EE8866", "#999933", "#882255", "#117733", "#332288", "#AA4499", "#DDAA33"),
 )
 GREY_COLOUR = "#555555"
-# Of a legend at the right of the panels.
-OUTSIDE = {"loc": "outside right upper", "fontsize": 8, "frameon": False}
+RIGHT = "outside right upper"  # of the panels, for a legend
 STRATEGY_MARKERS = "osD^vP<X>hpd8H"
 BYTES_PER_MIB = 2**20
 BYTES_PER_GIB = 2**30
 
 
-def _new_figure(width: float, height: float, title: str, note: str = "") -> Any:
-    """Return an empty figure with its title, and a note below."""
+STYLE: Any = {
+    "figure.titlesize": 12,
+    "figure.constrained_layout.use": True,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.labelsize": 9,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "grid.color": "#E4E4E4",
+    "grid.linewidth": 0.6,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "xaxis.labellocation": "left",
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
+@contextlib.contextmanager
+def _picture(
+    path: str | Path, width: float, height: float, title: str, note: str = ""
+) -> Iterator[Any]:
+    """Provide an empty figure with its title, and a note below; write it as PNG at the end."""
     require_matplotlib()
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    # A dollar sign of a file's name would begin a formula.
-    figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left", fontsize=12)
-    if note:
-        figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=GREY_COLOUR)
-    return figure
-
-
-def _frame(axes: Any, x: str, y: str = "", *, grid: str = "both") -> None:
-    """Name the axes, and leave out what is above and right of them."""
-    axes.set_xlabel(x, fontsize=9, loc="left")
-    axes.set_ylabel(y, fontsize=9)
-    axes.tick_params(which="both", labelsize=8)
-    axes.grid(axis=grid, color="#E4E4E4", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(figure: Any, path: str | Path) -> None:
-    figure.savefig(path, format="png", dpi=150)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(width, height))
+        # A dollar sign of a file's name would begin a formula.
+        figure.suptitle(title.replace("$", r"\$"), x=0.01, ha="left")
+        if note:
+            figure.supxlabel(note, x=0.01, ha="left", fontsize=8, color=GREY_COLOUR)
+        yield figure
+        figure.savefig(path, format="png", dpi=150)
 
 
 # bench and savings: what each setup saves and costs, a mark for each.
@@ -99,7 +112,7 @@ def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: st
     front = list(zip(*pareto(points), strict=True))
     axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
     axes.set_ylim(0, 1.1 * max((peak for _, peak in points), default=1.0))
-    _frame(axes, x, "peak, MiB")
+    axes.set(xlabel=x, ylabel="peak, MiB")
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
@@ -114,10 +127,9 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
             ratio = row.ratio or PLAIN_RATIO
             ends = (ratio.lower, ratio.upper)
             trades.append(Trade(row.name, ratio.median, ends, row.peak_bytes))
-    figure = _new_figure(9, 5, title, TRADE_NOTE)
-    _draw_trades(figure.add_subplot(), trades, [trade.name for trade in trades], RATIO_AXIS)
-    figure.legend(**OUTSIDE)
-    _save(figure, path)
+    with _picture(path, 9, 5, title, TRADE_NOTE) as figure:
+        _draw_trades(figure.add_subplot(), trades, [trade.name for trade in trades], RATIO_AXIS)
+        figure.legend(loc=RIGHT)
 
 
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> None:
@@ -126,22 +138,21 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = 
     names = list(dict.fromkeys(row.name for row in rows))
     cases = [list(case) for _, case in itertools.groupby(rows, key=lambda row: row.label)]
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
-    figure = _new_figure(11.5, 0.5 + 4.0 * len(cases), title, TRADE_NOTE)
-    for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
-        times = []
-        flops = []
-        for row in case:
-            peak = row.peak_bytes or 0
-            if row.ratio is not None or row.name == REFERENCE_STRATEGY:
-                ratio = row.ratio or PLAIN_RATIO
-                times.append(Trade(row.name, ratio.median, (ratio.lower, ratio.upper), peak))
-            share = 100 * (row.recompute_ratio or 0)
-            flops.append(Trade(row.name, share, (None, None), peak))
-        _draw_trades(panels[0], times, names, RATIO_AXIS)
-        _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
-        panels[0].set_title(case[0].label, fontsize=10, loc="left", fontweight="bold")
-        panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8, frameon=False)
-    _save(figure, path)
+    with _picture(path, 11.5, 0.5 + 4.0 * len(cases), title, TRADE_NOTE) as figure:
+        for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
+            times = []
+            flops = []
+            for row in case:
+                peak = row.peak_bytes or 0
+                if row.ratio is not None or row.name == REFERENCE_STRATEGY:
+                    ratio = row.ratio or PLAIN_RATIO
+                    times.append(Trade(row.name, ratio.median, (ratio.lower, ratio.upper), peak))
+                share = 100 * (row.recompute_ratio or 0)
+                flops.append(Trade(row.name, share, (None, None), peak))
+            _draw_trades(panels[0], times, names, RATIO_AXIS)
+            _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
+            panels[0].set_title(case[0].label)
+            panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -173,35 +184,35 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
         raise ValueError("no step was probed, so there is nothing to draw")
     names = list(records[-1].layers)
     height = min(22.0, max(3.4, 1.8 + 0.17 * len(names)))
-    figure = _new_figure(11 + 0.07 * max(map(len, names)), height, title or "layers by steps")
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+    width = 11 + 0.07 * max(map(len, names))
+    with _picture(path, width, height, title or "layers by steps") as figure:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
 
-    panels = figure.subplots(1, len(PANELS), sharey=True)
-    for axes, (kind, label) in zip(panels, PANELS.items(), strict=True):
-        cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
-        image = _draw_cells(axes, numpy.array(cells, dtype=float))
-        bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
-        bar.set_label(label, fontsize=10)
-        _frame(axes, "step")
-        axes.grid(False)
-        places = [0, len(records) - 1]
-        axes.set_xticks(places, [str(records[at].step) for at in places])
-        skipped = [at for at, record in enumerate(records) if not record.stepped]
-        look: dict[str, Any] = {"color": NONFINITE_COLOUR, "marker": "v", "linestyle": "none"}
-        if skipped:
-            axes.plot(skipped, [-0.5] * len(skipped), clip_on=False, **look)
+        panels = figure.subplots(1, len(PANELS), sharey=True)
+        for axes, (kind, label) in zip(panels, PANELS.items(), strict=True):
+            cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
+            image = _draw_cells(axes, numpy.array(cells, dtype=float))
+            bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
+            bar.set_label(label, fontsize=10)
+            axes.set(xlabel="step")
+            axes.grid(False)
+            places = [0, len(records) - 1]
+            axes.set_xticks(places, [str(records[at].step) for at in places])
+            skipped = [at for at, record in enumerate(records) if not record.stepped]
+            look: dict[str, Any] = {"color": NONFINITE_COLOUR, "marker": "v", "linestyle": "none"}
+            if skipped:
+                axes.plot(skipped, [-0.5] * len(skipped), clip_on=False, **look)
 
-    rows = range(0, len(names), -(-len(names) // MOST_NAMES))
-    panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=7, family="monospace")
-    legend = [
-        Line2D([], [], label="skipped step", **look),
-        Patch(color=NONFINITE_COLOUR, label="inf or nan"),
-        Patch(color=NOT_SEEN_COLOUR, label="not seen"),
-        Patch(color=ZERO_COLOUR, label="exactly 0"),
-    ]
-    figure.legend(handles=legend, loc="outside lower right", ncols=4, frameon=False, fontsize=8)
-    _save(figure, path)
+        rows = range(0, len(names), -(-len(names) // MOST_NAMES))
+        panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=7, family="monospace")
+        legend = [
+            Line2D([], [], label="skipped step", **look),
+            Patch(color=NONFINITE_COLOUR, label="inf or nan"),
+            Patch(color=NOT_SEEN_COLOUR, label="not seen"),
+            Patch(color=ZERO_COLOUR, label="exactly 0"),
+        ]
+        figure.legend(handles=legend, loc="outside lower right", ncols=4)
 
 
 def _cell(layer: LayerFlow, kind: str) -> float | None:
@@ -245,8 +256,12 @@ PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
 
 def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
-    figure = _new_figure(11, 4.6, course.title)
-    axes = figure.add_subplot()
+    with _picture(path, 11, 4.6, course.title) as figure:
+        _draw_course(figure.add_subplot(), course, colours)
+        figure.legend(title="MiB at the peak", reverse=True, loc=RIGHT)
+
+
+def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
     total = course.totals[course.peak_place]
     peak = total / BYTES_PER_MIB
     reserved = [size / BYTES_PER_MIB for size in course.reserved]
@@ -273,9 +288,8 @@ def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | 
     axes.set_ylim(0, max([peak, *reserved, 1e-9]) * 1.1)
     moment = course.moments[course.peak_place]
     axes.plot([moment], [peak], "v", color="black", clip_on=False, label=course.peak_text)
-    _frame(axes, course.unit, "MiB alive", grid="y")
-    figure.legend(title="MiB at the peak", reverse=True, **OUTSIDE)
-    _save(figure, path)
+    axes.set(xlabel=course.unit, ylabel="MiB alive")
+    axes.grid(False, axis="x")
 
 
 # plan: predicted step time against memory, a line for each microbatch.
@@ -297,44 +311,42 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     size, unit = BYTES_PER_MIB, "MiB"
     if plan.budget_bytes >= BYTES_PER_GIB:
         size, unit = BYTES_PER_GIB, "GiB"
-    figure = _new_figure(
-        *(10, 5.6),
+    title = (
         f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
         f"{plan.microbatch} samples{', chunked loss' * (plan.chunk_tokens is not None)}, "
         f"{format_bytes(plan.peak_bytes)}, "
-        f"{1e3 * plan.step_seconds:,.1f} ms",
-        PLAN_PLOT_NOTE,
+        f"{1e3 * plan.step_seconds:,.1f} ms"
     )
-    axes = figure.add_subplot()
     most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
     step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
     lines: dict[str, list[Candidate]] = {}
     microbatches = sorted({row.microbatch for row in plan.candidates})
-    for row in sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss)):
-        front = trade_off(planner, row, most, step_bytes=step)
-        if not front:
-            continue
-        name = f"{row.steps} x {row.microbatch} samples{', chunked loss' * row.chunked_loss}"
-        lines[name] = front
-        colour = COLOURS[microbatches.index(row.microbatch) % len(COLOURS)]
-        marked = [index for index, one in enumerate(front) if one.options == row.options]
-        axes.plot(
-            [candidate.peak_bytes / size for candidate in front],
-            [1e3 * _seconds(candidate) for candidate in front],
-            "--o" if row.chunked_loss else "-o",
-            color=colour,
-            label=name,
-            drawstyle="steps-post",
-            markevery=marked,
+    with _picture(path, 10, 5.6, title, PLAN_PLOT_NOTE) as figure:
+        axes = figure.add_subplot()
+        for row in sorted(plan.candidates, key=lambda row: (row.microbatch, row.chunked_loss)):
+            front = trade_off(planner, row, most, step_bytes=step)
+            if not front:
+                continue
+            name = f"{row.steps} x {row.microbatch} samples{', chunked loss' * row.chunked_loss}"
+            lines[name] = front
+            axes.plot(
+                [candidate.peak_bytes / size for candidate in front],
+                [1e3 * _seconds(candidate) for candidate in front],
+                "--o" if row.chunked_loss else "-o",
+                color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
+                label=name,
+                drawstyle="steps-post",
+                markevery=[at for at, one in enumerate(front) if one.options == row.options],
+            )
+        _draw_chosen_plan(axes, plan, size)
+        per_rank = " of each rank" if plan.ranks > 1 else ""
+        samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
+        axes.set(
+            xlabel=f"predicted peak memory{per_rank}, {unit}",
+            ylabel=f"predicted time of one optimizer step ({samples} samples), ms",
         )
-    _draw_chosen_plan(axes, plan, size)
-    per_rank = " of each rank" if plan.ranks > 1 else ""
-    samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
-    time = f"predicted time of one optimizer step ({samples} samples), ms"
-    _frame(axes, f"predicted peak memory{per_rank}, {unit}", time)
-    # Long enough to show which lines are dashed.
-    figure.legend(handlelength=4, **OUTSIDE)
-    _save(figure, path)
+        # Long enough to show which lines are dashed.
+        figure.legend(handlelength=4, loc=RIGHT)
     return lines
 
 
@@ -414,31 +426,28 @@ def plot_runs(
     metric = max(metrics, key=metrics.count) if metrics else None
     heights = [3.4, *([1.5] if metric else []), 1.0, 1.0, 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
     title = f"{len(drawn)} runs" if len(drawn) > 1 else shorten(drawn[0].name)
-    figure = _new_figure(11, sum(heights) + 1.5, title)
-    panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-    loss, *dev, rate, memory, events = panels
+    with _picture(path, 11, sum(heights) + 1.5, title) as figure:
+        panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
+        loss, *dev, rate, memory, events = panels
 
-    # The runs with a name are drawn last, over the others.
-    for number, (history, colour) in reversed(list(enumerate(looks))):
-        label = shorten(history.name) if number < MOST_NAMED else None
-        _draw_values(loss, history.course, "loss", colour, smooth=smooth, label=label)
-        _draw_values(rate, history.course, "learning_rate", colour)
-        _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
-        if metric in history.metrics:
-            _draw_values(dev[0], history.metrics[metric], "value", colour)
-    _scale_loss(loss, [history.course for history in drawn])
-    _frame(loss, "", "loss" if smooth is None else f"loss, mean over {smooth} steps")
-    if metric:
-        _frame(dev[0], "", printable(metric, longest=20).replace("_", " "))
-    _frame(rate, "", "learning rate")
-    _frame(memory, "", "peak, GiB")
-    for axes in (rate, memory):
-        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
-    _draw_events(events, looks[:MOST_NAMED])
-    if len(drawn) > 1:
-        handles, names = loss.get_legend_handles_labels()
-        figure.legend(handles[::-1], names[::-1], **OUTSIDE)
-    _save(figure, path)
+        # The runs with a name are drawn last, over the others.
+        for number, (history, colour) in reversed(list(enumerate(looks))):
+            label = shorten(history.name) if number < MOST_NAMED else None
+            _draw_values(loss, history.course, "loss", colour, smooth=smooth, label=label)
+            _draw_values(rate, history.course, "learning_rate", colour)
+            _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
+            if metric in history.metrics:
+                _draw_values(dev[0], history.metrics[metric], "value", colour)
+        _scale_loss(loss, [history.course for history in drawn])
+        loss.set(ylabel="loss" if smooth is None else f"loss, mean over {smooth} steps")
+        if metric:
+            dev[0].set(ylabel=printable(metric, longest=20).replace("_", " "))
+        for axes, name in ((rate, "learning rate"), (memory, "peak, GiB")):
+            axes.set(ylabel=name, ylim=(0, 1.15 * axes.get_ylim()[1]))
+        _draw_events(events, looks[:MOST_NAMED])
+        if len(drawn) > 1:
+            handles, names = loss.get_legend_handles_labels()
+            figure.legend(handles[::-1], names[::-1], loc=RIGHT)
     return [history.name for history, _ in looks[:MOST_NAMED]]
 
 
@@ -493,10 +502,9 @@ def _scale_loss(axes: Any, courses: Sequence[Course]) -> None:
 
 def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
     """Draw a row of events for each run, with a legend of their signs below."""
-    for row, (_, colour) in enumerate(runs):
+    for row, (history, colour) in enumerate(runs):
         axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
-    for kind, marker in EVENT_MARKERS.items():
-        for row, (history, colour) in enumerate(runs):
+        for kind, marker in EVENT_MARKERS.items():
             if steps := [event.step for event in history.events.get(kind, [])]:
                 own = SPIKE_COLOUR if kind == "spike" else colour
                 sign = {"marker": marker, "linestyle": "none", "clip_on": False}
@@ -505,7 +513,6 @@ def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
     handles, labels = axes.get_legend_handles_labels()
     signs = dict(zip(labels, handles, strict=True))
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
-    axes.figure.legend(signs.values(), signs.keys(), fontsize=8, frameon=False, **place)
-    axes.set_ylim(len(runs) - 0.4, -0.6)
-    _frame(axes, "step", "events", grid="x")
-    axes.set_yticks([])
+    axes.figure.legend(signs.values(), signs.keys(), **place)
+    axes.set(xlabel="step", ylabel="events", ylim=(len(runs) - 0.4, -0.6), yticks=[])
+    axes.grid(False, axis="y")

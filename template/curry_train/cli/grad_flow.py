@@ -5,6 +5,7 @@ The panels show activations, gradients and updates.
 Proof: `python -m pytest tests/cli/test_grad_flow_command.py`.
 """
 
+import math
 from dataclasses import replace
 
 import click
@@ -21,6 +22,7 @@ from .options import (
     CaseOptions,
     dtype_name,
     echo_notes,
+    number_option,
     plot_option,
     run_options,
     settle_blocks,
@@ -39,31 +41,12 @@ LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight check
 @click.command("grad-flow", cls=ScreenCommand, example="--model mlp --steps 5 --plot flow.png")
 @training_options("spec")
 @run_options
-@click.option(
-    "--steps",
-    default=20,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Optimizer steps to train.",
-)
-@click.option(
-    "--microbatches",
-    default=1,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Microbatches per step.",
-)
+@number_option("Optimizer steps to train.", "--steps", default=20)
 @click.option(
     "--learning-rate",
     type=click.FloatRange(0, min_open=True),
     metavar="RATE",
     help="Constant rate of AdamW; default: the trainer's optimizer, or 1e-3.",
-)
-@click.option(
-    "--clip-norm",
-    type=click.FloatRange(0, min_open=True),
-    metavar="NORM",
-    help="Clip gradients to this norm, after the probe.",
 )
 @click.option(
     "--layers",
@@ -76,9 +59,7 @@ def grad_flow_command(
     spec: str,
     asked: CaseOptions,
     steps: int,
-    microbatches: int,
     learning_rate: float | None,
-    clip_norm: float | None,
     layers: tuple[str, ...],
     plot_path: str | None,
 ) -> Ended:
@@ -99,7 +80,7 @@ def grad_flow_command(
         layers=list(layers) or None,
         blocks=case.blocks,
     )
-    losses = _train(case, module, optimizer, flow, steps, microbatches, clip_norm)
+    losses = _train(case, module, optimizer, flow, steps)
 
     echo_notes(workload)
     click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec))
@@ -132,31 +113,16 @@ def _train(
     optimizer: torch.optim.Optimizer,
     flow: GradFlow,
     steps: int,
-    microbatches: int,
-    clip_norm: float | None,
 ) -> list[float | str]:
-    """Train with a new batch for each microbatch and return the loss of each step.
-
-    A loss that is not finite is returned as text, such as "nan".
-    """
+    """Train with a new batch for each step and return its loss, as text if it is not finite."""
     losses = []
-    with (
-        progress_on_screen() as progress,
-        seeded(case.seed),
-        flow,
-    ):
+    with progress_on_screen() as progress, seeded(case.seed), flow:
         task = progress.add_task("training", total=steps)
         for step in range(steps):
             optimizer.zero_grad()
-            total = torch.zeros((), device=case.device)
-            for index in range(microbatches):
-                batch = replace(case, seed=case.seed + step * microbatches + index).batch()
-                loss = case.workload.mean_loss(module, batch) / microbatches
-                loss.backward()
-                total += loss.detach()
-            if clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+            loss = case.workload.mean_loss(module, replace(case, seed=case.seed + step).batch())
+            loss.backward()
             optimizer.step()
-            losses.append(total.item())
+            losses.append(loss.item())
             progress.advance(task)
-    return [loss if torch.tensor(loss).isfinite() else str(loss) for loss in losses]
+    return [loss if math.isfinite(loss) else str(loss) for loss in losses]

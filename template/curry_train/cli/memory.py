@@ -28,7 +28,7 @@ from ..plan.snapshot import (
 )
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
-from ..workloads.models import is_taken, load_workload
+from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_course
 from .memory_page import (
@@ -39,13 +39,13 @@ from .memory_page import (
     write_page,
 )
 from .options import (
-    DTYPES,
     CaseOptions,
     blocks_text,
     dtype_name,
     dtype_to_use,
     echo_notes,
     output_option,
+    own_workload,
     plot_option,
     run_options,
     samples_of,
@@ -278,13 +278,13 @@ def _case_to_measure(
 
     With `on_shapes` a factory makes no real weights; a trainer or a script has made them already.
     """
-    source = load_workload(spec) if is_taken(spec) else spec
+    own = own_workload(spec)
+    source = own or spec
     why = "as asked" if on_shapes else missing_room(source, asked.case)
     if why is None:
         yield asked.case(load_workload(spec)), None
         return
-    own = None if isinstance(source, str) else source
-    precision = DTYPES[asked.dtype or "float32"] if own is None else dtype_to_use(asked.dtype, own)
+    precision = dtype_to_use(asked.dtype, own)
     with Sketch(source, dtype=precision, seed=asked.seed, blocks=asked.blocks) as sketch:
         if sketch.why_real is not None:
             raise ValueError(f"{spec} does not run on shapes: {sketch.why_real}")

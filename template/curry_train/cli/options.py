@@ -20,9 +20,16 @@ from click.core import ParameterSource
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import NoSuchDevice, find_device
 from ..primitives.running_blocks import BlockChoice
-from ..workloads.models import BUILTIN_WORKLOADS, CONFIG_PREFIX, SCRIPT_PREFIX, TRAINER_PREFIX
+from ..workloads.models import (
+    BUILTIN_WORKLOADS,
+    CONFIG_PREFIX,
+    SCRIPT_PREFIX,
+    TRAINER_PREFIX,
+    is_taken,
+    load_workload,
+)
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import JSON_KEY, UnusableInput, fill_screen, write_output
+from .screen import JSON_KEY, UnusableInput, echo_lines, fill_screen, write_output
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -140,26 +147,15 @@ def training_options(
     return decorate
 
 
-def trainer_option() -> OptionDecorator:
-    """Add `--trainer`, in place of a model or of a script."""
-    return click.option(
+# What is given in place of a model.
+PROGRAM_INPUTS = (
+    click.option(
         "--trainer",
         metavar="FACTORY",
         help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
         "module, or an Accelerator with its training.",
-    )
-
-
-def script_option() -> OptionDecorator:
-    """Add `--script`, in place of a model or of a trainer."""
-    return click.option(
-        "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
-    )
-
-
-PROGRAM_INPUTS = (
-    trainer_option(),
-    script_option(),
+    ),
+    click.option("--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."),
     click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
 )
 # The path of --factory in the context of a command.
@@ -173,8 +169,7 @@ def echo_notes(workload: Workload | None) -> None:
     """
     if workload is None:
         return
-    for note in workload.notes:
-        click.echo(fill_screen(note))
+    echo_lines(*workload.notes)
     path = click.get_current_context().meta.get(FACTORY_KEY)
     if workload.factory and path is not None:
         write_output(path, workload.factory)
@@ -260,18 +255,23 @@ def dtype_option(**settings: Any) -> OptionDecorator:
     return click.option("--dtype", **defaults | settings)
 
 
+def number_option(
+    text: str, *names: str, default: int | None = None, least: int = 1, **settings: Any
+) -> OptionDecorator:
+    """Add an option for a whole number, and show its default."""
+    settings = {"show_default": True} | settings
+    return click.option(*names, type=click.IntRange(least), default=default, help=text, **settings)
+
+
 def batch_size_option(default: int | None = None) -> OptionDecorator:
     """Add `--batch-size`, the samples per step."""
-    return click.option(
-        "--batch-size", type=click.IntRange(1), default=default, help="Samples per step."
-    )
+    return number_option("Samples per step.", "--batch-size", default=default, show_default=False)
 
 
 def seed_option() -> OptionDecorator:
     """Add `--seed`, of weights, batch and dropout."""
-    return click.option(
-        "--seed", type=click.IntRange(0), default=0, help="Seed of weights, batch and dropout."
-    )
+    text = "Seed of weights, batch and dropout."
+    return number_option(text, "--seed", default=0, least=0, show_default=False)
 
 
 def blocks_option() -> OptionDecorator:
@@ -298,11 +298,15 @@ def samples_of(workload: Workload, asked: int | None, *, default: int | None = N
     return own or 1
 
 
-def dtype_to_use(name: str | None, workload: Workload) -> torch.dtype:
+def own_workload(spec: str) -> Workload | None:
+    """Return the workload of the user's trainer or script, which have made their model already."""
+    return load_workload(spec) if is_taken(spec) else None
+
+
+def dtype_to_use(name: str | None, workload: Workload | None) -> torch.dtype:
     """Return the dtype of `--dtype`; by default that of the user's own weights, or float32."""
-    if name is not None:
-        return DTYPES[name]
-    return workload.dtype or torch.float32
+    own = None if workload is None else workload.dtype
+    return (own or torch.float32) if name is None else DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -372,44 +376,45 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:
     """Add the options by which a user's program runs some steps in processes of its own."""
-    return all_of(*PROGRAM_INPUTS, steps_option(default_steps, least_steps), ranks_option())
+    text = "Start so many processes, as torchrun does."
+    ranks = number_option(text, "--ranks", "num_ranks", default=1)
+    return all_of(program_option(), steps_option(default_steps, least_steps), ranks)
 
 
 def steps_option(default: int, least: int) -> OptionDecorator:
     """Add `--steps`, the steps that a program of the user's makes."""
-    return click.option(
-        "--steps",
-        "num_steps",
-        type=click.IntRange(least),
-        default=default,
-        show_default=True,
-        help="Steps of an optimizer, after which the loop ends.",
-    )
+    text = "Steps of an optimizer, after which the loop ends."
+    return number_option(text, "--steps", "num_steps", default=default, least=least)
 
 
-def ranks_option() -> OptionDecorator:
-    """Add `--ranks`, the processes of a program of the user's."""
-    return click.option(
-        "--ranks",
-        "num_ranks",
-        type=click.IntRange(1),
-        default=1,
-        show_default=True,
-        help="Start so many processes, as torchrun does.",
-    )
+def program_option(otherwise: str | None = None) -> OptionDecorator:
+    """Add the options of a user's program, which the command gets as `program`: kind and words.
 
+    Without a script or a trainer, the kind is `otherwise`.
+    """
 
-def program_of(
-    script: str | None, trainer: str | None, arguments: tuple[str, ...]
-) -> tuple[str, list[str]]:
-    """Return the kind of a program that was given by `program_options`, and its words."""
-    if (script is None) == (trainer is None):
-        raise click.UsageError("give either --script or --trainer")
-    if script is None:
-        return "trainer", [str(trainer)]
-    if not Path(script).is_file():
-        raise UnusableInput(f"there is no file {script}")
-    return "script", [script, *arguments]
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(
+            *args: Any,
+            script: str | None,
+            trainer: str | None,
+            arguments: tuple[str, ...],
+            **settings: Any,
+        ) -> Any:
+            if (script and trainer) or (not (script or trainer) and otherwise is None):
+                raise click.UsageError("give either --script or --trainer")
+            if trainer and arguments:
+                raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
+            if script and not Path(script).is_file():
+                raise UnusableInput(f"there is no file {script}")
+            kind = "script" if script else "trainer" if trainer else otherwise
+            program = [kind, *filter(None, [script or trainer]), *arguments]
+            return command(*args, program=program, **settings)
+
+        return all_of(*PROGRAM_INPUTS)(run)
+
+    return decorate
 
 
 def require_matplotlib() -> None:

@@ -25,18 +25,19 @@ from ..plan.profiler import Timeline
 from ..plan.rank_time import parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from ..plan.timeline import measure_timeline
-from ..workloads.models import is_taken, load_workload
-from ..workloads.workload import Case, Workload
+from ..workloads.models import load_workload
+from ..workloads.workload import Case
 from .figures import plot_plan
 from .options import (
-    DTYPES,
     all_of,
     blocks_option,
     choose_device,
     dtype_option,
     dtype_to_use,
     echo_notes,
+    number_option,
     output_option,
+    own_workload,
     parsed,
     plot_option,
     results_option,
@@ -79,9 +80,7 @@ SHARDING_OPTIONS = all_of(
         help="How ranks share the training: "
         f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
     ),
-    click.option(
-        "--ranks", default=1, type=click.IntRange(1), show_default=True, help="Number of ranks."
-    ),
+    number_option("Number of ranks.", "--ranks", default=1),
     click.option(
         "--mesh",
         "meshes",
@@ -90,13 +89,7 @@ SHARDING_OPTIONS = all_of(
         metavar="SIZES",
         help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
     ),
-    click.option(
-        "--rank",
-        default=0,
-        type=click.IntRange(0),
-        show_default=True,
-        help="The rank to plan for.",
-    ),
+    number_option("The rank to plan for.", "--rank", default=0, least=0),
     click.option(
         "--reshard-after-forward",
         callback=parsed(_reshard),
@@ -134,15 +127,11 @@ SHARDING_OPTIONS = all_of(
     metavar="GPU",
     help="In place of --budget: find the fewest GPUs of this kind, such as h100.",
 )
-@click.option(
-    "--global-batch",
-    type=click.IntRange(1),
-    help="Samples per optimizer step.  [default: the trainer's or factory's, or 1]",
+@number_option(
+    "Samples per optimizer step.  [default: the trainer's or factory's, or 1]", "--global-batch"
 )
-@click.option(
-    "--microbatch",
-    type=click.IntRange(1),
-    help="Samples per microbatch.  [default: try every divisor of the global batch]",
+@number_option(
+    "Samples per microbatch.  [default: try every divisor of the global batch]", "--microbatch"
 )
 @click.option(
     "--target",
@@ -222,7 +211,13 @@ def plan_command(
     place = choose_device("auto")
     here = [] if target else [FOR_THIS_DEVICE[place.type]]
     try:
-        own, precision, size = _own_settings(spec, dtype, global_batch)
+        # A trainer is read before the planner makes tensors without values. The batch of a factory
+        # is known when the planner has called it.
+        own = own_workload(spec)
+        precision = dtype_to_use(dtype, own)
+        size = global_batch
+        if own is not None and size is None:
+            size = (own.own_batch or 1) * own.accumulation
         settings: dict[str, Any] = {"dtype": precision, "optimizer": optimizer}
         settings |= {"blocks": blocks, "seed": seed}
         meshes, gpu, kind = (shared.pop(name) for name in ("meshes", "fits", "parallel"))
@@ -271,21 +266,6 @@ def plan_command(
     results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
     results |= {"plan": plan.to_json(), **(plan.cuda or {})}
     return provenance(place) | results, 0
-
-
-def _own_settings(
-    spec: str, dtype: str | None, global_batch: int | None
-) -> tuple[Workload | None, torch.dtype, int | None]:
-    """Return the workload of the user's trainer, and dtype and global batch, by default its own.
-
-    The batch of a factory is known when the planner has called it. A trainer is read here, before
-    the planner makes tensors that have no values.
-    """
-    if not is_taken(spec):
-        return None, DTYPES[dtype or "float32"], global_batch
-    own = load_workload(spec)
-    size = (own.own_batch or 1) * own.accumulation
-    return own, dtype_to_use(dtype, own), global_batch or size
 
 
 # Options that `--fits` takes; the others belong to the plan for a budget.

@@ -14,38 +14,31 @@ from ..core.wording import provenance
 from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
 from ..gates.verdict import Verdict
-from .options import program_of, program_options, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen
+from .options import number_option, program_options, results_option
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 
 
 @click.command("preflight", cls=ScreenCommand, example="--script train.py -- --rate 0.1")
 @program_options(DEFAULT_STEPS, least_steps=2)
-@click.option(
+@number_option(
+    "Build models that have a configuration with so many layers, where they are too large.",
     "--shrink",
     "num_layers",
-    type=click.IntRange(1),
-    help="Build models that have a configuration with so many layers, where they are too large.",
 )
 @results_option()
 def preflight_command(
-    script: str | None,
-    trainer: str | None,
-    num_steps: int,
-    num_ranks: int,
-    num_layers: int | None,
-    arguments: tuple[str, ...],
+    program: list[str], num_steps: int, num_ranks: int, num_layers: int | None
 ) -> Ended:
     """Check your own training loop, as it is.
 
     It runs a few steps in a process of its own, saves nothing, and puts changed files back. Exit
     status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
     """
-    kind, words = program_of(script, trainer, arguments)
+    kind, *words = program
     verdicts = preflight_program(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )
-    for line in describe(shlex.join(words), num_steps, verdicts):
-        click.echo(fill_screen(line, indent="    "))
+    echo_lines(*describe(shlex.join(words), num_steps, verdicts), indent="    ")
     facts = provenance(torch.device("cpu")) | {"program": words, "steps": num_steps}
     facts["results"] = [asdict(verdict) for verdict in verdicts]
     if any(verdict.passed is False for verdict in verdicts):

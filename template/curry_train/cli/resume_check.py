@@ -8,38 +8,26 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
-import signal
-import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 import torch
 
 from ..core.wording import provenance
-from ..gates.loop_run import ChangedFiles, run_ranks, run_watched
-from ..workloads.models import load_object
-from .options import (
-    PROGRAM_INPUTS,
-    all_of,
-    program_of,
-    results_option,
-    steps_option,
-)
+from ..gates.loop_run import ChangedFiles, End, run_ranks, train_by
+from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 from .train import train_command
 
-# Time for a save in the background, so that the step of the resume does not depend on the disk.
-SECONDS_BEFORE_KILL = 1.0
 Steps = list[dict[str, Any]]
 
 
@@ -61,7 +49,11 @@ def check_resume(
 
     def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
         show(f"without its {mode}" if mode in PARTS else mode)
-        found = run_ranks(str(__spec__.name), [mode, str(last), fresh, str(log), *program])[0]
+        undo = str(log) if mode == "killed" else None
+        left = [] if mode in ("straight", "killed") else map(str, ChangedFiles.read_log(log))
+        ignored = [str(folder), *left]
+        job = WatchedRun(mode, last, fresh, str(log), program)
+        found = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]
         forget(found["steps"], unseeded)
         return found
 
@@ -198,54 +190,52 @@ def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
 # What a process does.
 
 
-def _main(result: str, mode: str, last: str, fresh: str, log: str, kind: str, *words: str) -> None:
-    def watch(run: Callable[[], None], finish: Callable[[dict[str, Any]], NoReturn]) -> None:
-        def when_enough(watched: StateWatch) -> None:
-            if mode != "killed":
-                finish({"steps": watched.steps, "present": watched.present})
-            Path(result).write_text(json.dumps({"steps": watched.steps}))
-            time.sleep(SECONDS_BEFORE_KILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+@dataclass(frozen=True)
+class WatchedRun:
+    """Watches the state of a program until a step; its mode is that of `StateWatch`."""
 
-        watched = StateWatch(int(last), when_enough, fresh, mode)
+    mode: str
+    last: int
+    fresh: str
+    log: str
+    program: list[str]
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run it, and tell what each step began with."""
+
+        def finish(watched: StateWatch) -> None:
+            end({"steps": watched.steps, "present": watched.present})
+
+        kind, *words = self.program
+        watched = StateWatch(self.last, finish, self.fresh, self.mode)
         with watched.watching():
             if kind == "train":
                 with contextlib.suppress(SystemExit):
-                    train_command.main([*words], standalone_mode=False)
+                    train_command.main(words, standalone_mode=False)
             elif kind == "resumed trainer":
-                _resume_trainer(words[0], log)
+                train_by(words[0], resume_from=lambda: _newest_checkpoint(self.log))
             else:
                 run()
-        finish({"steps": watched.steps, "present": watched.present})
-
-    undo = log if mode == "killed" else None
-    left = [] if mode in ("straight", "killed") else map(str, ChangedFiles.read_log(log))
-    ignored = [str(Path(fresh).parent), *left]
-    run_watched(result, kind, words, watch, saves=True, undo=undo, ignored=ignored)
+        finish(watched)
 
 
-def _resume_trainer(spec: str, log: str) -> None:
-    """Resume what a factory makes, from the newest checkpoint that the killed process has left."""
-    made = load_object(spec)
-    trainer, *rest = made if isinstance(made, tuple) else (made,)
-    if not hasattr(trainer, "fit"):
-        trainer.train(resume_from_checkpoint=True)
-        return
+def _newest_checkpoint(log: str) -> Path | None:
+    """Return the newest checkpoint that the killed process has left."""
     places = ChangedFiles.read_log(log)
     found = [one for place in places for one in [place, *place.rglob("*")] if one.suffix == ".ckpt"]
-    newest = max(found, key=lambda one: one.stat().st_mtime, default=None)
-    trainer.fit(*[one for one in rest if one is not None], ckpt_path=newest)
+    return max(found, key=lambda one: one.stat().st_mtime, default=None)
 
 
 # The command.
 
 
 @click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
-@all_of(*PROGRAM_INPUTS, steps_option(12, 3))
-@click.option(
+@program_option(otherwise="train")
+@steps_option(12, 3)
+@number_option(
+    "Step in which the second run is killed; default: two thirds of the steps.",
     "--kill-at",
-    type=click.IntRange(2),
-    help="Step in which the second run is killed; default: two thirds of the steps.",
+    least=2,
 )
 @click.option(
     "--resume-with",
@@ -255,12 +245,7 @@ def _resume_trainer(spec: str, log: str) -> None:
 )
 @results_option()
 def resume_check_command(
-    script: str | None,
-    trainer: str | None,
-    arguments: tuple[str, ...],
-    num_steps: int,
-    kill_at: int | None,
-    resume_with: str,
+    program: list[str], num_steps: int, kill_at: int | None, resume_with: str
 ) -> Ended:
     """Check that a resumed run is bit-equal.
 
@@ -270,24 +255,19 @@ def resume_check_command(
     kill_step = kill_at or max(2, num_steps * 2 // 3)
     if not kill_step < num_steps:
         raise ValueError(f"--kill-at {kill_step} has to be below --steps {num_steps}")
-    if script is None and trainer is None:
-        if resume_with:
-            raise click.UsageError("--resume-with is for --script")
-        words = [f"steps={num_steps}", f"checkpoint.rollback_every={max(1, kill_step // 2)}"]
-        start = ["train", *words, *arguments]
-        again = [*start, "--resume", "latest"]
-    else:
-        kind, words = program_of(script, trainer, arguments)
-        start = [kind, *words]
-        again = [*start, *shlex.split(resume_with)]
-        if kind == "trainer":
-            again = ["resumed trainer", *words]
+    if resume_with and program[0] != "script":
+        raise click.UsageError("--resume-with is for --script")
+    kind, *words = program
+    if kind == "train":
+        every = f"checkpoint.rollback_every={max(1, kill_step // 2)}"
+        words = [f"steps={num_steps}", every, *words]
+        resume_with = "--resume latest"
+    again = ["resumed trainer" if kind == "trainer" else kind, *words, *shlex.split(resume_with)]
     with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
         found = check_resume(
-            Path(folder), start, again, num_steps=num_steps, kill_at=kill_step, show=show
+            Path(folder), [kind, *words], again, num_steps=num_steps, kill_at=kill_step, show=show
         )
-    for line in describe(found):
-        click.echo(fill_screen(line, indent="    "))
+    echo_lines(*describe(found), indent="    ")
     return provenance(torch.device("cpu")) | found, not found["equal"]
 
 
@@ -313,7 +293,3 @@ def describe(found: dict[str, Any]) -> list[str]:
             text = "proves nothing: the steps are equal without it"
         lines.append(f"  {part}: {text}")
     return lines
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -5,7 +5,7 @@ Proof: `python -m pytest tests/cli/test_runs_command.py tests/cli/test_export.py
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs, read_manifest
-from ..runs.ranks import DamagedCheckpoint, StateMismatch
+from ..runs.ranks import DamagedCheckpoint
 from ..runs.store import SavedRun
 from .options import results_option
 from .screen import (
@@ -278,35 +278,20 @@ def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _parameters(tensors: Mapping[str, torch.Tensor], strip: str) -> dict[str, torch.Tensor]:
-    """Return the model's tensors whose names begin with a prefix, without it."""
-    of_model = {
-        name.removeprefix(MODEL_PREFIX): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(MODEL_PREFIX)
-    }
-    chosen = {
-        name.removeprefix(strip): tensor
-        for name, tensor in of_model.items()
-        if name.startswith(strip)
-    }
-    if not chosen:
-        first = min(of_model, default="none")
-        raise StateMismatch(f"no parameter's name begins with {strip!r}: the first is {first}")
-    return chosen
-
-
 def export_parameters(
-    run: SavedRun, checkpoint: str, folder: Path, *, config: str | None = None, strip: str = ""
+    run: SavedRun, checkpoint: str, folder: Path, *, config: str | None = None
 ) -> list[str]:
     """Verify a checkpoint, and write its parameters into a new folder; return their names.
 
-    The folder appears when everything is in it. `config` is a config.json to copy there, and
-    `strip` a prefix of the exported names that is left out.
+    The folder appears when everything is in it. `config` is a config.json to copy there.
     """
     if folder.exists():
         raise ValueError(f"{folder} exists: give a new folder")
-    parameters = _parameters(saved_tensors(run, run.folder_of(checkpoint)), strip)
+    parameters = {
+        name.removeprefix(MODEL_PREFIX): tensor
+        for name, tensor in saved_tensors(run, run.folder_of(checkpoint)).items()
+        if name.startswith(MODEL_PREFIX)
+    }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         staged = Path(name, folder.name)
@@ -328,16 +313,13 @@ def export_parameters(
     metavar="FILE",
     help="A config.json of Hugging Face to put next to them.",
 )
-@click.option("--strip", metavar="PREFIX", default="", help="Export names with it, without it.")
 @results_option()
-def export_command(
-    run: str, checkpoint: str, out: str, model_config: str | None, strip: str
-) -> Ended:
+def export_command(run: str, checkpoint: str, out: str, model_config: str | None) -> Ended:
     """Write the parameters of a checkpoint as Hugging Face safetensors.
 
     CHECKPOINT is latest, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp. Its files are
     verified. Parameters that share values are written once, under the first name.
     """
-    names = export_parameters(_open(run), checkpoint, Path(out), config=model_config, strip=strip)
+    names = export_parameters(_open(run), checkpoint, Path(out), config=model_config)
     click.echo(f"{len(names)} tensors in {Path(out, MODEL_FILE_NAME)}")
     return {"out": out, "names": names}, 0

@@ -15,7 +15,7 @@ from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import dtype_option, model_option, results_option
-from .screen import Ended, ScreenCommand, fill_screen, table
+from .screen import Ended, ScreenCommand, echo_lines, table
 
 # Bytes per parameter: the weights, and the weights with the state of AdamW.
 BYTES_PER_PARAMETER = {
@@ -106,11 +106,11 @@ def estimate_command(
     click.echo(estimate_table(estimate))
     if (every := policy.retention.keep_every) is not None:
         more = f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, in"
-        click.echo(fill_screen(f"{more} addition to this estimate", indent=""))
+        echo_lines(f"{more} addition to this estimate", indent="")
     if folder is None:
         return estimate, 0
     free = SavedRun(folder).files.free_bytes("recovery")
     enough = free >= estimate["most"]
     verdict = "enough" if enough else "not enough"
-    click.echo(fill_screen(f"{folder} has {free / 1e9:.1f} GB free: {verdict}"))
+    echo_lines(f"{folder} has {free / 1e9:.1f} GB free: {verdict}")
     return estimate | {"free": free}, not enough

@@ -32,7 +32,7 @@ from ..runs.ranks import RunError
 from ..runs.trainers import Commit, read_commit
 from .options import results_option
 from .runs import is_run
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, table
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, table
 from .tensor_files import (
     DAMAGE,
     FoundTensor,
@@ -317,8 +317,7 @@ def inspect_command(path: str) -> Ended:
 
     if found.tensors:
         click.echo(_tensors_table(found))
-    for line in inspection_lines(found):
-        click.echo(fill_screen(line))
+    echo_lines(*inspection_lines(found))
     return found.to_json(), bool(found.problems)
 
 

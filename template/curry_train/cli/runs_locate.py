@@ -8,21 +8,21 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest import mock
 
 import click
 
-from ..gates.loop_run import run_ranks, run_watched
+from ..gates.loop_run import End, run_ranks
 from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
-from .options import program_of, program_options, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen
+from .options import program_options, results_option
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
 
 
 @click.command("record", cls=ScreenCommand, example="--script train.py --out before -- --rate 0.1")
@@ -36,47 +36,46 @@ from .screen import Ended, ScreenCommand, UnusableInput, fill_screen
 )
 @click.option("--out", required=True, metavar="FOLDER", help="The new folder of the record.")
 def record_command(
-    script: str | None,
-    trainer: str | None,
-    num_steps: int,
-    num_ranks: int,
-    level: str,
-    out: str,
-    arguments: tuple[str, ...],
+    program: list[str], num_steps: int, num_ranks: int, level: str, out: str
 ) -> None:
     """Record digests of what a script or Trainer computes.
 
     It runs the first steps in a process of its own, saves nothing else, and puts changed files
     back. Compare two records by `runs locate`.
     """
-    kind, words = program_of(script, trainer, arguments)
-    _record(out, [kind, *words], num_ranks, steps=num_steps, level=level)
-    click.echo(fill_screen(f"recorded {num_steps} steps in {out}"))
+    _record(out, program, num_ranks, steps=num_steps, level=level)
+    echo_lines(f"recorded {num_steps} steps in {out}")
 
 
 def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> None:
     """Record a program in processes of its own, by the options of `record_run`."""
     if Path(out).exists() and any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
-    given = [out, json.dumps(options), *program]
-    found = run_ranks(str(__spec__.name), given, num_ranks=num_ranks)
+    job = Recording(out, program, options)
+    exchange = options.get("exchange") or {}
+    ignored = [out, *(str(one) for one in exchange.values() if isinstance(one, str))]
+    found = run_ranks(job, program, num_ranks=num_ranks, ignored=ignored)
     if not all(one.get("steps") for one in found):
         raise UnusableInput("it ended before a step of an optimizer")
 
 
-def _main(result: str, out: str, given: str, *program: str) -> None:
-    options = json.loads(given)
-    exchange = options.pop("exchange", None)
-    folders = [str(one) for one in (exchange or {}).values() if isinstance(one, str)]
+@dataclass(frozen=True)
+class Recording:
+    """Records a program into a folder, by the options of `record_run`."""
 
-    def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
-        options["exchange"] = Exchange(**exchange) if exchange else None
+    out: str
+    program: Sequence[str]
+    options: Mapping[str, Any]
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run it until the steps are recorded."""
+        options = {"exchange": None, **self.options}
+        if options["exchange"]:
+            options["exchange"] = Exchange(**options["exchange"])
         options["when_enough"] = lambda: end({"steps": options["steps"]})
-        with record_run(out, program=program, **options):
+        with record_run(self.out, program=self.program, **options):
             run()
-        end({"steps": read_fingerprints(out)[-1].get("step", 0)})
-
-    run_watched(result, program[0], program[1:], watch, ignored=[out, *folders])
+        end({"steps": read_fingerprints(self.out)[-1].get("step", 0)})
 
 
 Run = list[dict[str, Any]]
@@ -122,18 +121,16 @@ def locate_command(
         if tolerance == "auto" and found.kind:
             rank, found = _first(again.with_tolerance(found))
         suffix = f" (rank {rank} of {num_ranks})" if num_ranks > 1 and not found.is_equal else ""
-        click.echo(fill_screen(f"{found.headline}{suffix}"))
+        echo_lines(f"{found.headline}{suffix}")
         operation = None
         if names_operation and found.kind:
             operation = again.operation(found, rank)
-            click.echo(fill_screen(f"operation: {operation}"))
+            echo_lines(f"operation: {operation}")
         bisected: dict[str, str] = {}
         if command and found.kind:
             bisected = _bisect(command, runs[rank], rank, Path(folder))
-        for name, result in bisected.items():
-            click.echo(fill_screen(f"{name}: {result}", indent="  "))
-    for note in found.notes:
-        click.echo(fill_screen(f"  {note}", indent="    "))
+        echo_lines(*(f"{name}: {result}" for name, result in bisected.items()))
+    echo_lines(*(f"  {note}" for note in found.notes), indent="    ")
     others = {"rank": rank, "operation": operation, "settings": bisected}
     return found.to_json() | others, not found.is_equal
 
@@ -271,7 +268,3 @@ def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
         raise UnusableInput(
             f"the command ended with status {ended.returncode}: {shlex.join(words)}"
         )
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -10,7 +10,7 @@ import click
 from ..runs.history import read_history
 from ..runs.journal import finite
 from .figures import plot_runs
-from .options import output_option, results_option
+from .options import number_option, output_option, results_option
 from .runs_diff import summary
 from .screen import Ended, ScreenCommand
 
@@ -18,11 +18,8 @@ from .screen import Ended, ScreenCommand
 @click.command("plot", cls=ScreenCommand, example="run-001 --out run.png")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
 @output_option("Write this PNG.", "--out", default="runs.png", show_default=True)
-@click.option(
-    "--smooth",
-    type=click.IntRange(2),
-    metavar="STEPS",
-    help="Draw the loss as a mean over this many steps.",
+@number_option(
+    "Draw the loss as a mean over this many steps.", "--smooth", least=2, metavar="STEPS"
 )
 @results_option()
 def runs_plot_command(names: tuple[str, ...], out: str, smooth: int | None) -> Ended:

@@ -4,61 +4,49 @@ Proof: `python -m pytest tests/cli/test_runs_replay.py`.
 """
 
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from ..core.wording import three_digits
-from ..gates.loop_run import run_ranks, run_watched
+from ..gates.loop_run import End, run_ranks
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
-from .options import PROGRAM_INPUTS, all_of, program_of, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .options import number_option, program_option, results_option
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 
 @click.command("replay", cls=ScreenCommand, example=EXAMPLE)
 @click.argument("box", metavar="BOX")
-@all_of(*PROGRAM_INPUTS)
-@click.option(
-    "--times",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    help="Repeat it so often, and compare the operations of the repeats.",
+@program_option(otherwise="")
+@number_option(
+    "Repeat it so often, and compare the operations of the repeats.", "--times", default=1
 )
 @results_option()
-def replay_command(
-    box: str,
-    script: str | None,
-    trainer: str | None,
-    arguments: tuple[str, ...],
-    times: int,
-) -> Ended:
+def replay_command(box: str, program: list[str], times: int) -> Ended:
     """Repeat a bad step that a run has kept in a box.
 
     It runs your script, with the ARGUMENTS of the run, from the state of the box to the bad step,
     and saves nothing. Exit status: 0 the step repeats to the bit, 1 it does not, 2 wrong usage.
     """
     facts = read_facts(box)
-    if script is None and trainer is None:
+    if not program[0]:
         raise click.UsageError(f"give the script of the run, which was: {facts.program:.200}")
-    kind, words = program_of(script, trainer, arguments)
     with messages_on_screen() as show_message:
-        found = repeat(box, facts, [kind, *words], times=times, show=show_message)
+        found = repeat(box, facts, program, times=times, show=show_message)
     first = found["repeats"][0]
     difference = found["difference"]
     lines = [f"step {facts.step} of the box: {facts.reason}", difference or _equal(facts, first)]
     lines += [f"  note: {note}" for note in first["notes"]]
     lines += describe(found["step"], first)
-    for line in lines:
-        click.echo(fill_screen(line, indent="    "))
+    echo_lines(*lines, indent="    ")
     result = {key: one for key, one in first.items() if key != "operations"}
     results = {"box": box, "bad_step": facts.step} | found | {"repeats": result}
     return results, bool(difference)
@@ -96,8 +84,8 @@ def repeat(
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
     """Return what the first rank has found, or the first one that names an operation."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
-        words = [box, str(until), record, *program]
-        found = run_ranks(str(__spec__.name), words, num_ranks=num_ranks)
+        job = BoxReplay(box, until, record)
+        found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
         if not all("steps" in one for one in found):
             raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
         for rank, one in enumerate(found):
@@ -105,15 +93,21 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
     return next((one for one in found if one["origin"]), found[0])
 
 
-def _main(result: str, box: str, until: str, record: str, *program: str) -> None:
-    def watch(run: Callable[[], None], end: Callable[[dict[str, Any]], NoReturn]) -> None:
+@dataclass(frozen=True)
+class BoxReplay:
+    """Repeats the steps of a box until one of them, and records that."""
+
+    box: str
+    until: int
+    record: str
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run the script, whose call of `saving` begins at the state of the box."""
         root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
-        replay = Replay(box, until=int(until), root=root, record=Path(record), end=end)
-        with replay.running():
+        record = Path(self.record)
+        with Replay(self.box, until=self.until, root=root, record=record, end=end).running():
             run()
         end({"ended": True})
-
-    run_watched(result, program[0], program[1:], watch, saves=True, ignored=[record])
 
 
 def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
@@ -194,7 +188,3 @@ def describe(step: int, found: dict[str, Any]) -> list[str]:
 def _range(ends: Sequence[float]) -> str:
     low, high = ends
     return "NaN" if math.isnan(low) else f"{low:.6g} to {high:.6g}"
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -5,7 +5,6 @@
 Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -41,16 +40,16 @@ from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
 from .figures import plot_savings
 from .options import (
-    DTYPES,
+    CaseOptions,
     blocks_option,
     blocks_text,
     choose_device,
     device_option,
     dtype_option,
     echo_notes,
+    number_option,
     parsed,
     results_option,
-    samples_of,
     seed_option,
     settle_blocks,
     training_options,
@@ -119,6 +118,9 @@ def _is_unused(row: SavingsRow) -> bool:
 
 
 def _cells(row: SavingsRow) -> list[str]:
+    time = "" if row.step is None else format_seconds(row.step.median)
+    if row.ratio is not None:
+        time = f"{three_digits(row.ratio.median)}x"
     if row.parity == "bit-equal":
         parity = "equal"
     else:
@@ -130,8 +132,8 @@ def _cells(row: SavingsRow) -> list[str]:
         "" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
         "" if row.peak_ratio is None else format_percent(row.peak_ratio),
         "" if row.recompute_ratio is None else format_percent(row.recompute_ratio),
-        _time_cell(row),
-        _interval(row.ratio),
+        time,
+        interval_cell(row.ratio),
         "" if row.largest_batch is None else str(row.largest_batch),
         parity,
     ]
@@ -151,13 +153,8 @@ def _remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
             yield fill_screen(f"{row.name} {remark}", indent="    ")
 
 
-def _time_cell(row: SavingsRow) -> str:
-    if row.ratio is not None:
-        return f"{three_digits(row.ratio.median)}x"
-    return "" if row.step is None else format_seconds(row.step.median)
-
-
-def _interval(ratio: Ratio | None) -> str:
+def interval_cell(ratio: Ratio | None) -> str:
+    """Return the 95% interval of a ratio."""
     if ratio is None or ratio.lower is None or ratio.upper is None:
         return ""
     return f"{three_digits(ratio.lower)}-{three_digits(ratio.upper)}"
@@ -218,13 +215,7 @@ def _numbers(values: Sequence[str]) -> list[int]:
     callback=parsed(parse_bytes),
     help="Also find the largest batch whose step fits, such as 2GiB.",
 )
-@click.option(
-    "--repeats",
-    default=10,
-    type=click.IntRange(1),
-    show_default=True,
-    help="Timed steps of each strategy.",
-)
+@number_option("Timed steps of each strategy.", "--repeats", default=10)
 @blocks_option()
 @device_option()
 @dtype_option()
@@ -287,27 +278,16 @@ def _cases(
     """Return models at each depth and, together, its batch sizes; and the blocks of each depth."""
     cases: list[CaseAtDepth] = []
     choices: dict[str, BlockChoice] = {}
-    blocks = options["blocks"]
-    for spec in models:
-        for depth in options["depths"] or [None]:
-            workload = load_with_depth(spec, depth)
-            own = workload.own_batch or DEFAULT_SAMPLES
-            for asked in options["batch_sizes"] or [own]:
-                size = samples_of(workload, asked)
-                dtype = DTYPES[options["dtype"]]
-                make_case = functools.partial(
-                    Case,
-                    device=device,
-                    dtype=dtype,
-                    batch_size=size,
-                    seed=options["seed"],
-                    blocks=blocks,
-                )
-                require_available(workload, make_case)
-                case = make_case(workload)
-                name = workload.name if depth is None else f"{workload.name}, depth {depth}"
-                if name not in choices:
-                    choices[name] = settle_blocks(case)[1]
-                case = replace(case, blocks=choices[name].blocks or blocks)
-                cases.append((case, depth))
+    shared = {"dtype": options["dtype"], "seed": options["seed"], "blocks": options["blocks"]}
+    for spec, depth in itertools.product(models, options["depths"] or [None]):
+        workload = load_with_depth(spec, depth)
+        default = workload.own_batch or DEFAULT_SAMPLES
+        name = workload.name if depth is None else f"{workload.name}, depth {depth}"
+        for size in options["batch_sizes"] or [default]:
+            make_case = CaseOptions(device, batch_size=size, **shared).case
+            require_available(workload, make_case)
+            case = make_case(workload)
+            if name not in choices:
+                choices[name] = settle_blocks(case)[1]
+            cases.append((replace(case, blocks=choices[name].blocks or case.blocks), depth))
     return cases, choices

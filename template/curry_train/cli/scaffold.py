@@ -48,7 +48,7 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import LazyGroup, ScreenCommand, UnusableInput, fill_screen
+from .screen import LazyGroup, ScreenCommand, UnusableInput, echo_lines
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
@@ -356,7 +356,7 @@ def diff_command(directory: Path, patch: bool) -> None:
                 click.echo(line, nl=False)
     counts = Counter(file.state for file in compared)
     summary = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
-    click.echo(fill_screen(f"{_files(len(compared))}: {summary}"))
+    echo_lines(f"{_files(len(compared))}: {summary}")
 
 
 def patch_lines(file: CopiedFile) -> Iterator[str]:
@@ -378,7 +378,7 @@ def list_command() -> None:
     bundle = find_bundle()
     for technique in bundle.techniques:
         click.echo(technique.name)
-        click.echo(fill_screen(f"  {technique.decides}"))
+        echo_lines(f"  {technique.decides}")
         click.echo(f"  {technique.home}; {added_size(bundle, technique)}")
 
 

@@ -377,6 +377,12 @@ def fill_screen(text: str, *, indent: str = "  ") -> str:
     return textwrap.fill(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
 
 
+def echo_lines(*lines: str, indent: str = "  ") -> None:
+    """Print lines, each broken where it is too long; what follows of it is indented."""
+    for line in lines:
+        click.echo(fill_screen(line, indent=indent))
+
+
 def wrapped(text: str, *, begun: int = 0) -> str:
     """Break each line between words, and never at a hyphen of an option or inside of a path.
 

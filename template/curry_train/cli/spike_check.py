@@ -29,10 +29,10 @@ from ..runs.ranks import RunError
 from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
-from .options import choose_device, model_option, results_option
+from .options import choose_device, model_option, number_option, results_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, messages_on_screen
+from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
 from .train import open_named_run
 
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
@@ -206,19 +206,9 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
 )
-@click.option(
-    "--steps", type=click.IntRange(18), default=240, show_default=True, help="Steps of each run."
-)
-@click.option(
-    "--at", type=click.IntRange(2), help="First bad step.  [default: two thirds of the steps]"
-)
-@click.option(
-    "--windows",
-    type=click.IntRange(1),
-    default=5,
-    show_default=True,
-    help="Number of steps with bad samples.",
-)
+@number_option("Steps of each run.", "--steps", default=240, least=18)
+@number_option("First bad step.  [default: two thirds of the steps]", "--at", least=2)
+@number_option("Number of steps with bad samples.", "--windows", default=5)
 @click.option(
     "--runs",
     "keep_path",
@@ -248,13 +238,19 @@ def spike_check_command(
     given = [f"checkpoint.rollback_every={every}", f"evaluate.every={every}", *words]
     if model:
         given.append(f"model={model}")
-    sizes: dict[str, Any] = {"steps": steps, "at": at, "num_windows": windows, "config": config}
     if keep_path and Path(keep_path).exists() and any(Path(keep_path).iterdir()):
         raise UnusableInput(f"{keep_path} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
-        found = spike_check(Path(keep_path or folder), given, **sizes, show=show)
-    for line in describe(found):
-        click.echo(fill_screen(line, indent=""))
+        found = spike_check(
+            Path(keep_path or folder),
+            given,
+            steps=steps,
+            at=at,
+            num_windows=windows,
+            config=config,
+            show=show,
+        )
+    echo_lines(*describe(found), indent="")
     device = choose_device(load_config(config, given).device)
     return provenance(device) | found, not found["held"]
 

@@ -6,7 +6,6 @@ The text depends on the options alone: written again, it differs only by what is
 Proof: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
-import fnmatch
 import importlib
 import importlib.metadata
 import os
@@ -14,14 +13,14 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
 import click
 
 from .. import __version__
-from ..gates.verdict import no_such_gate
+from ..gates.verdict import checked_globs
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
@@ -31,10 +30,9 @@ from .options import (
     dtype_option,
     model_option,
     output_option,
-    script_option,
+    program_option,
     seed_option,
     settle_blocks,
-    trainer_option,
 )
 from .screen import WORDS_KEY, ScreenCommand, UnusableInput, literal, render_template, write_output
 
@@ -43,7 +41,7 @@ GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
 AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
 
-def render_loop(script: str, arguments: Sequence[str], out: Path, *, command: str) -> str:
+def render_loop(script: str, *arguments: str, out: Path, command: str) -> str:
     """Return the text of a test that checks the loop of a script."""
     return render_template(
         Path(__file__).with_name("test_loop.py.jinja"),
@@ -122,13 +120,8 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
             f"can't import {package}.gates ({error}): --package names a package with gates "
             "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
-    names = [gate.name for gate in discover()]
-    techniques = {name.partition("/")[0] for name in names}
-    patterns = [f"{gate}/*" if gate in techniques else gate for gate in gates]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
-            raise WorkloadError(no_such_gate(pattern, names))
-    return tuple(patterns) or ("*",)
+    globs = checked_globs(gates, [gate.name for gate in discover()])
+    return tuple(globs) or ("*",)
 
 
 def _path_expression(path: Path, out: Path) -> str:
@@ -144,8 +137,7 @@ def _path_expression(path: Path, out: Path) -> str:
 
 @click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
 @model_option("model")
-@trainer_option()
-@script_option()
+@program_option(otherwise="")
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
 @blocks_option()
 @click.option(
@@ -167,17 +159,14 @@ def _path_expression(path: Path, out: Path) -> str:
     help="Where the gates are, such as mylib.training.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
-@click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]")
 @click.pass_context
 def testgen_command(
     context: click.Context,
     /,
     model: str | None,
-    trainer: str | None,
-    script: str | None,
+    program: list[str],
     out: str,
     overwrite: bool,
-    arguments: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Write a pytest file that runs every gate.
@@ -185,13 +174,11 @@ def testgen_command(
     With a Trainer it checks the loop too, and with a script that alone. A file that this command
     wrote is replaced. Exit status: 0 written, 2 wrong usage.
     """
-    if sum(one is not None for one in (model, trainer, script)) != 1:
+    kind, *words = program
+    if (model is None) == (not kind):
         raise click.UsageError("give either --model, --trainer or --script")
-    if script is not None and not Path(script).is_file():
-        raise UnusableInput(f"there is no file {script}")
-    if arguments and script is None:
-        raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
-    spec = model or f"{TRAINER_PREFIX}{trainer}"
+    if words and not kind:
+        raise click.UsageError(f"{words[0]!r} is for no script: give --script FILE")
     path = Path(out)
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.
@@ -201,10 +188,10 @@ def testgen_command(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
     command = _command(context)
-    if script is not None:
-        text = render_loop(script, arguments, path, command=command)
+    if kind == "script":
+        text = render_loop(*words, out=path, command=command)
     else:
-        text = render(spec, path, command=command, **options)
+        text = render(model or TRAINER_PREFIX + words[0], path, command=command, **options)
     write_output(path, text)
     python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
     click.echo(f"wrote {shown}; run it with\n  {python_path}python -m pytest {shlex.quote(shown)}")

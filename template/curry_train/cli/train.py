@@ -59,6 +59,7 @@ from .options import (
     DeviceMissing,
     choose_device,
     model_option,
+    number_option,
     results_option,
 )
 from .screen import Ended, ScreenCommand, UnusableInput, wrapped
@@ -185,8 +186,8 @@ STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 @model_option("model", more=". Same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
-@click.option("--batch-size", type=click.IntRange(1), help="Samples per step; same as batch_size=.")
-@click.option("--seed", type=click.IntRange(0), help="Same as seed=.")
+@number_option("Samples per step; same as batch_size=.", "--batch-size")
+@number_option("Same as seed=.", "--seed", least=0)
 @click.option("--record-memory", is_flag=True, help="Write a snapshot if a GPU is out of memory.")
 @results_option()
 @click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")

@@ -35,10 +35,10 @@ from ..gates.verdict import (
     Gate,
     GateRow,
     Verdict,
+    checked_globs,
     claims,
     discover,
     measure_rows,
-    no_such_gate,
     technique_of,
     techniques_of,
 )
@@ -54,6 +54,7 @@ from .options import (
     dtype_name,
     echo_notes,
     first_line,
+    number_option,
     run_options,
     settle_blocks,
     training_options,
@@ -188,25 +189,15 @@ def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) 
         names = {one.name for one in given}
         return tuple(gate for gate in gates if not names or not names.isdisjoint(gate.takes))
 
-    chosen: set[str] = set()
-    for pattern in patterns:
-        globs = (pattern, f"{pattern}/*")
-        matching = [
-            gate.name for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs)
-        ]
-        if not matching:
-            raise UnusableInput(no_such_gate(pattern, [gate.name for gate in discover()]))
-        chosen.update(matching)
-    return tuple(gate for gate in gates if gate.name in chosen)
+    globs = checked_globs(patterns, [gate.name for gate in gates])
+    return tuple(gate for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs))
 
 
 def quick_gates(
-    gates: Sequence[Gate], patterns: Sequence[str], *, thorough: bool
+    gates: Sequence[Gate], patterns: Sequence[str]
 ) -> tuple[tuple[Gate, ...], tuple[Gate, ...]]:
     """Split the gates into those to run, and those that take longer and are not named."""
-    left_out = tuple(
-        gate for gate in gates if gate.thorough and not thorough and gate.name not in patterns
-    )
+    left_out = tuple(gate for gate in gates if gate.thorough and gate.name not in patterns)
     return tuple(gate for gate in gates if gate not in left_out), left_out
 
 
@@ -242,11 +233,8 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
     "how each is called. Repeatable.",
 )
 @run_options
-@click.option(
-    "--shrink", type=click.IntRange(1), help="Check the same model with this many layers."
-)
+@number_option("Check the same model with this many layers.", "--shrink")
 @click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
-@click.option("--thorough", is_flag=True, help="Run the gates that take longer as well.")
 @click.option(
     "--list",
     "list_only",
@@ -260,7 +248,6 @@ def validate_command(
     asked: CaseOptions,
     shrink: int | None,
     figures: bool,
-    thorough: bool,
     list_only: bool,
 ) -> Ended | None:
     """Measure every gate on a model.
@@ -276,7 +263,7 @@ def validate_command(
         lines = list_with_claims(gates) if figures else (gate.name for gate in gates)
         click.echo("\n".join(lines))
         return None
-    gates, left_out = quick_gates(gates, () if thorough else patterns, thorough=thorough)
+    gates, left_out = quick_gates(gates, patterns)
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = models or BUILTIN_WORKLOADS
 
@@ -311,7 +298,7 @@ def validate_command(
     )
     rows += print_verdicts(console, loops, looks, by_gate=by_gate)
     notes = [] if by_gate else ["--figures shows what each measured"]
-    notes += [f"--thorough runs {gate.name} too, which takes longer" for gate in left_out]
+    notes += [f"--gate {gate.name} runs another, which takes longer" for gate in left_out]
     print_end(console, rows, notes)
     settings["left_out"] = [gate.name for gate in left_out]
     return facts | settings | _as_json(rows, looks), _status(rows, patterns)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..workloads.models import LIBRARIES
 from .loop_loss import nodes_behind
-from .verdict import LIBRARIES
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
 FIRST_STEP = 2

@@ -10,17 +10,19 @@ import contextlib
 import getpass
 import json
 import os
+import pickle
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 from unittest import mock
 
 import torch
@@ -38,6 +40,8 @@ from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disabled"}
 # A rank that has made no step for so long, after another one has ended, waits for it.
 SECONDS_TO_FOLLOW = 30.0
+# Time for a save in the background, so that the step of a resume does not depend on the disk.
+SECONDS_BEFORE_KILL = 1.0
 SMALLER = "try --shrink 2, which builds the same model with two layers"
 NOT_SHRUNK = (
     "--shrink: no model is built from a configuration with more layers than that: leave it out, "
@@ -64,8 +68,8 @@ def preflight_program(
 
     With a number of layers the configurations of the user's models are changed to it.
     """
-    numbers = [str(num_steps), str(num_layers)]
-    found = run_ranks(str(__spec__.name), [*numbers, kind, *words], num_ranks=num_ranks)
+    job = Preflight(num_steps, num_layers)
+    found = run_ranks(job, [kind, *words], num_ranks=num_ranks)
     verdicts = [
         [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
         for one in found
@@ -78,13 +82,29 @@ def preflight_program(
     return [*merged, judge_ranks([one.get("ranks") for one in found])] if num_ranks > 1 else merged
 
 
-def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[dict[str, Any]]:
-    """Run `python -m MODULE RESULT WORDS` for each rank, and return what they have written.
+Found = dict[str, Any]
+# Writes what was found, and ends the process.
+End = Callable[[Found], NoReturn]
 
-    Several ranks are started as torchrun starts them. The module calls `run_watched`.
+
+class Job(Protocol):
+    """What a process does while a user's program runs in it; it is pickled for the process."""
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run the program, and call `end` when enough is known."""
+        ...
+
+
+def run_ranks(
+    job: Job, program: Sequence[str], *, num_ranks: int = 1, **options: Any
+) -> list[Found]:
+    """Run a program, given by its kind and words, for each rank, and return what the jobs found.
+
+    Several ranks are started as torchrun starts them. `options` are those of `run_watched`.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = [Path(folder, f"found_{rank}.json") for rank in range(num_ranks)]
+        Path(folder, "job").write_bytes(pickle.dumps((job, program, options)))
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
             port = listener.getsockname()[1]
@@ -96,7 +116,7 @@ def run_ranks(module: str, words: Sequence[str], *, num_ranks: int = 1) -> list[
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
                 environment |= {name: str(number) for name, number in numbers.items()}
                 environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            command = [sys.executable, "-m", module, str(result), *words]
+            command = [sys.executable, "-c", RUN_JOB, str(result)]
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))
         _wait(Path(folder), processes)
@@ -132,41 +152,52 @@ def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]
         return [not_applicable("loop/run", str(error))]
 
 
-Found = dict[str, Any]
+# What a process of its own runs; its module is not run as a program, to be there once.
+RUN_JOB = f"import sys; from {__name__} import run_job; run_job(sys.argv[1])"
+
+
+def run_job(result: str) -> NoReturn:
+    """Run the job that lies next to the result that it will write."""
+    job, program, options = pickle.loads(Path(result).with_name("job").read_bytes())
+    run_watched(result, job, program, **options)
 
 
 def run_watched(
     result: str,
-    kind: str,
-    words: Sequence[str],
-    watch: Callable[[Callable[[], None], Callable[[Found], NoReturn]], None],
+    job: Job,
+    program: Sequence[str],
     *,
     saves: bool = False,
     undo: str | None = None,
     ignored: Sequence[str] = (),
 ) -> NoReturn:
-    """Run a script or trainer by `watch(run, end)` in this process, and end it.
+    """Run a job in this process, and end it.
 
-    `end` writes what was found to the file `result`. Changed files are put back, except in the
-    folders that are `ignored`. Unless it `saves`, torch's functions that save do nothing. The file
-    `undo` gets a log of the changes, to put them back after a kill.
+    Changed files are put back, except in the folders that are `ignored`. Unless it `saves`, torch's
+    functions that save do nothing. With `undo` the process is killed in place of that, and this
+    file gets a log of the changes, to put them back.
     """
     files = ChangedFiles(*ignored, log=undo)
 
     def end(found: Found) -> NoReturn:
-        files.put_back()
+        if undo is None:
+            files.put_back()
         unfinished = Path(f"{result}.part")
         unfinished.write_text(json.dumps(found))
         unfinished.rename(result)
+        if undo is not None:
+            time.sleep(SECONDS_BEFORE_KILL)
+            os.kill(os.getpid(), signal.SIGKILL)
         sys.stdout.flush()
         os._exit(0)
 
-    run = _script if kind == "script" else _trainer
+    kind, *words = program
+    run = _script if kind == "script" else train_by
     try:
         # For those who wait.
         register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
         with files.noticed(), _saving(saves=saves):
-            watch(lambda: run(*words), end)
+            job.watch(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -175,12 +206,19 @@ def run_watched(
         end({"error": f"{error_in_a_line(error)}: {advice}"})
 
 
-def _main(result: str, num_steps: str, num_layers: str, kind: str, *words: str) -> None:
-    notes: list[str] = []
+@dataclass(frozen=True)
+class Preflight:
+    """Checks the loop after so many steps, with so many layers of its models, or 0 for all."""
 
-    def watch(run: Callable[[], None], end: Callable[[Found], NoReturn]) -> None:
+    num_steps: int
+    num_layers: int
+
+    def watch(self, run: Callable[[], None], end: End) -> None:
+        """Run the loop, and judge what it did."""
+        notes: list[str] = []
+
         def when_enough(trace: Trace) -> None:
-            if num_layers != "0" and not notes:
+            if self.num_layers and not notes:
                 end({"error": NOT_SHRUNK})
             for note in notes:
                 print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
@@ -188,13 +226,11 @@ def _main(result: str, num_steps: str, num_layers: str, kind: str, *words: str) 
             end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
         small: Any = contextlib.nullcontext()
-        if num_layers != "0":
-            small = shrunk_configurations(int(num_layers), notes)
+        if self.num_layers:
+            small = shrunk_configurations(self.num_layers, notes)
         with small:
-            trace = observe(run, num_steps=int(num_steps), when_enough=when_enough)
+            trace = observe(run, num_steps=self.num_steps, when_enough=when_enough)
         when_enough(trace)
-
-    run_watched(result, kind, words, watch)
 
 
 def _script(file: str, *arguments: str) -> None:
@@ -206,14 +242,18 @@ def _script(file: str, *arguments: str) -> None:
         run_as_main(path)
 
 
-def _trainer(spec: str) -> None:
-    """Train by what a factory makes: a Trainer of Hugging Face, or of Lightning with its module."""
+def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None) -> None:
+    """Train by what a factory makes: a Trainer of Hugging Face, or of Lightning with its module.
+
+    To resume, Lightning needs a checkpoint; Hugging Face's finds it.
+    """
     made = load_object(spec)
     trainer, *rest = made if isinstance(made, tuple) else (made,)
     if hasattr(trainer, "fit"):
-        trainer.fit(*[one for one in rest if one is not None])
+        more = {"ckpt_path": resume_from()} if resume_from else {}
+        trainer.fit(*[one for one in rest if one is not None], **more)
     elif hasattr(trainer, "train"):
-        trainer.train()
+        trainer.train(**({"resume_from_checkpoint": True} if resume_from else {}))
     else:
         raise ValueError(f"{type(trainer).__name__} has no loop: give its script by --script")
 
@@ -349,7 +389,3 @@ class ChangedFiles:
                 if kept is not None:
                     place.symlink_to(kept)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

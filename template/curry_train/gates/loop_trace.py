@@ -38,6 +38,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.digest import is_plain
 from ..primitives.grad_flow_probe import in_transform
 from ..runs.fingerprints import LoaderIterator
+from ..workloads.models import LIBRARIES
 from .loop_growth import Growth, mark_graph
 from .loop_loss import (
     ON_CLASSES,
@@ -51,7 +52,6 @@ from .loop_loss import (
     terms_of,
     values_of,
 )
-from .verdict import LIBRARIES
 
 Call = Callable[..., Any]
 T = TypeVar("T")

@@ -10,14 +10,13 @@ out the same for every user is a test of this package.
 Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 """
 
+import fnmatch
 import functools
 import gc
 import importlib
 import inspect
 import multiprocessing
 import os
-import sys
-import sysconfig
 import tomllib
 import traceback
 from collections import Counter
@@ -32,7 +31,7 @@ import torch
 
 from ..core.blocks import NoBlocks
 from ..core.wording import did_you_mean
-from ..workloads.models import load_workload
+from ..workloads.models import load_workload, users_frames
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
 from .implementation import CONTRACTS, Implementation, load_implementation
@@ -183,23 +182,12 @@ def error_in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-# Where files are that are not the user's.
-LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
-    # An environment may have packages of another one.
-    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
-    "<",
-)
-
-
 def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    if own:
+    if own := users_frames(error):
         return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
-    return f"no line of yours: it was raised in {frames[-1].filename}, line {frames[-1].lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"no line of yours: it was raised in {last.filename}, line {last.lineno}"
 
 
 @functools.lru_cache(maxsize=1)
@@ -305,10 +293,19 @@ def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
     )
 
 
-def no_such_gate(pattern: str, names: Sequence[str]) -> str:
-    """Return the error for a pattern, such as `recompute/memry`, that matches no gate."""
-    known = [*dict.fromkeys(map(technique_of, names)), *names]
-    return f"no gate matches {pattern!r}; {did_you_mean(pattern, known)}"
+def checked_globs(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return globs over names of gates; a technique becomes all of its gates.
+
+    A pattern that matches none of the names, such as `recompute/memry`, is an error.
+    """
+    techniques = list(dict.fromkeys(map(technique_of, names)))
+    globs = []
+    for pattern in patterns:
+        globs.append(f"{pattern}/*" if pattern in techniques else pattern)
+        if not fnmatch.filter(names, globs[-1]):
+            advice = did_you_mean(pattern, [*techniques, *names])
+            raise ValueError(f"no gate matches {pattern!r}; {advice}")
+    return globs
 
 
 # Run every gate on every workload, in parallel on the cores of a CPU.

@@ -323,9 +323,20 @@ BUILTIN_WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 # Describe an error from the user's code, with the line of their code that it came from.
 
-PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
-STANDARD_LIBRARY_FOLDER = Path(sysconfig.get_path("stdlib")).resolve()
-INSTALLED_FOLDERS = {"site-packages", "dist-packages"}
+# Where files are that are not the user's.
+LIBRARIES = (
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    # An environment may have packages of another one.
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
+    "<",
+)
+
+
+def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of an error's traceback that are in no library and not ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
 
 
 def describe_raised(error: BaseException, *, called: Callable[..., Any] | None = None) -> str:
@@ -339,36 +350,18 @@ def describe_raised(error: BaseException, *, called: Callable[..., Any] | None =
 
 
 def _place(error: BaseException, called: Callable[..., Any] | None) -> str:
-    if isinstance(error, SyntaxError) and error.filename:
-        return _short(error.filename, error.lineno)
-    lines = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    user_lines = [line for line in lines if _is_theirs(line[0])]
-    if user_lines:
-        return _short(*user_lines[-1])
-
+    places = [(frame.filename, frame.lineno) for frame in users_frames(error)]
     code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
-    if code is None:
+    if isinstance(error, SyntaxError) and error.filename:
+        places = [(error.filename, error.lineno)]
+    elif not places and code is not None:
+        places = [(code.co_filename, code.co_firstlineno)]
+    if not places:
         return ""
-    first = code.co_filename, code.co_firstlineno
-    return _short(*[first, *(line for line in lines if line[0] == code.co_filename)][-1])
-
-
-def _is_theirs(file: str) -> bool:
-    path = Path(file).resolve()
-    if (
-        file.startswith("<")
-        or path.is_relative_to(PACKAGE_FOLDER)
-        or path.is_relative_to(STANDARD_LIBRARY_FOLDER)
-    ):
-        return False
-    return INSTALLED_FOLDERS.isdisjoint(path.parts)
-
-
-def _short(file: str, line: int | None) -> str:
-    path = Path(file).resolve()
+    path = Path(places[-1][0]).resolve()
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return f"{path}:{line}"
+    return f"{path}:{places[-1][1]}"
 
 
 # Load a `Workload` from a built-in name or from the user's own factory.

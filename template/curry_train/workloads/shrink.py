@@ -2,8 +2,8 @@
 
     factory = Shrink(2).factory(build)  # what build returns, with two layers
 
-A model that has a configuration is built again with fewer layers in it, and its large weights are
-never made. Of others the first and last blocks of each run of equal blocks stay.
+A model that has a configuration is built with fewer layers in it, and its large weights are never
+made. Of others the first and last blocks of each run of equal blocks stay.
 
 Proof: `python -m pytest tests/workloads/test_shrink.py`.
 """
@@ -14,7 +14,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -61,37 +60,18 @@ class Shrink:
         return replace(workload, build=build, notes=(*workload.notes, self.note))
 
     def _made(self, make: Callable[[], Any]) -> Any:
-        """Call the user's function, keep a small copy of its module, and return the rest."""
-        with contextlib.suppress(Exception), _parameters_without_values():
+        """Call the user's function, keep its module with so many layers, and return the rest."""
+        notes: list[str] = []
+        with shrunk_configurations(self.num_layers, notes):
             made = make()
-            if (module := _module_of(made)) is not None:
-                self._build_by_configuration(module)
-        if self._small is None:
-            made = make()
-            if isinstance(made, Workload):
-                return made
-            if (module := _module_of(made)) is None:
-                return made  # the caller names what is wrong with it
-            self._cut(module)
+        module = made[0] if isinstance(made, tuple) and made else made
+        # The caller names what is wrong with anything else.
+        if isinstance(module, nn.Module):
+            self._small = module
+            self.note = "; ".join([*notes, "what the other layers need is not checked"])
+            if not notes:
+                self._cut(module)
         return made
-
-    def _build_by_configuration(self, module: nn.Module) -> None:
-        """Build the model with fewer layers in its configuration, if that is its only argument."""
-        config = copy.deepcopy(getattr(module, "config", None))
-        depth = max((len(run) for _, run in _runs(module)), default=0)
-        if config is None or depth <= self.num_layers:
-            return
-        changed = _with_fewer_layers(config, depth, self.num_layers)
-        if not changed:
-            return
-        with _parameters_with_values():
-            small = type(module)(config)
-        if max((len(run) for _, run in _runs(small)), default=0) < depth:
-            self._small = small
-            self.note = (
-                f"{self.num_layers} of {depth} layers: built again with {', '.join(changed)} of "
-                "its configuration changed; what the other layers need is not checked"
-            )
 
     def _cut(self, module: nn.Module) -> None:
         """Leave the first and last blocks of each run of equal ones."""
@@ -110,7 +90,6 @@ class Shrink:
                 f"Sequential with more than {self.num_layers} equal blocks, and no config with "
                 "its number of layers: leave --shrink out, or give a smaller model"
             )
-        self._small = module
         self.note = (
             f"{', '.join(notes)}: the first and last of equal blocks; what the others need is not "
             "checked"
@@ -157,9 +136,13 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
                 f"its {type(config).__name__}"
             )
 
-    # A class has no `__new__` of its own, and gets one that passes its arguments on.
-    with mock.patch.object(nn.Module, "__new__", make, create=True):
+    patched: Any = nn.Module
+    patched.__new__ = make
+    try:
         yield
+    finally:
+        # Deleted, it would leave an `object.__new__` that takes no arguments.
+        patched.__new__ = lambda kind, *_, **__: object.__new__(kind)
 
 
 def split_shrink(spec: str) -> tuple[str, Shrink | None]:
@@ -168,11 +151,6 @@ def split_shrink(spec: str) -> tuple[str, Shrink | None]:
         return spec, None
     number, _, whole = spec.removeprefix(SHRINK_PREFIX).partition(":")
     return whole, Shrink(int(number))
-
-
-def _module_of(made: Any) -> nn.Module | None:
-    module = made[0] if isinstance(made, tuple) and made else made
-    return module if isinstance(module, nn.Module) else None
 
 
 def _runs(module: nn.Module) -> Iterator[tuple[Any, Sequence[str]]]:
@@ -203,22 +181,3 @@ def _number_again(container: Any) -> None:
         delattr(container, name)
     for number, child in enumerate(children):
         container.add_module(str(number), child)
-
-
-_register = nn.Module.register_parameter
-
-
-def _parameters_without_values() -> Any:
-    """Let modules that are built inside have parameters of a shape alone."""
-
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            with torch.no_grad():
-                parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        _register(module, name, parameter)
-
-    return mock.patch.object(nn.Module, "register_parameter", register)
-
-
-def _parameters_with_values() -> Any:
-    return mock.patch.object(nn.Module, "register_parameter", _register)

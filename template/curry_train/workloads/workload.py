@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 
 import copy
 import functools
-import inspect
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from ..core.blocks import class_as_written
 from ..core.generators import seeded
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.running_blocks import BlockChoice, choose_blocks
@@ -463,39 +461,24 @@ def undivided(workload: Workload) -> Workload:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """Call a module on a batch, with its key-value cache off where it has one."""
-    options = no_cache_please(module)
+    """Call a module on a batch."""
     if isinstance(batch, Mapping):
-        return module(**options | dict(batch))
+        return module(**batch)
     # A packed sequence is a tuple by its class alone.
     if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
-        return module(*batch, **options)
-    return module(batch, **options)
+        return module(*batch)
+    return module(batch)
 
 
 def without_cache(module: nn.Module) -> nn.Module:
-    """Switch the cache off in the configuration of every submodule, and return the module."""
+    """Switch the key-value cache of Hugging Face's modules off, and return the module."""
     for submodule in module.modules():
-        if _caches(submodule):
-            config: Any = submodule.config
+        config: Any = getattr(submodule, "config", None)
+        bases = type(config).__mro__
+        is_hugging_face = any(base.__module__.startswith("transformers.") for base in bases)
+        if is_hugging_face and getattr(config, "use_cache", None) is True:
             config.use_cache = False
     return module
-
-
-def no_cache_please(module: nn.Module) -> dict[str, bool]:
-    """Return the keyword argument that switches the cache off for one call, if there is one."""
-    if not _caches(module):
-        return {}
-    written: Any = class_as_written(module)
-    accepted = inspect.signature(written.forward).parameters
-    return {"use_cache": False} if "use_cache" in accepted else {}
-
-
-def _caches(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    bases = type(config).__mro__
-    is_hugging_face = any(base.__module__.startswith("transformers.") for base in bases)
-    return is_hugging_face and getattr(config, "use_cache", None) is True
 
 
 # Ends the place of a tensor that is one sample of an output with samples of different lengths.
