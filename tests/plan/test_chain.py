@@ -16,35 +16,39 @@ from curry_train.plan.saved import Option
 GIB = 2**30
 
 
-def block(name, rows, *, standing=0):
+def block(name, rows):
     """Make a block of options from rows of held bytes, transient bytes and seconds."""
     held, transient, seconds = zip(*rows, strict=True)
     options = tuple(Option("sac", frozenset({("call", place)})) for place in range(len(rows)))
     columns = numpy.array(held), numpy.array(transient), numpy.array(seconds, dtype=float)
-    return PricedBlock(str(name), options, *columns, standing=standing)
+    return PricedBlock(str(name), options, *columns)
 
 
-def chain(blocks, head=0):
-    return PricedChain(tuple(blocks), head)
+def chain(blocks, head=0, standing=None):
+    blocks = tuple(blocks)
+    return PricedChain(blocks, numpy.array([*(standing or [0] * len(blocks)), head]))
 
 
 def small_chain(seed):
     """Draw up to five blocks of five options, the head's needs, and a budget near them."""
     draw = random.Random(seed)
     blocks = []
+    standing = []
     for name in range(draw.randint(1, 5)):
         rows = [
             (draw.randint(0, 40), draw.randint(0, 40), draw.randint(0, 50))
             for _ in range(draw.randint(1, 5))
         ]
-        blocks.append(block(name, rows, standing=draw.randint(0, 10)))
-    return chain(blocks, draw.randint(0, 60)), draw.randint(1, 200)
+        blocks.append(block(name, rows))
+        standing.append(draw.randint(0, 10))
+    return chain(blocks, draw.randint(0, 60), standing), draw.randint(1, 200)
 
 
 def large_chain(seed, *, num_blocks=28, num_options=16):
     """Make blocks of about half a GB with fine menus: holding less costs more recompute."""
     draw = random.Random(seed)
     blocks = []
+    standing = []
     for name in range(num_blocks):
         whole, forward = draw.randint(4 * 10**8, 8 * 10**8), draw.uniform(0.5, 1.5)
         parts = [0.05, *sorted(draw.uniform(0.05, 1.0) for _ in range(num_options - 2)), 1.0]
@@ -56,20 +60,22 @@ def large_chain(seed, *, num_blocks=28, num_options=16):
             )
             for part in parts
         ]
-        blocks.append(block(name, rows, standing=draw.randint(0, 10**7)))
-    return chain(blocks, draw.choice((0, 10**8, 2 * 10**9)))
+        blocks.append(block(name, rows))
+        standing.append(draw.randint(0, 10**7))
+    return chain(blocks, draw.choice((0, 10**8, 2 * 10**9)), standing)
 
 
 def by_hand(found, options):
     """Return the peak and the seconds of options, without the chain's arrays."""
     held = peak = 0
     seconds = 0.0
-    for one in found.blocks:
+    *standing, head = found.standing
+    for one, others in zip(found.blocks, standing, strict=True):
         place = one.options.index(options[one.name])
         held += int(one.held[place])
-        peak = max(peak, held + int(one.transient[place]) + one.standing)
+        peak = max(peak, held + int(one.transient[place]) + others)
         seconds += float(one.seconds[place])
-    return max(peak, held + found.head), seconds
+    return max(peak, held + head), seconds
 
 
 def all_choices(found):

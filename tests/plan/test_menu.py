@@ -163,20 +163,20 @@ def measured_kinds(made, monkeypatch):
         BlockKind, "run", lambda self, option: calls.append(self.names) or run(self, option)
     )
     with Sketch(made) as sketch:
-        kinds, _ = measure_menus(
+        menus, _ = measure_menus(
             sketch,
             [sketch.step(2), sketch.step(4)],
             offload=False,
             without=(SAC_KIND, REGIONS_KIND),
         )
-    return kinds, calls
+    return menus, calls
 
 
 def test_blocks_of_one_kind_are_measured_once(monkeypatch):
     counts = {}
     for depth in (2, 6):
-        kinds, calls = measured_kinds(stack(lambda _: Gated(), depth, (8, 16)), monkeypatch)
-        assert [len(names) for names, _ in kinds] == [depth]
+        menus, calls = measured_kinds(stack(lambda _: Gated(), depth, (8, 16)), monkeypatch)
+        assert len(menus) == depth
         counts[depth] = len(calls)
         monkeypatch.undo()
     assert counts[2] == counts[6] <= 6
@@ -254,11 +254,11 @@ def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
 
     made = stack(lambda _: Writes(), 2, (16,))
     with Sketch(made) as sketch:
-        kinds, left_out = measure_menus(
+        menus, left_out = measure_menus(
             sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC_KIND,)
         )
     assert any(f"can't run as {FULL_KIND}" in reason for reason in left_out)
-    assert all(option.kind != FULL_KIND for _, options in kinds for option, _ in options)
+    assert all(option.kind != FULL_KIND for menu in menus.values() for option, _ in menu)
 
 
 class Neuron(nn.Module):
@@ -296,11 +296,11 @@ def test_a_block_that_keeps_state_runs_from_that_of_its_first_call():
         anyhow.run(Option(NONE_KIND))
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             anyhow.run(Option(NONE_KIND))
-        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
-    assert [name for names, _ in kinds for name in names] == ["layers.0", "layers.1"]
+        menus, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
+    assert [*menus] == ["layers.0", "layers.1"]
     assert not left_out
-    for _, options in kinds:
-        assert {option.kind for option, _ in options} >= {NONE_KIND, FULL_KIND}
+    for menu in menus.values():
+        assert {option.kind for option, _ in menu} >= {NONE_KIND, FULL_KIND}
 
 
 class Prepared:
@@ -339,8 +339,8 @@ class Giving(nn.Module):
 
 def test_a_block_that_does_not_run_by_itself_is_planned_as_it_is():
     with Sketch(workload(Giving, (16,))) as sketch:
-        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
-    assert kinds == ()
+        menus, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
+    assert menus == {}
     assert left_out == tuple(
         f"layers.{index} does not run by itself (call prepare() first): it is planned as it is"
         for index in range(2)

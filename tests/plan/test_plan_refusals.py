@@ -277,7 +277,8 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
     settings = {"without": (SAC_KIND,), "chunked_loss": False, "context_bytes": 0}
     with Planner(own, device=h100, **settings) as planner:
         plain = planner.plan(2**40, global_batch=4, microbatch=4)
-        kinds = {option.kind for _, menu in planner.chains[False].kinds for option, _ in menu}
+        menus = planner.whole_steps.menus.values()
+        kinds = {option.kind for menu in menus for option, _ in menu}
         found = planner.plan(round(0.8 * plain.peak_bytes), global_batch=4, microbatch=4)
     assert "needs values" in found.settings["why_real"]
     assert OFFLOAD_KIND not in kinds

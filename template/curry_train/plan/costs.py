@@ -439,16 +439,16 @@ def measure_menus(
     offload: bool,
     without: Sequence[str] = (),
     tell: Callable[[str, float], None] = lambda message, done: None,
-) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
+) -> tuple[dict[str, Menu], tuple[str, ...]]:
     """Measure the menu of each kind of block.
 
-    Return pairs of block names and menu, and the options that could not run, with the reason.
+    Return the menus by the blocks' names, and the options that could not run, with the reason.
     """
     small, large = (
         find_kinds(sketch, step, size)
         for step, size in zip(steps, MEASURED_MICROBATCH_SIZES, strict=True)
     )
-    kinds = []
+    menus: dict[str, Menu] = {}
     left_out = []
     for number, kind in enumerate(large):
         same = next((other for other in small if {*kind.names} & {*other.names}), None)
@@ -489,8 +489,8 @@ def measure_menus(
                 )
         if FULL_KIND in without:
             menu.pop(Option(FULL_KIND), None)
-        kinds.append((kind.names, tuple(menu.items())))
-    return tuple(kinds), tuple(left_out)
+        menus |= dict.fromkeys(kind.names, tuple(menu.items()))
+    return menus, tuple(left_out)
 
 
 def _as_it_runs(kind: BlockKind) -> BlockKind | str:

@@ -298,6 +298,10 @@ class Sketch:
             return self._optimizer
         return self.case.workload.optimizer or "adamw"
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.case.dtype).removeprefix("torch.")
+
     def build(self) -> nn.Module:
         return self.case.build()
 
