@@ -30,8 +30,6 @@ def plain_profile():
         bytes_per_second=5.0,
         host_bytes_per_second=None,
         dispatch_seconds=0.5,
-        sac_seconds=0.25,
-        regions_seconds=0.125,
         memory_bytes=None,
         source="measured",
     )
@@ -60,9 +58,8 @@ def test_the_time_of_an_operation_is_the_longest_of_flops_bytes_and_dispatch():
 def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
     """Catch a formula that adds them to the maximum: it gives 10.25 for the first."""
     profile = plain_profile()
-    extra = profile.sac_seconds
     assert profile.operation_seconds(
-        [100, 0], [0, 0], dtype="float32", extra_seconds=extra
+        [100, 0], [0, 0], dtype="float32", extra_seconds=0.25
     ).tolist() == [10.0, 0.75]
     each = profile.operation_seconds([0, 0], 0, dtype="float32", extra_seconds=[0.0, 1.0])
     assert each.tolist() == [0.5, 1.5]
@@ -77,11 +74,6 @@ def test_a_dtype_without_a_rate_is_refused_with_those_that_have_one():
 
 
 # The built-in profiles.
-
-
-def test_regions_add_less_to_an_operation_than_policies():
-    for profile in PROFILES.values():
-        assert 0 < profile.regions_seconds < profile.sac_seconds / 8
 
 
 def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
