@@ -35,15 +35,6 @@ def plain_profile():
     )
 
 
-@pytest.fixture
-def one_thread():
-    """Use one thread: on a busy machine the time that threads wait would dominate."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # The formula.
 
 
@@ -94,28 +85,19 @@ def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
 # Devices of this machine.
 
 
-def test_measuring_the_cpu_takes_seconds_and_is_repeatable(one_thread):
+def test_measuring_the_cpu_takes_seconds_and_draws_nothing():
     state = torch.random.get_rng_state()
     start = time.process_time()
-    first = measure_profile("cpu")
-    assert time.process_time() - start < 3
-    second = measure_profile(torch.device("cpu"))
+    found = measure_profile("cpu")
+    assert time.process_time() - start < 3 * torch.get_num_threads()
     assert torch.equal(state, torch.random.get_rng_state())
-    for profile in (first, second):
-        assert profile.source == "measured"
-        assert profile.name == "cpu, 1 threads"
-        assert (profile.host_bytes_per_second, profile.memory_bytes) == (None, None)
-        assert set(profile.flops_per_second) == {"float32", "bfloat16", "float16"}
-        assert 1e9 < profile.flops_per_second["float32"] < 1e12
-        assert min(profile.flops_per_second.values()) > 1e7
-        assert 1e8 < profile.bytes_per_second < 1e12
-        assert 1e-7 < profile.dispatch_seconds < 1e-3
-    for what in ("bytes_per_second", "dispatch_seconds"):
-        low, high = sorted((getattr(first, what), getattr(second, what)))
-        assert high < 3 * low
-    for dtype, rate in first.flops_per_second.items():
-        low, high = sorted((rate, second.flops_per_second[dtype]))
-        assert high < 3 * low
+    assert found.name == f"cpu, {torch.get_num_threads()} threads"
+    assert (found.host_bytes_per_second, found.memory_bytes) == (None, None)
+    assert set(found.flops_per_second) == {"float32", "bfloat16", "float16"}
+    assert 1e9 < found.flops_per_second["float32"] < 1e12
+    assert min(found.flops_per_second.values()) > 1e7
+    assert 1e8 < found.bytes_per_second < 1e12
+    assert 1e-7 < found.dispatch_seconds < 1e-3
 
 
 def test_the_cpu_is_measured_once_for_a_number_of_threads(monkeypatch):
@@ -139,13 +121,7 @@ def test_a_card_with_a_data_sheet_has_its_profile(monkeypatch):
     assert profile_of("cuda") is PROFILES["l4"]
 
 
-@pytest.mark.parametrize(
-    "card",
-    [
-        "NVIDIA H100 PCIe",
-        "NVIDIA L40S",
-    ],
-)
+@pytest.mark.parametrize("card", ["NVIDIA H100 PCIe", "NVIDIA L40S"])
 def test_a_card_with_a_similar_name_is_measured(monkeypatch, card):
     """Measure cards whose rates differ by up to 2x from "H100" or "L4" in their name."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -5,19 +5,15 @@ python -m pytest tests/plan/test_estimate.py
 
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import MomentsMadeAnew
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -103,23 +99,9 @@ def test_built_in_workloads_with_every_way_to_recompute(name):
     )
 
 
-def test_batch_sizes():
-    assert (
-        check_workload(transformer(depth=2), sizes=(1, 5), changes=(None, apply_regions)).why_real
-        is None
-    )
-
-
 def llama():
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
-
-
-def gpt2():
-    tokens = {"bos_token_id": 1, "eos_token_id": 1}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, **tokens)
-    )
 
 
 def bert():
@@ -143,7 +125,7 @@ def hugging_face_recomputes():
     return module
 
 
-@pytest.mark.parametrize("factory", [llama, gpt2, bert, frozen, hugging_face_recomputes])
+@pytest.mark.parametrize("factory", [llama, bert, frozen, hugging_face_recomputes])
 def test_hugging_face_models(factory):
     changes = (
         (None, recompute_blocks, apply_sac, apply_regions) if factory in (llama, bert) else (None,)
@@ -286,19 +268,6 @@ def test_optimizers_are_torchs_own(optimizer, kernels):
         check(sketch, real, 3)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [MomentsMadeAnew, lambda module: torch.optim.AdamW(module.parameters(), amsgrad=True)],
-    ids=["made anew", "amsgrad"],
-)
-def test_the_users_own_optimizer_is_exact(optimizer):
-    workload = replace(mlp(depth=3, width=64), optimizer=optimizer)
-    real = measured(workload, 3, optimizer=optimizer)
-    with Sketch(workload) as sketch:
-        check(sketch, real, 3)
-        check(sketch, real, 3, change=lambda module: None)
-
-
 def test_optimizer_state_by_arithmetic():
     numbers = 2 * (32 * 32 + 32) + 32 * 10 + 10
     parameters, steps = 4 * numbers, 6 * 4
@@ -377,7 +346,6 @@ TOLD = {
         linear(lambda inner, x: inner[0](x) * inner[0](x).sum().item()),
         "_local_scalar_dense.*of Runs",
     ),
-    "boolean index": (linear(lambda inner, x: (y := inner[0](x))[y > 0]), "aten.nonzero.*of Runs"),
     "numpy": (
         linear(lambda inner, x: inner[0](x) * float(x.numpy().mean())),
         "Tensor.numpy.*of Runs",

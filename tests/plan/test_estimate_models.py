@@ -6,7 +6,6 @@ python -m pytest tests/plan/test_estimate_models.py
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -240,41 +239,6 @@ def test_layers_that_run_by_chance_in_some_measurements_alone_do_not_end_the_pla
 
 
 # Blocks are measured alone as the model calls them.
-
-
-class PackedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(16, 16, batch_first=True)
-
-    def forward(self, packed):
-        return self.rnn(packed)[0]
-
-
-class PackedBlocks(nn.Module):
-    """Pass a packed sequence from block to block."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(PackedBlock() for _ in range(3))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        lengths = torch.tensor([x.shape[1] - row % 3 for row in range(len(x))])
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        for block in self.blocks:
-            packed = block(packed)
-        return self.head(pad_packed_sequence(packed, batch_first=True)[0])
-
-
-def test_blocks_of_packed_sequences_are_planned_and_measured_for_real():
-    workload = squares(PackedBlocks, (9, 16))
-    real = measure(workload)
-    with Planner(workload) as planner:
-        plan = planner.plan(2 * real.peak.bytes_alive, microbatch=SIZE, global_batch=SIZE)
-    assert plan.peak_bytes == real.peak.bytes_alive
-    assert "_pack_padded_sequence" in plan.settings["why_real"]
-    assert set(plan.options) == {"blocks.0", "blocks.1", "blocks.2"}
 
 
 def test_blocks_under_the_models_autocast_are_measured_under_it():

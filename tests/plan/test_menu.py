@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from curry_train.core.generators import seeded
 from curry_train.core.measure import LiveStorages
-from curry_train.core.parity import compare, record_step
 from curry_train.plan import costs
 from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
 from curry_train.plan.device import SAC_SECONDS, find_profile
@@ -29,7 +28,6 @@ from curry_train.plan.saved import (
     Option,
     apply_options,
 )
-from curry_train.primitives.sac import Policy, apply_sac
 from curry_train.workloads.models import Bottleneck, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -362,21 +360,6 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
 
 
 # Policies that keep calls by their position.
-
-
-def test_a_policy_by_position_works_under_autocast():
-    records = []
-    for calls in (None, {("matmul", 0), ("matmul", 3), ("attention", 0)}):
-        model = CASE.build()
-        if calls:
-            apply_sac(model, Policy("by place", calls=frozenset(calls)))
-
-        def loss(module, batch):
-            with torch.autocast("cpu", torch.bfloat16):
-                return LOSS(module, batch)
-
-        records.append(record_step(model, CASE.batch(), loss))
-    assert compare(*records).bit_equal
 
 
 @pytest.mark.parametrize(

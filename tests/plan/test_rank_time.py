@@ -74,11 +74,6 @@ def test_hsdp_reduces_the_part_of_a_rank_among_the_replicas():
     assert {one.ranks for one in scattered} == {(0, 1, 2, 3)}
 
 
-def test_bytes_of_fsdp2_are_those_of_the_parameters_on_any_number_of_ranks(fsdp):
-    last = step_of("fsdp2", ranks=64, rank=63, reshard_after_forward=True)
-    assert count_window(last, 1) == count_window(fsdp, 1)
-
-
 GIGA = 10**9
 
 
