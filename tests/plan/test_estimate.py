@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from plan_models import check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +21,9 @@ from transformers import (
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
-from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
-from curry_train.workloads.workload import Case, Workload, WorkloadError, default_workload
+from curry_train.workloads.workload import Workload, WorkloadError, default_workload
 
 
 def two_segments(module):
@@ -36,52 +36,6 @@ def from_factory(factory):
 
 def parted(made):
     return made if isinstance(made, nn.Module) else made[0]
-
-
-def measured(
-    workload, size, *, optimizer="adamw", change=None, accumulated=False, cuda=False, **options
-):
-    """Measure the real step on real tensors, with torch's own optimizer.
-
-    `cuda`: with foreach, and with logits that the caller holds.
-    """
-    case = Case(workload, **options)
-    module, batch = case.build(), case.batch(size)
-    optimizer = make_optimizer(optimizer, module, foreach=cuda)
-    if change is not None:
-        change(module)
-    return measure_timeline(
-        module,
-        batch,
-        case.workload.mean_loss,
-        optimizer=optimizer,
-        accumulated=accumulated,
-        keeps_output=cuda,
-    )
-
-
-def check(sketch, real, size, **options):
-    found = sketch.step(size, **options)
-    estimated = found.timeline
-    assert (estimated.after, estimated.peak.bytes_alive) == (real.after, real.peak.bytes_alive)
-    assert (estimated.peak.phase, estimated.peak.owners) == (real.peak.phase, real.peak.owners)
-    return found
-
-
-def check_workload(workload, *, sizes=(3,), changes=(None,), **options):
-    step = {
-        "optimizer": options.get("optimizer", "adamw"),
-        "dtype": options.get("dtype", torch.float32),
-    }
-    real = {
-        (size, change): measured(workload, size, change=change, **step)
-        for size in sizes
-        for change in changes
-    }
-    with Sketch(workload, **options) as sketch:
-        for (size, change), timeline in real.items():
-            check(sketch, timeline, size, change=change)
-    return sketch
 
 
 # Equal to the byte.

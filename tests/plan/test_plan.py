@@ -13,11 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import net
+from plan_models import measured, net
 from torch import nn
 
 from curry_train.gates.same_training import same_training
-from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
 from curry_train.plan.saved import (
     NONE_KIND,
@@ -25,7 +24,6 @@ from curry_train.plan.saved import (
     Candidate,
     Plan,
 )
-from curry_train.plan.timeline import measure_timeline
 from curry_train.workloads.models import mlp, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -43,15 +41,12 @@ WITHOUT = {"transformer": (SAC_KIND,)}  # takes a second per set
 MANY = {"mlp": 512}
 
 
-def measured(workload, found):
+def peak_of(workload, found):
     """Measure the peak of a real step of the plan."""
-    case = Case(workload, batch_size=found.microbatch)
-    module = case.build()
-    found.apply(module)
-    optimizer = make_optimizer(found.settings["optimizer"], module)
-    return measure_timeline(
-        module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=found.steps > 1
-    ).peak.bytes_alive
+    optimizer = found.settings["optimizer"]
+    steps = {"change": found.apply, "accumulated": found.steps > 1}
+    real = measured(workload, found.microbatch, optimizer=optimizer, **steps)
+    return real.peak.bytes_alive
 
 
 @functools.cache
@@ -77,7 +72,7 @@ def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name
     assert all(option.kind == NONE_KIND for option in plain.options.values())
     assert found[0].peak_bytes == least < plain.peak_bytes
     for one in [plain, *found]:
-        assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+        assert peak_of(workload, one) == one.peak_bytes <= one.budget_bytes
     assert plain.step_seconds < found[0].step_seconds
     assert [one.step_seconds for one in found] == sorted(
         (one.step_seconds for one in found), reverse=True
@@ -87,7 +82,7 @@ def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name
 def test_accumulated_gradients_count_from_the_start():
     workload, _, _, found = plans("mlp", steps=2)
     for one in found:
-        assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+        assert peak_of(workload, one) == one.peak_bytes <= one.budget_bytes
 
 
 def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
@@ -98,7 +93,7 @@ def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
     assert (found.own.microbatch, found.own.steps) == (2, 4)
     assert (plain.own.step_seconds, found.own.step_seconds) == (plain.own.step_seconds, None)
     as_it_is = replace(plain, options={}, chunk_tokens=None, microbatch=2, steps=4)
-    assert measured(workload, as_it_is) == found.own.peak_bytes
+    assert peak_of(workload, as_it_is) == found.own.peak_bytes
     rows = found.explain().split("microbatch  steps")[1].splitlines()
     assert rows[1].split()[0] == "2"
     assert rows[1].endswith("too large  your own setting")
@@ -128,7 +123,7 @@ def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
         whole = planner.plan(2**40, global_batch=8)
         small = planner.plan(whole.peak_bytes - 1, global_batch=8)
     assert (whole.microbatch, small.microbatch, small.options) == (8, 4, {})
-    assert measured(workload, small) == small.peak_bytes < whole.peak_bytes
+    assert peak_of(workload, small) == small.peak_bytes < whole.peak_bytes
     assert "no block is repeated" in small.explain()
     assert "its own dropout" in small.explain()
     assert "its own dropout" not in whole.explain()
@@ -204,7 +199,7 @@ def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
 def test_no_combination_of_options_that_fits_is_faster():
     size, steps = MICRO, 2
     made = {"global_batch": size * steps, "microbatch": size}
-    with Planner(net(64, 256, 64), without=(SAC_KIND,), chunked_loss=False) as planner:
+    with Planner(net(64, 256), without=(SAC_KIND,), chunked_loss=False) as planner:
         planner.plan(2**40, **made)
         blocks = planner.whole_steps.priced(Candidate(size, steps, False)).blocks
         found = []

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from curry_train.plan.device import PROFILES
-from curry_train.plan.estimate import Sketch, count_window, time_of_window
+from curry_train.plan.estimate import Sketch, count_window
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.planner import plan
 from curry_train.plan.rank_time import (
@@ -146,22 +146,6 @@ def test_communication_overlaps_with_the_computation_that_does_not_wait_for_it(
         found.communication, 3 * sum(isinstance(what, Collective) for _, what in rows), abs_tol=1e-3
     )
     assert found.total == found.compute + found.exposed
-
-
-def test_fsdp2_hides_its_gathers_behind_a_long_computation_and_not_behind_a_short_one(fsdp):
-    profile = replace(PROFILES["h100"], dispatch_seconds=1e-12)
-    slow = replace(profile, flops_per_second={"float32": 1e6})
-    links = Links(1e9, 1e9)
-    long = time_of_course(fsdp.course, slow, links, dtype="float32")
-    short = time_of_course(fsdp.course, profile, links, dtype="float32")
-    assert long.communication == short.communication
-    # The first unit is gathered before the computation, and the last one scattered after it.
-    assert 0 < long.exposed < 0.5 * long.communication
-    assert short.exposed > 0.9 * short.communication
-    window = time_of_window(fsdp, profile, links, dtype="float32", steps=3)
-    middle = time_of_course(fsdp.middle_course, profile, links, dtype="float32")
-    assert math.isclose(window.communication, short.communication + 2 * middle.communication)
-    assert window.optimizer > 0
 
 
 def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
