@@ -100,34 +100,17 @@ def test_measuring_the_cpu_takes_seconds_and_draws_nothing():
     assert 1e-7 < found.dispatch_seconds < 1e-3
 
 
-def test_the_cpu_is_measured_once_for_a_number_of_threads(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        module, "measure_profile", lambda device=None: calls.append(device) or plain_profile()
-    )
-    module._measured_once.cache_clear()
-    assert profile_of("cpu") is profile_of(torch.device("cpu"))
-    assert calls == [torch.device("cpu")]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    profile_of("cpu")
-    assert len(calls) == 2
-    module._measured_once.cache_clear()
-    assert find_profile("Measured") == find_profile("measure") == plain_profile()
-
-
-def test_a_card_with_a_data_sheet_has_its_profile(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    assert profile_of("cuda") is PROFILES["l4"]
-
-
-@pytest.mark.parametrize("card", ["NVIDIA H100 PCIe", "NVIDIA L40S"])
-def test_a_card_with_a_similar_name_is_measured(monkeypatch, card):
-    """Measure cards whose rates differ by up to 2x from "H100" or "L4" in their name."""
+@pytest.mark.parametrize(
+    ("card", "known"), [("NVIDIA L4", "l4"), ("NVIDIA H100 PCIe", None), ("NVIDIA L40S", None)]
+)
+def test_a_card_with_a_data_sheet_has_its_profile_and_a_similar_one_is_measured(
+    monkeypatch, card, known
+):
+    """Rates of cards with "H100" or "L4" in their name differ by up to 2x."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     monkeypatch.setattr(module, "_measured_once", lambda device, threads: plain_profile())
-    assert profile_of("cuda") == plain_profile()
+    assert profile_of("cuda") == PROFILES.get(known, plain_profile())
 
 
 def test_a_device_that_is_not_there_or_has_no_profile_is_refused(monkeypatch):

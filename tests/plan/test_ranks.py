@@ -96,28 +96,6 @@ def test_a_world_that_cannot_be_is_refused_in_one_line():
         pass
 
 
-def test_a_model_whose_shapes_depend_on_values_is_refused():
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x[x[:, 0] > 0])
-
-    workload = replace(
-        small(),
-        build=Chosen,
-        batch=lambda size: torch.randn(size, 4),
-        loss=lambda module, rows: module(rows).square().sum(),
-        count=len,
-    )
-    refused = pytest.raises(ValueError, match="one rank of several is predicted from shapes alone")
-    with refused, Sketch(workload, sharding=Sharding("fsdp2", 2)):
-        pass
-    assert not torch.distributed.is_initialized()
-
-
 def test_a_parallelize_of_the_users_own_runs_without_a_name():
     seen = []
 

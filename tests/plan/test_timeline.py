@@ -127,14 +127,6 @@ def test_frozen_parameters_have_no_gradient_and_no_state():
     )
 
 
-def test_a_loss_that_holds_the_model_itself_is_measured():
-    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
-    timeline = measure_timeline(
-        module, torch.randn(4, 8), lambda _, batch: square_sum(module, batch)
-    )
-    assert timeline.peak == small_step().peak
-
-
 def test_tied_weights_and_buffers_count_once():
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     module[1].weight = module[0].weight
