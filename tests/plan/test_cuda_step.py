@@ -170,7 +170,8 @@ def test_an_optimizer_of_a_factory_that_returns_something_else_is_an_error():
 
 
 def test_a_plan_fits_by_what_is_reserved_and_the_context():
-    with Planner(mlp(depth=3, width=512), device="rtx4090", chunked_loss=False) as planner:
+    settings = {"device": "rtx4090", "chunked_loss": False, "without": ("sac", "regions")}
+    with Planner(mlp(depth=3, width=512), **settings) as planner:
         plan = planner.plan(2**30, global_batch=4)
         figures = plan.cuda
         assert plan.peak_bytes == figures["reserved_bytes"] + CONTEXT_BYTES
