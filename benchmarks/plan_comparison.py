@@ -80,7 +80,8 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
                 numpy.array([one.transient for one in measured]),
                 again,
             )
-            return PricedChain(tuple(replace(block, name=name) for name in kind.names))
+            blocks = tuple(replace(block, name=name) for name in kind.names)
+            return PricedChain(blocks, numpy.zeros(len(blocks) + 1, dtype=numpy.int64))
 
         policy = every_second(kind)
         theirs = price([policy])

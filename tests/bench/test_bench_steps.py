@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import (
-    FAILED_OUTCOME,
     MEASURED_OUTCOME,
     OUT_OF_MEMORY_OUTCOME,
     REFUSED_OUTCOME,
@@ -22,7 +21,6 @@ from curry_train.bench.steps import (
     find_lever,
     python_calls,
 )
-from curry_train.core.generators import seeded
 from curry_train.core.measure import bytes_on_device, peak_of_step
 from curry_train.plan import device as peak_rate
 from curry_train.plan.device import PROFILES
@@ -65,31 +63,6 @@ def test_peak_of_a_step_counts_existing_tensors_and_those_that_it_adds():
     assert peak_of_step(step, there, CPU) == 600 + 4 * (1000 + 1000 + 1)
 
 
-def test_peak_of_a_chain_is_counted_by_hand():
-    """Count by hand the peak, which is in backward.
-
-    It holds the input of each layer, GELU's input, two gradients of a layer's output and the
-    weights' gradients so far; AdamW holds two moments a weight and a number a tensor.
-    """
-    step = TrainingStep(Case(ROWS, batch_size=8))
-    step()
-    weights = 4 * (16 * 32 + 32 + 32 * 16 + 16)
-    assert step.peak_bytes() >= 3 * weights + 4 * 4 + 4 * 8 * 16
-    beside = TrainingStep(Case(ROWS, batch_size=8))
-    beside()
-    assert step.peak_bytes() == beside.peak_bytes()  # another step that is alive changes nothing
-
-
-def test_a_peak_in_the_optimizers_step_has_the_weights_four_times():
-    wide = Workload(
-        "wide",
-        lambda: nn.Linear(1, 2**16, bias=False),
-        lambda size: torch.ones(size, 1),
-        lambda module, batch: module(batch).sum(),
-    )
-    assert figures(Case(wide, batch_size=1)).plain.peak_bytes >= 4 * 4 * 2**16
-
-
 @pytest.mark.parametrize("lever", ["none", "accumulate=2"])
 def test_flops_of_a_chain_are_counted_by_hand(lever):
     row = figures(Case(ROWS, batch_size=8), lever).rows[1]
@@ -97,17 +70,16 @@ def test_flops_of_a_chain_are_counted_by_hand(lever):
     assert row.model_flops == row.executed_flops == 2 * 8 * (2 + 3) * 16 * 32
 
 
-def test_a_step_takes_the_batch_optimizer_and_rate_that_are_given():
+def test_a_step_takes_the_batch_and_the_optimizer_that_are_given():
     given = torch.ones(3, 16)
     step = TrainingStep(
         Case(ROWS),
         batch=given,
         optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
-        learning_rate=0.5,
     )
     assert torch.equal(step.window.microbatches[0], given)
     assert isinstance(step.optimizer, torch.optim.SGD)
-    assert step.optimizer.param_groups[0]["lr"] == 0.5
+    assert step.optimizer.param_groups[0]["lr"] == 0
     assert not step.optimizer.state
     mean, summed = step.mean_loss(step.model, given), step.loss(step.model, given)
     torch.testing.assert_close(mean, summed / 3)
@@ -278,14 +250,6 @@ def outgrow_later(model, sample):
     return ["layers.1"]
 
 
-def break_down(model, sample):
-    def fail(*_):
-        raise RuntimeError("two tensors disagree\nand more lines")
-
-    model.layers[1].register_forward_hook(fail)
-    return ["layers.1"]
-
-
 def blow_up(model, sample):
     model.layers[1].register_forward_hook(lambda module, args, output: output * float("nan"))
     return ["layers.1"]
@@ -305,7 +269,6 @@ def skip_a_block(model, sample):
             "4 samples do not fit into the memory of cpu",
         ),
         (outgrow_later, OUT_OF_MEMORY_OUTCOME, "do not fit"),
-        (break_down, FAILED_OUTCOME, "RuntimeError: two tensors disagree"),
         (blow_up, REFUSED_OUTCOME, "not finite: microbatch 0 of 1"),
     ],
 )
@@ -340,9 +303,6 @@ def test_a_lever_that_skips_work_is_found_by_its_loss():
     assert "changes the training result" in rows[1].notes[0]
     assert rows[1].notes[0].startswith(f"loss {rows[1].loss:.5g}, plain {rows[0].loss:.5g}")
     assert rows[2].notes == []
-
-
-def test_a_lever_that_changes_nothing_gets_a_note():
     assert "changes nothing here" in figures(Case(SMALL), "none").rows[1].notes[0]
 
 
@@ -394,16 +354,6 @@ def test_what_is_timed_is_one_whole_step_on_all_samples():
         ["4", "step"],
         ["4", "step"],
     ]
-
-
-def test_every_setup_draws_the_same_random_numbers_and_generators_are_restored():
-    dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
-    with seeded(5):
-        before = torch.get_rng_state()
-        plain, full = figures(Case(dropout), "full", rounds=2).rows
-        assert torch.equal(before, torch.get_rng_state())
-    assert plain.loss == full.loss
-    assert full.notes == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -28,7 +28,7 @@ BUDGETS = {
     f"{PACKAGE}/primitives": 45,
     f"{PACKAGE}/runs": 55,
     f"{PACKAGE}/workloads": 20,
-    f"{PACKAGE}/plan": 53,
+    f"{PACKAGE}/plan": 52,
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,

@@ -1,4 +1,4 @@
-"""Small models for plans: equal blocks, two kinds, frozen, a loop, and Hugging Face's.
+"""Small models for plans, and estimates of steps compared with real ones.
 
 `ROUTED` has shapes that depend on values.
 """
@@ -7,7 +7,53 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.workloads.workload import Workload
+from curry_train.plan.estimate import Sketch
+from curry_train.plan.optimizers import make_optimizer
+from curry_train.plan.timeline import measure_timeline
+from curry_train.workloads.workload import Case, Workload
+
+# Estimates against real steps.
+
+
+def measured(
+    workload, size, *, optimizer="adamw", change=None, accumulated=False, cuda=False, **options
+):
+    """Measure the real step on real tensors, with torch's own optimizer.
+
+    `cuda`: with foreach, and with logits that the caller holds.
+    """
+    case = Case(workload, **options)
+    module, batch = case.build(), case.batch(size)
+    optimizer = make_optimizer(optimizer, module, foreach=cuda)
+    if change is not None:
+        change(module)
+    return measure_timeline(
+        module,
+        batch,
+        case.workload.mean_loss,
+        optimizer=optimizer,
+        accumulated=accumulated,
+        keeps_output=cuda,
+    )
+
+
+def check(sketch, real, size, **options):
+    found = sketch.step(size, **options)
+    estimated = found.timeline
+    assert (estimated.after, estimated.peak.bytes_alive) == (real.after, real.peak.bytes_alive)
+    assert (estimated.peak.phase, estimated.peak.owners) == (real.peak.phase, real.peak.owners)
+    return found
+
+
+def check_workload(workload, *, changes=(None,), **options):
+    real = {change: measured(workload, 3, change=change, **options) for change in changes}
+    with Sketch(workload, **options) as sketch:
+        for change, timeline in real.items():
+            check(sketch, timeline, 3, change=change)
+    return sketch
+
+
+# Models.
 
 
 class Block(nn.Module):

@@ -85,13 +85,13 @@ def test_commands_that_run_a_model_refuse_one_that_does_not_fit(no_room, command
 
 def test_memory_runs_on_shapes_where_the_real_step_does_not_fit(no_room, monkeypatch, tmp_path):
     path = tmp_path / "memory.json"
-    command = ["memory", "--model", "transformer", "--json", str(path)]
+    command = ["memory", "--model", "mlp", "--json", str(path)]
     monkeypatch.setattr(Case, "build", lambda case: pytest.fail("the model was built for real"))
     forced = run(*command)
     assert forced.exit_code == 0, forced.output
     on_shapes = json.loads(path.read_text())
     assert "takes at least" in on_shapes["on_shapes"]
-    asked = run("memory", "--model", "transformer", "--on-shapes")
+    asked = run("memory", "--model", "mlp", "--on-shapes")
     assert "on shapes alone" in " ".join(asked.output.split())
     monkeypatch.undo()
     run(*command)

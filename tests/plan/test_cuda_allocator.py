@@ -18,6 +18,7 @@ from curry_train.plan.cuda_allocator import (
     SMALL_SEGMENT,
     AllocatorSettings,
     CudaAllocator,
+    rounded,
     segment_size,
 )
 
@@ -43,7 +44,6 @@ SETTINGS = st.builds(
     AllocatorSettings,
     expandable_segments=st.booleans(),
     max_split_bytes=st.sampled_from([None, 32 * MIB]),
-    power_of_2_divisions=st.sampled_from([None, 1, 4, 8]),
 )
 
 
@@ -100,15 +100,7 @@ def test_repeating_the_same_sizes_reserves_nothing_more(sizes):
 def test_a_segment_has_the_size_of_its_class(num_bytes, expected):
     allocator = CudaAllocator()
     allocator.allocate(num_bytes)
-    assert allocator.reserved == expected == segment_size(AllocatorSettings().rounded(num_bytes))
-
-
-@pytest.mark.parametrize(
-    ("divisions", "num_bytes", "expected"),
-    [(None, 1200, 1536), (4, 1200, 1536), (4, 5000, 5120), (8, 5000, 5120), (4, 4096, 4096)],
-)
-def test_sizes_are_rounded_up_to_a_division_of_a_power_of_2(divisions, num_bytes, expected):
-    assert AllocatorSettings(power_of_2_divisions=divisions).rounded(num_bytes) == expected
+    assert allocator.reserved == expected == segment_size(rounded(num_bytes))
 
 
 def test_large_blocks_are_not_split_from_the_limit_on():

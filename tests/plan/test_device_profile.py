@@ -30,20 +30,9 @@ def plain_profile():
         bytes_per_second=5.0,
         host_bytes_per_second=None,
         dispatch_seconds=0.5,
-        sac_seconds=0.25,
-        regions_seconds=0.125,
         memory_bytes=None,
         source="measured",
     )
-
-
-@pytest.fixture
-def one_thread():
-    """Use one thread: on a busy machine the time that threads wait would dominate."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # The formula.
@@ -60,9 +49,8 @@ def test_the_time_of_an_operation_is_the_longest_of_flops_bytes_and_dispatch():
 def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
     """Catch a formula that adds them to the maximum: it gives 10.25 for the first."""
     profile = plain_profile()
-    extra = profile.sac_seconds
     assert profile.operation_seconds(
-        [100, 0], [0, 0], dtype="float32", extra_seconds=extra
+        [100, 0], [0, 0], dtype="float32", extra_seconds=0.25
     ).tolist() == [10.0, 0.75]
     each = profile.operation_seconds([0, 0], 0, dtype="float32", extra_seconds=[0.0, 1.0])
     assert each.tolist() == [0.5, 1.5]
@@ -77,11 +65,6 @@ def test_a_dtype_without_a_rate_is_refused_with_those_that_have_one():
 
 
 # The built-in profiles.
-
-
-def test_regions_add_less_to_an_operation_than_policies():
-    for profile in PROFILES.values():
-        assert 0 < profile.regions_seconds < profile.sac_seconds / 8
 
 
 def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
@@ -102,64 +85,32 @@ def test_names_are_found_in_any_spelling_and_others_get_a_suggestion():
 # Devices of this machine.
 
 
-def test_measuring_the_cpu_takes_seconds_and_is_repeatable(one_thread):
+def test_measuring_the_cpu_takes_seconds_and_draws_nothing():
     state = torch.random.get_rng_state()
     start = time.process_time()
-    first = measure_profile("cpu")
-    assert time.process_time() - start < 3
-    second = measure_profile(torch.device("cpu"))
+    found = measure_profile("cpu")
+    assert time.process_time() - start < 3 * torch.get_num_threads()
     assert torch.equal(state, torch.random.get_rng_state())
-    for profile in (first, second):
-        assert profile.source == "measured"
-        assert profile.name == "cpu, 1 threads"
-        assert (profile.host_bytes_per_second, profile.memory_bytes) == (None, None)
-        assert set(profile.flops_per_second) == {"float32", "bfloat16", "float16"}
-        assert 1e9 < profile.flops_per_second["float32"] < 1e12
-        assert min(profile.flops_per_second.values()) > 1e7
-        assert 1e8 < profile.bytes_per_second < 1e12
-        assert 1e-7 < profile.dispatch_seconds < 1e-3
-    for what in ("bytes_per_second", "dispatch_seconds"):
-        low, high = sorted((getattr(first, what), getattr(second, what)))
-        assert high < 3 * low
-    for dtype, rate in first.flops_per_second.items():
-        low, high = sorted((rate, second.flops_per_second[dtype]))
-        assert high < 3 * low
-
-
-def test_the_cpu_is_measured_once_for_a_number_of_threads(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        module, "measure_profile", lambda device=None: calls.append(device) or plain_profile()
-    )
-    module._measured_once.cache_clear()
-    assert profile_of("cpu") is profile_of(torch.device("cpu"))
-    assert calls == [torch.device("cpu")]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    profile_of("cpu")
-    assert len(calls) == 2
-    module._measured_once.cache_clear()
-    assert find_profile("Measured") == find_profile("measure") == plain_profile()
-
-
-def test_a_card_with_a_data_sheet_has_its_profile(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    assert profile_of("cuda") is PROFILES["l4"]
+    assert found.name == f"cpu, {torch.get_num_threads()} threads"
+    assert (found.host_bytes_per_second, found.memory_bytes) == (None, None)
+    assert set(found.flops_per_second) == {"float32", "bfloat16", "float16"}
+    assert 1e9 < found.flops_per_second["float32"] < 1e12
+    assert min(found.flops_per_second.values()) > 1e7
+    assert 1e8 < found.bytes_per_second < 1e12
+    assert 1e-7 < found.dispatch_seconds < 1e-3
 
 
 @pytest.mark.parametrize(
-    "card",
-    [
-        "NVIDIA H100 PCIe",
-        "NVIDIA L40S",
-    ],
+    ("card", "known"), [("NVIDIA L4", "l4"), ("NVIDIA H100 PCIe", None), ("NVIDIA L40S", None)]
 )
-def test_a_card_with_a_similar_name_is_measured(monkeypatch, card):
-    """Measure cards whose rates differ by up to 2x from "H100" or "L4" in their name."""
+def test_a_card_with_a_data_sheet_has_its_profile_and_a_similar_one_is_measured(
+    monkeypatch, card, known
+):
+    """Rates of cards with "H100" or "L4" in their name differ by up to 2x."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: card)
     monkeypatch.setattr(module, "_measured_once", lambda device, threads: plain_profile())
-    assert profile_of("cuda") == plain_profile()
+    assert profile_of("cuda") == PROFILES.get(known, plain_profile())
 
 
 def test_a_device_that_is_not_there_or_has_no_profile_is_refused(monkeypatch):

@@ -5,29 +5,25 @@ python -m pytest tests/plan/test_estimate.py
 
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import MomentsMadeAnew
+from plan_models import check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
-from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
-from curry_train.workloads.workload import Case, Workload, WorkloadError, default_workload
+from curry_train.workloads.workload import Workload, WorkloadError, default_workload
 
 
 def two_segments(module):
@@ -40,52 +36,6 @@ def from_factory(factory):
 
 def parted(made):
     return made if isinstance(made, nn.Module) else made[0]
-
-
-def measured(
-    workload, size, *, optimizer="adamw", change=None, accumulated=False, cuda=False, **options
-):
-    """Measure the real step on real tensors, with torch's own optimizer.
-
-    `cuda`: with foreach, and with logits that the caller holds.
-    """
-    case = Case(workload, **options)
-    module, batch = case.build(), case.batch(size)
-    optimizer = make_optimizer(optimizer, module, foreach=cuda)
-    if change is not None:
-        change(module)
-    return measure_timeline(
-        module,
-        batch,
-        case.workload.mean_loss,
-        optimizer=optimizer,
-        accumulated=accumulated,
-        keeps_output=cuda,
-    )
-
-
-def check(sketch, real, size, **options):
-    found = sketch.step(size, **options)
-    estimated = found.timeline
-    assert (estimated.after, estimated.peak.bytes_alive) == (real.after, real.peak.bytes_alive)
-    assert (estimated.peak.phase, estimated.peak.owners) == (real.peak.phase, real.peak.owners)
-    return found
-
-
-def check_workload(workload, *, sizes=(3,), changes=(None,), **options):
-    step = {
-        "optimizer": options.get("optimizer", "adamw"),
-        "dtype": options.get("dtype", torch.float32),
-    }
-    real = {
-        (size, change): measured(workload, size, change=change, **step)
-        for size in sizes
-        for change in changes
-    }
-    with Sketch(workload, **options) as sketch:
-        for (size, change), timeline in real.items():
-            check(sketch, timeline, size, change=change)
-    return sketch
 
 
 # Equal to the byte.
@@ -103,23 +53,9 @@ def test_built_in_workloads_with_every_way_to_recompute(name):
     )
 
 
-def test_batch_sizes():
-    assert (
-        check_workload(transformer(depth=2), sizes=(1, 5), changes=(None, apply_regions)).why_real
-        is None
-    )
-
-
 def llama():
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
-
-
-def gpt2():
-    tokens = {"bos_token_id": 1, "eos_token_id": 1}
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64, **tokens)
-    )
 
 
 def bert():
@@ -143,7 +79,7 @@ def hugging_face_recomputes():
     return module
 
 
-@pytest.mark.parametrize("factory", [llama, gpt2, bert, frozen, hugging_face_recomputes])
+@pytest.mark.parametrize("factory", [llama, bert, frozen, hugging_face_recomputes])
 def test_hugging_face_models(factory):
     changes = (
         (None, recompute_blocks, apply_sac, apply_regions) if factory in (llama, bert) else (None,)
@@ -286,19 +222,6 @@ def test_optimizers_are_torchs_own(optimizer, kernels):
         check(sketch, real, 3)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [MomentsMadeAnew, lambda module: torch.optim.AdamW(module.parameters(), amsgrad=True)],
-    ids=["made anew", "amsgrad"],
-)
-def test_the_users_own_optimizer_is_exact(optimizer):
-    workload = replace(mlp(depth=3, width=64), optimizer=optimizer)
-    real = measured(workload, 3, optimizer=optimizer)
-    with Sketch(workload) as sketch:
-        check(sketch, real, 3)
-        check(sketch, real, 3, change=lambda module: None)
-
-
 def test_optimizer_state_by_arithmetic():
     numbers = 2 * (32 * 32 + 32) + 32 * 10 + 10
     parameters, steps = 4 * numbers, 6 * 4
@@ -377,7 +300,6 @@ TOLD = {
         linear(lambda inner, x: inner[0](x) * inner[0](x).sum().item()),
         "_local_scalar_dense.*of Runs",
     ),
-    "boolean index": (linear(lambda inner, x: (y := inner[0](x))[y > 0]), "aten.nonzero.*of Runs"),
     "numpy": (
         linear(lambda inner, x: inner[0](x) * float(x.numpy().mean())),
         "Tensor.numpy.*of Runs",

@@ -5,8 +5,8 @@ python -m pytest tests/plan/test_estimate_models.py
 
 import pytest
 import torch
+from plan_models import check_workload, measured
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
@@ -14,31 +14,10 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
-from curry_train.plan.timeline import measure_timeline
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Workload
 
 SIZE = 4
-
-
-def measure(workload):
-    """Return the timeline of a real step."""
-    case = Case(workload)
-    module = case.build()
-    return measure_timeline(
-        module,
-        case.batch(SIZE),
-        case.workload.mean_loss,
-        optimizer=make_optimizer("adamw", module),
-    )
-
-
-def estimate(workload):
-    """Return the estimated timeline, and why it was measured for real, if it was."""
-    with Sketch(workload) as sketch:
-        return sketch.step(SIZE).timeline, sketch.why_real
 
 
 def tokens(size):
@@ -128,11 +107,7 @@ EQUAL = {
 
 @pytest.mark.parametrize("workload", EQUAL.values(), ids=EQUAL)
 def test_estimates_are_equal_to_the_byte(workload):
-    estimated, why_real = estimate(workload())
-    real = measure(workload())
-    assert why_real is None
-    assert estimated.after == real.after
-    assert estimated.peak.owners == real.peak.owners
+    assert check_workload(workload()).why_real is None
 
 
 def test_a_mask_that_was_written_to_has_no_known_values():
@@ -142,8 +117,7 @@ def test_a_mask_that_was_written_to_has_no_known_values():
         return (module(x) * mask.bool().float()).square().sum()
 
     workload = Workload("masked", lambda: nn.Linear(8, 8), lambda size: torch.randn(size, 8), loss)
-    estimated, _ = estimate(workload)
-    assert estimated.peak.owners == measure(workload).peak.owners
+    check_workload(workload)
 
 
 # Layers that a model skips at random are planned as if they always ran.
@@ -201,9 +175,7 @@ SKIPPING = {
 
 @pytest.mark.parametrize(("skips", "runs_all"), SKIPPING.values(), ids=SKIPPING)
 def test_skipped_layers_are_planned_as_if_they_always_ran(skips, runs_all):
-    real = measure(runs_all())
-    estimated, _ = estimate(skips())
-    assert estimated.peak.bytes_alive == real.peak.bytes_alive
+    real = measured(runs_all(), SIZE)
     with Planner(skips(), without=["sac", "regions"], chunked_loss=False) as planner:
         plan = planner.plan(2 * real.peak.bytes_alive, microbatch=SIZE, global_batch=SIZE)
     assert plan.peak_bytes == real.peak.bytes_alive
@@ -242,45 +214,10 @@ def test_layers_that_run_by_chance_in_some_measurements_alone_do_not_end_the_pla
 # Blocks are measured alone as the model calls them.
 
 
-class PackedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(16, 16, batch_first=True)
-
-    def forward(self, packed):
-        return self.rnn(packed)[0]
-
-
-class PackedBlocks(nn.Module):
-    """Pass a packed sequence from block to block."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(PackedBlock() for _ in range(3))
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x):
-        lengths = torch.tensor([x.shape[1] - row % 3 for row in range(len(x))])
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        for block in self.blocks:
-            packed = block(packed)
-        return self.head(pad_packed_sequence(packed, batch_first=True)[0])
-
-
-def test_blocks_of_packed_sequences_are_planned_and_measured_for_real():
-    workload = squares(PackedBlocks, (9, 16))
-    real = measure(workload)
-    with Planner(workload) as planner:
-        plan = planner.plan(2 * real.peak.bytes_alive, microbatch=SIZE, global_batch=SIZE)
-    assert plan.peak_bytes == real.peak.bytes_alive
-    assert "_pack_padded_sequence" in plan.settings["why_real"]
-    assert set(plan.options) == {"blocks.0", "blocks.1", "blocks.2"}
-
-
 def test_blocks_under_the_models_autocast_are_measured_under_it():
     """Outside of autocast a block of bfloat16 inputs and float32 weights raises an error."""
     workload = convolutions(lambda: nn.BatchNorm2d(8))()
-    real = measure(workload)
+    real = measured(workload, SIZE)
     with Planner(workload) as planner:
         plan = planner.plan(2 * real.peak.bytes_alive, microbatch=SIZE, global_batch=SIZE)
     assert plan.peak_bytes == real.peak.bytes_alive
@@ -338,7 +275,4 @@ def test_a_base_of_codes_with_a_table_that_keeps_its_values_is_estimated_from_sh
         lambda size: torch.randn(size, 16),
         lambda module, batch: module(batch).square().sum(),
     )
-    estimated, why_real = estimate(workload)
-    assert why_real is None
-    assert estimated.peak.bytes_alive == measure(workload).peak.bytes_alive
-    assert estimated.owners["parameters"] == measure(workload).owners["parameters"]
+    assert check_workload(workload).why_real is None

@@ -22,9 +22,8 @@ from warm_python import warm_python
 
 import curry_train
 from curry_train.core.measure import LiveStorages
-from curry_train.plan import shapes
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.shapes import KERNEL_DEVICES, NeedsValues, PretendedCase, pretended
+from curry_train.plan.shapes import KERNEL_DEVICES, PretendedCase, pretended
 from curry_train.primitives import apply_sac, recompute, recompute_blocks
 from curry_train.primitives.regions import Replay
 from curry_train.primitives.rerun import BlockState
@@ -442,10 +441,6 @@ import torch
 from torch import nn
 def properties():
     return nn.Linear(torch.cuda.get_device_properties(0).multi_processor_count, 16)
-def generator():
-    torch.rand(3, generator=torch.Generator(device="cuda"), device="cuda")
-def own():
-    raise KeyError("no such dataset")
 def misfit():
     return nn.Linear(16, 16), torch.randn(8, 4)
 """
@@ -455,8 +450,6 @@ def misfit():
     ("factory", "message"),
     [
         ("properties", "the factory raised"),
-        ("generator", "the factory raised"),
-        ("own", "the factory raised KeyError: 'no such dataset'"),
         ("misfit", "a forward on the batch raised RuntimeError"),
     ],
 )
@@ -475,17 +468,6 @@ def test_the_error_of_a_factory_is_one_message(tmp_path, monkeypatch, caplog, fa
     assert not isinstance(torch.zeros(2), FakeTensor)
 
 
-@pytest.mark.parametrize(
-    "read", [lambda x: x.numpy(), numpy.asarray, lambda x: float(x.sum()), lambda x: x.tolist()]
-)
-def test_reading_values_raises_an_error_that_names_it(read):
-    with pretended(), pytest.raises(shapes.NEEDS_VALUES_ERRORS):
-        read(torch.randn(3))
-    with pretended():
-        assert read(torch.arange(3)) is not None  # whole numbers have values
-    assert "lstm: its kernel" in str(NeedsValues("lstm", "its kernel"))
-
-
 # Speed and memory.
 
 MEASURES = """
@@ -493,25 +475,18 @@ import resource, sys, time
 import torch
 from curry_train.plan.estimate import Sketch
 start = time.process_time()
-model = "curry_train.workloads.models:llama_8b"
-with Sketch(model, dtype=torch.bfloat16, kernels="cuda") as sketch:
-    peak = sketch.step(1).peak_bytes
+from curry_train.workloads.models import llama_8b
+with Sketch(llama_8b(depth=8), dtype=torch.bfloat16, kernels="cuda") as sketch:
+    sketch.step(1)
 scale = 1 if sys.platform == "darwin" else 1024
-print(peak, time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
 """
 
 
-def test_8b_is_estimated_in_ten_seconds_and_in_little_memory():
-    for _ in range(
-        2
-    ):  # other work on the same core counts a little even here, so take the faster of two
-        ended = subprocess.run(
-            [warm_python(), "-c", MEASURES], capture_output=True, text=True, cwd=TEMPLATE
-        )
-        assert not ended.returncode, ended.stderr
-        peak, seconds, memory = map(float, ended.stdout.split())
-        if seconds < 10:
-            break
-    assert seconds < 10  # CPU time
-    assert 70 * 2**30 < peak < 80 * 2**30
+def test_a_quarter_of_8b_is_estimated_in_seconds_and_in_little_memory():
+    command = [warm_python(), "-c", MEASURES]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=TEMPLATE)
+    assert not ended.returncode, ended.stderr
+    seconds, memory = map(float, ended.stdout.split())
+    assert seconds < 5  # CPU time
     assert memory < 1.5 * 2**30

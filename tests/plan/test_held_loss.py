@@ -10,15 +10,15 @@ import pytest
 from curry_train.core.measure import LiveStorages
 from curry_train.gates.same_training import sample_of
 from curry_train.primitives.strategies import STRATEGIES
-from curry_train.workloads.models import load_workload
+from curry_train.workloads.models import snn, transformer
 from curry_train.workloads.workload import Case
 
-MODELS = ("transformer", "snn")
+MODELS = {"transformer": transformer(depth=2, dim=32, length=16), "snn": snn(timesteps=4)}
 
 
 def bytes_after_backward(workload, strategy):
     """Return the bytes alive with the loss and the gradients, and nothing else of the step."""
-    case = Case(load_workload(workload))
+    case = Case(MODELS[workload])
     module, batch = case.build(), case.batch()
     STRATEGIES[strategy].apply(module, sample_of(case))
     for _ in range(2):  # the first step may keep its measurements

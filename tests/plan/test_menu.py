@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 from curry_train.core.generators import seeded
 from curry_train.core.measure import LiveStorages
-from curry_train.core.parity import compare, record_step
 from curry_train.plan import costs
 from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
-from curry_train.plan.device import find_profile
+from curry_train.plan.device import SAC_SECONDS, find_profile
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.saved import (
     FULL_KIND,
@@ -29,7 +28,6 @@ from curry_train.plan.saved import (
     Option,
     apply_options,
 )
-from curry_train.primitives.sac import Policy, apply_sac
 from curry_train.workloads.models import Bottleneck, transformer
 from curry_train.workloads.workload import Case, Workload
 
@@ -150,7 +148,7 @@ def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():
         slower = measured.seconds(kept, profile, "float32") - measured.seconds(
             Option(FULL_KIND), profile, "float32"
         )
-        assert 0 < slower <= profile.sac_seconds * measured.again.sum() * (1 + 1e-9)
+        assert 0 < slower <= SAC_SECONDS * measured.again.sum() * (1 + 1e-9)
 
 
 # Which blocks are equal.
@@ -163,20 +161,20 @@ def measured_kinds(made, monkeypatch):
         BlockKind, "run", lambda self, option: calls.append(self.names) or run(self, option)
     )
     with Sketch(made) as sketch:
-        kinds, _ = measure_menus(
+        menus, _ = measure_menus(
             sketch,
             [sketch.step(2), sketch.step(4)],
             offload=False,
             without=(SAC_KIND, REGIONS_KIND),
         )
-    return kinds, calls
+    return menus, calls
 
 
 def test_blocks_of_one_kind_are_measured_once(monkeypatch):
     counts = {}
     for depth in (2, 6):
-        kinds, calls = measured_kinds(stack(lambda _: Gated(), depth, (8, 16)), monkeypatch)
-        assert [len(names) for names, _ in kinds] == [depth]
+        menus, calls = measured_kinds(stack(lambda _: Gated(), depth, (8, 16)), monkeypatch)
+        assert len(menus) == depth
         counts[depth] = len(calls)
         monkeypatch.undo()
     assert counts[2] == counts[6] <= 6
@@ -254,11 +252,11 @@ def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
 
     made = stack(lambda _: Writes(), 2, (16,))
     with Sketch(made) as sketch:
-        kinds, left_out = measure_menus(
+        menus, left_out = measure_menus(
             sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC_KIND,)
         )
     assert any(f"can't run as {FULL_KIND}" in reason for reason in left_out)
-    assert all(option.kind != FULL_KIND for _, options in kinds for option, _ in options)
+    assert all(option.kind != FULL_KIND for menu in menus.values() for option, _ in menu)
 
 
 class Neuron(nn.Module):
@@ -296,11 +294,11 @@ def test_a_block_that_keeps_state_runs_from_that_of_its_first_call():
         anyhow.run(Option(NONE_KIND))
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             anyhow.run(Option(NONE_KIND))
-        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
-    assert [name for names, _ in kinds for name in names] == ["layers.0", "layers.1"]
+        menus, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
+    assert [*menus] == ["layers.0", "layers.1"]
     assert not left_out
-    for _, options in kinds:
-        assert {option.kind for option, _ in options} >= {NONE_KIND, FULL_KIND}
+    for menu in menus.values():
+        assert {option.kind for option, _ in menu} >= {NONE_KIND, FULL_KIND}
 
 
 class Prepared:
@@ -339,8 +337,8 @@ class Giving(nn.Module):
 
 def test_a_block_that_does_not_run_by_itself_is_planned_as_it_is():
     with Sketch(workload(Giving, (16,))) as sketch:
-        kinds, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
-    assert kinds == ()
+        menus, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
+    assert menus == {}
     assert left_out == tuple(
         f"layers.{index} does not run by itself (call prepare() first): it is planned as it is"
         for index in range(2)
@@ -362,21 +360,6 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
 
 
 # Policies that keep calls by their position.
-
-
-def test_a_policy_by_position_works_under_autocast():
-    records = []
-    for calls in (None, {("matmul", 0), ("matmul", 3), ("attention", 0)}):
-        model = CASE.build()
-        if calls:
-            apply_sac(model, Policy("by place", calls=frozenset(calls)))
-
-        def loss(module, batch):
-            with torch.autocast("cpu", torch.bfloat16):
-                return LOSS(module, batch)
-
-        records.append(record_step(model, CASE.batch(), loss))
-    assert compare(*records).bit_equal
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,12 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(OPTIONS, 2)), ids="-".join)
-@pytest.mark.parametrize("name", ["mlp", "transformer"])
-def test_alternating_options_leave_the_training_unchanged(name, pair):
+def test_alternating_options_leave_the_training_unchanged(pair):
     """Cover regions that could rebuild the last activation of the previous `mlp` block."""
 
     def apply(model, sample):
         chosen = {block: OPTIONS[pair[place % 2]] for place, block in enumerate(find_blocks(model))}
         return apply_options(model, chosen)
 
-    _, _, hint = same_training(Case(load_workload(name)), apply)
+    _, _, hint = same_training(Case(load_workload("mlp")), apply)
     assert not hint

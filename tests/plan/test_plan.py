@@ -3,7 +3,6 @@
 python -m pytest tests/plan/test_plan.py
 """
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -14,24 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import net
+from plan_models import measured, net
 from torch import nn
 
 from curry_train.gates.same_training import same_training
-from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
 from curry_train.plan.saved import (
-    FULL_KIND,
     NONE_KIND,
-    OPTION_KINDS,
-    REGIONS_KIND,
     SAC_KIND,
     Candidate,
-    Option,
     Plan,
 )
-from curry_train.plan.timeline import measure_timeline
-from curry_train.workloads.models import mlp, resnet, transformer
+from curry_train.workloads.models import mlp, transformer
 from curry_train.workloads.workload import Case, Workload
 
 MICRO = 8
@@ -40,7 +33,6 @@ MICRO = 8
 WORKLOADS = {
     "transformer": lambda: transformer(depth=2, dim=64),
     "mlp": lambda: mlp(depth=4, width=32),
-    "resnet": lambda: resnet(depth=4, width=16, size=8),
     "two kinds": lambda: net(64, 256, 64, 256),
     "frozen": lambda: net(64, 64, 64, 64, frozen=(0, 1)),
     "loop": lambda: net(64, 64, times=3),
@@ -49,15 +41,12 @@ WITHOUT = {"transformer": (SAC_KIND,)}  # takes a second per set
 MANY = {"mlp": 512}
 
 
-def measured(workload, found):
+def peak_of(workload, found):
     """Measure the peak of a real step of the plan."""
-    case = Case(workload, batch_size=found.microbatch)
-    module = case.build()
-    found.apply(module)
-    optimizer = make_optimizer(found.settings["optimizer"], module)
-    return measure_timeline(
-        module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=found.steps > 1
-    ).peak.bytes_alive
+    optimizer = found.settings["optimizer"]
+    steps = {"change": found.apply, "accumulated": found.steps > 1}
+    real = measured(workload, found.microbatch, optimizer=optimizer, **steps)
+    return real.peak.bytes_alive
 
 
 @functools.cache
@@ -77,15 +66,13 @@ def plans(name, steps=1):
 # No plan is above its budget, and the measured peak is the predicted one.
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.long] * (one == "resnet")) for one in WORKLOADS]
-)
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name):
     workload, plain, least, found = plans(name)
     assert all(option.kind == NONE_KIND for option in plain.options.values())
     assert found[0].peak_bytes == least < plain.peak_bytes
     for one in [plain, *found]:
-        assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+        assert peak_of(workload, one) == one.peak_bytes <= one.budget_bytes
     assert plain.step_seconds < found[0].step_seconds
     assert [one.step_seconds for one in found] == sorted(
         (one.step_seconds for one in found), reverse=True
@@ -95,7 +82,7 @@ def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name
 def test_accumulated_gradients_count_from_the_start():
     workload, _, _, found = plans("mlp", steps=2)
     for one in found:
-        assert measured(workload, one) == one.peak_bytes <= one.budget_bytes
+        assert peak_of(workload, one) == one.peak_bytes <= one.budget_bytes
 
 
 def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
@@ -106,7 +93,7 @@ def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
     assert (found.own.microbatch, found.own.steps) == (2, 4)
     assert (plain.own.step_seconds, found.own.step_seconds) == (plain.own.step_seconds, None)
     as_it_is = replace(plain, options={}, chunk_tokens=None, microbatch=2, steps=4)
-    assert measured(workload, as_it_is) == found.own.peak_bytes
+    assert peak_of(workload, as_it_is) == found.own.peak_bytes
     rows = found.explain().split("microbatch  steps")[1].splitlines()
     assert rows[1].split()[0] == "2"
     assert rows[1].endswith("too large  your own setting")
@@ -125,15 +112,21 @@ def test_messages_of_a_long_search_name_the_time_left(monkeypatch):
     assert left[-1] < max(left)
 
 
+class Dropping(nn.Linear):
+    dropout = 0.1
+
+
 def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
     made = net(64)
-    workload = Workload("alone", lambda: nn.Linear(8, 32), made.batch, made.loss)
+    workload = Workload("alone", lambda: Dropping(8, 32), made.batch, made.loss)
     with Planner(workload, blocks=None, chunked_loss=False) as planner:
         whole = planner.plan(2**40, global_batch=8)
         small = planner.plan(whole.peak_bytes - 1, global_batch=8)
     assert (whole.microbatch, small.microbatch, small.options) == (8, 4, {})
-    assert measured(workload, small) == small.peak_bytes < whole.peak_bytes
+    assert peak_of(workload, small) == small.peak_bytes < whole.peak_bytes
     assert "no block is repeated" in small.explain()
+    assert "its own dropout" in small.explain()
+    assert "its own dropout" not in whole.explain()
     assert "for cpu, float32, adamw; times are predicted from measured rates" in small.explain()
 
 
@@ -170,18 +163,6 @@ def test_a_plan_warns_if_its_microbatches_change_the_training(model, message):
     assert what_microbatches_change(model, replace(best, steps=1)) == ""
 
 
-def test_the_planner_puts_the_warning_into_its_plan():
-    workload = Workload(
-        "own", Drawing, lambda size: torch.randn(size, 16), lambda model, x: model(x).square().sum()
-    )
-    without = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
-    with Planner(workload, blocks=None, chunked_loss=False, without=without) as planner:
-        whole = planner.plan(2**40, global_batch=64)
-        small = planner.plan(whole.peak_bytes - 1, global_batch=64)
-    assert "its own dropout" in small.explain()
-    assert "its own dropout" not in whole.explain()
-
-
 class NormalizedBlock(nn.Module):
     """A residual block whose norm refuses a batch of one sample."""
 
@@ -215,61 +196,21 @@ def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
 # No combination that fits is faster.
 
 
-@contextlib.contextmanager
-def all_choices(workload, *, without, steps=1, size=MICRO):
-    """Yield a planner, and the exact peak and seconds of every combination of options."""
-    with Planner(workload, without=without, chunked_loss=False) as planner:
-        planner.plan(2**40, global_batch=size * steps, microbatch=size)
-        blocks = planner.whole_steps.priced(Candidate(size, steps, False, 0, None)).blocks
+def test_no_combination_of_options_that_fits_is_faster():
+    size, steps = MICRO, 2
+    made = {"global_batch": size * steps, "microbatch": size}
+    with Planner(net(64, 256), without=(SAC_KIND,), chunked_loss=False) as planner:
+        planner.plan(2**40, **made)
+        blocks = planner.whole_steps.priced(Candidate(size, steps, False)).blocks
         found = []
         for options in itertools.product(*(block.options for block in blocks)):
             chosen = {block.name: option for block, option in zip(blocks, options, strict=True)}
-            whole = planner.whole_steps.whole(Candidate(size, steps, False, 0, None, chosen))
+            whole = planner.whole_steps.whole(Candidate(size, steps, False, options=chosen))
             found.append((whole.peak_bytes, whole.step_seconds))
         planner.whole_steps.known.clear()  # cached results would skip the search
-        yield planner, found
-
-
-def slower_plans(planner, found, *, steps=1, size=MICRO):
-    slower = []
-    for budget in sorted({peak for peak, _ in found}):
-        best = min(seconds for peak, seconds in found if peak <= budget)
-        try:
-            planned = planner.plan(budget, global_batch=size * steps, microbatch=size).step_seconds
-        except Infeasible:
-            planned = float("inf")
-        slower += [budget] if planned > best * (1 + 1e-9) else []
-    return slower
-
-
-@pytest.mark.parametrize(
-    ("workload", "without", "steps"),
-    [
-        (net(64, 256, 64), (SAC_KIND,), 2),
-        pytest.param(
-            resnet(depth=3, width=16, size=8), (SAC_KIND, REGIONS_KIND), 1, marks=pytest.mark.long
-        ),
-    ],
-    ids=["two kinds, accumulated", "resnet"],
-)
-def test_no_combination_of_options_that_fits_is_faster(workload, without, steps):
-    with all_choices(workload, without=without, steps=steps) as (planner, found):
-        assert slower_plans(planner, found, steps=steps) == []
-
-
-def test_no_policy_for_all_blocks_is_faster_than_the_plan_for_its_bytes():
-    workload = transformer(depth=2, dim=32, length=16)
-    with Planner(workload, chunked_loss=False) as planner:
-        planner.plan(2**40, global_batch=MICRO, microbatch=MICRO)
-        chain = planner.whole_steps.priced(Candidate(MICRO, 1, False, 0, None))
-        policies = {one for one in chain.blocks[0].options if one.kind != NONE_KIND}
-        assert {option.kind for option in policies} == {FULL_KIND, REGIONS_KIND, SAC_KIND}
-        for option in [*sorted(policies, key=str)[::5], Option(FULL_KIND), Option(REGIONS_KIND)]:
-            options = {block.name: option for block in chain.blocks}
-            whole = planner.whole_steps.whole(Candidate(MICRO, 1, False, 0, None, options))
-            found = planner.plan(whole.peak_bytes, global_batch=MICRO, microbatch=MICRO)
-            assert found.peak_bytes <= whole.peak_bytes, option
-            assert found.step_seconds <= whole.step_seconds * (1 + 1e-9), option
+        for budget in sorted({peak for peak, _ in found}):
+            best = min(seconds for peak, seconds in found if peak <= budget)
+            assert planner.plan(budget, **made).step_seconds <= best * (1 + 1e-9)
 
 
 # The way of a workload.
@@ -301,10 +242,7 @@ def test_a_plan_makes_what_the_page_for_agents_lists_in_that_order(monkeypatch):
 # The planned model is the same one.
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["transformer", "mlp", "two kinds", "loop", pytest.param("resnet", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("name", ["transformer", "mlp", "two kinds", "loop"])
 def test_the_planned_model_trains_as_before_under_the_same_names(name):
     workload, _, _, (poorest, middle) = plans(name)
     case = Case(workload)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 import ranks
+from curry_train import primitives
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.costs import Drop
 from curry_train.plan.cuda_step import cuda_memory
@@ -95,28 +96,6 @@ def test_a_world_that_cannot_be_is_refused_in_one_line():
         pass
 
 
-def test_a_model_whose_shapes_depend_on_values_is_refused():
-    class Chosen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.layer(x[x[:, 0] > 0])
-
-    workload = replace(
-        small(),
-        build=Chosen,
-        batch=lambda size: torch.randn(size, 4),
-        loss=lambda module, rows: module(rows).square().sum(),
-        count=len,
-    )
-    refused = pytest.raises(ValueError, match="one rank of several is predicted from shapes alone")
-    with refused, Sketch(workload, sharding=Sharding("fsdp2", 2)):
-        pass
-    assert not torch.distributed.is_initialized()
-
-
 def test_a_parallelize_of_the_users_own_runs_without_a_name():
     seen = []
 
@@ -168,6 +147,19 @@ def test_what_fsdp2_refuses_is_one_line_and_no_way_out_of_a_plan_that_does_not_f
     with pytest.raises(Infeasible, match="nothing fits") as refused:
         plan(workload, 1000, device="cpu")
     assert "FSDP2" not in str(refused.value)
+
+
+def test_a_loss_in_chunks_runs_in_chunks_under_fsdp2_too():
+    models = []
+
+    def change(module):
+        primitives.apply_chunked_loss(module, chunk_tokens=4)
+        models.append(module)
+
+    with Sketch(small(depth=1), sharding=Sharding("fsdp2", 2)) as sketch:
+        sketch.step(1, change=change)
+    (use,) = primitives.chunked_loss_report(models[0]).values()
+    assert str(use) == "1 loss in chunks"
 
 
 def test_two_ranks_of_one_world_are_predicted_in_one_process():

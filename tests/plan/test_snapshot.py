@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from snapshot_files import Recorder, Training, from_trace, write
 
+from curry_train.plan.cuda_allocator import rounded
 from curry_train.plan.snapshot import (
     BlockHistory,
     Frame,
@@ -45,9 +46,9 @@ def test_a_recorded_trace_has_its_peaks_to_the_byte(tmp_path, path):
         # Of expandable segments the traces have blocks of the start, but not their addresses.
         assert history.reserved[0] == trace["reserved_start"]
     assert history.reserved[-1] == trace["reserved_end"]
-    rounded = sum(record.settings.rounded(life.requested_bytes) for life in history.alive_at(-1))
+    alive = sum(rounded(life.requested_bytes) for life in history.alive_at(-1))
     if trace["starts_empty"]:
-        assert history.allocated[0] == rounded == 0
+        assert history.allocated[0] == alive == 0
     if trace["peak_blocks"] is not None:
         assert history.peak_allocated == trace["peak_blocks"]
     alive = history.alive_at(history.peak_index)

@@ -252,6 +252,9 @@ REFUSED = {
     "print('done')": "it ended before an optimizer step",
     "import sys; sys.exit(3)": "it ended with 3 before an optimizer step",
     "\nraise KeyError('LOCAL_RANK')": r"it raised KeyError: 'LOCAL_RANK' \(train.py:2\).*launcher",
+    "\nraise AssertionError('Torch not compiled with CUDA enabled')": (
+        r"it raised .* \(train.py:2\); this machine has no CUDA.*is_available.*--target h100"
+    ),
     "import torch\ntorch.multiprocessing.spawn(print, nprocs=4)": "it starts 4 processes",
     """
 import torch
@@ -269,7 +272,8 @@ optimizer.step()
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_can_not_be_taken_over_is_said(folder, text):
+def test_what_can_not_be_taken_over_is_said(folder, text, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (folder / "train.py").write_text(text)
     with pytest.raises(WorkloadError, match=f"(?s)train.py: {REFUSED[text]}"):
         load_workload("script=train.py")

@@ -24,13 +24,10 @@ from torch import nn
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded
 from ..core.measure import (
-    Flops,
-    Memory,
     bytes_on_device,
     count_flops,
     is_out_of_memory,
     measure_memory,
-    recompute_flops,
 )
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
@@ -69,9 +66,11 @@ class SavingsRow(SetupRow):
     modules: list[str] = field(default_factory=list)
     held_bytes: int | None = None
     held_ratio: float | None = None
-    # Ratio of the bytes held by the blocks alone.
+    # Bytes held by the blocks alone: None for compiled code, 0 if the model repeats no block.
+    blocks_held_bytes: int | None = None
     blocks_held_ratio: float | None = None
     forward_flops: int | None = None
+    backward_flops: int = 0
     recompute_flops: int | None = None
     # Ratio to the FLOPs of one forward.
     recompute_ratio: float | None = None
@@ -160,17 +159,6 @@ def search(bytes_of: Callable[[int], int], limit: int, *, start: int) -> int:
 # Measure what each strategy saves and costs on a model.
 
 
-@dataclass(frozen=True)
-class _StepFigures:
-    """Everything but times that is measured of one model."""
-
-    record: StepRecord
-    memory: Memory
-    flops: Flops
-    # None for compiled code, and 0 if the model repeats no block.
-    blocks_held: int | None
-
-
 def load_with_depth(spec: str, depth: int | None) -> Workload:
     """Load a workload; with `depth`, a built-in one with that many blocks."""
     if depth is None:
@@ -214,16 +202,21 @@ def measure_savings(
     ]
     weights = case.build()
     models = list[nn.Module | None]()
-    plain: _StepFigures | None = None
+    plain: StepRecord | None = None
     with seeded(case.seed):
         for row in rows:
             tell(f"{row.name}: memory, FLOPs, parity")
-            model, found = _measure(row, case, weights)
+            model, record = _measure(row, case, weights)
             models.append(model)
             if row is rows[0]:
-                plain = _checked(found, row, case)
-            if found is not None and plain is not None:
-                _compare(row, found, plain, case)
+                plain = record
+                _check(plain, row, case)
+            if record is not None and plain is not None:
+                _compare(row, rows[0])
+                parity = compare(plain, record, tolerance=OUTER_BOUND[case.dtype])
+                row.worst_error = parity.worst if math.isfinite(parity.worst) else None
+                description = parity.describe(most=1)
+                row.parity = description if parity.holds else f"differs: {description}"
         _time(rows, models, case, repeats, tell)
     for row, model in zip(rows, models, strict=True):
         if limit is not None:
@@ -236,23 +229,22 @@ def measure_savings(
     return rows
 
 
-def _checked(plain: _StepFigures | None, row: SavingsRow, case: Case) -> _StepFigures | None:
+def _check(plain: StepRecord | None, row: SavingsRow, case: Case) -> None:
     """Raise WorkloadError for a plain step that others can't be compared with.
 
     One that does not fit into the device is none, and the others have no ratios.
     """
     if row.outcome != OUT_OF_MEMORY_OUTCOME:
         require_plain(row, case)
-    if plain is not None and not plain.record.loss.isfinite():
+    if plain is not None and not plain.loss.isfinite():
         raise WorkloadError(
             f"{case.workload.name}, batch size {case.batch_size}: the loss of a plain step is "
-            f"{plain.record.loss.item()}, with which nothing can be compared: grad-flow names the "
+            f"{plain.loss.item()}, with which nothing can be compared: grad-flow names the "
             "layer that it begins in"
         )
-    return plain
 
 
-def _figures(case: Case, model: nn.Module) -> _StepFigures:
+def _figures(row: SavingsRow, case: Case, model: nn.Module) -> StepRecord:
     """Record a step for parity, then measure memory and FLOPs.
 
     The recorded step comes first, while the model's buffers are still new.
@@ -263,21 +255,27 @@ def _figures(case: Case, model: nn.Module) -> _StepFigures:
         record = record_step(model, batch, loss)
     with seeded(case.seed):
         # Compiled code runs as eager code under a dispatch mode, so it is measured without one.
-        if holds_compiled_code(model):
-            memory = measure_allocated(model, batch, loss)
-            return _StepFigures(record, memory, count_executed_flops(model, batch, loss), None)
-        memory, flops = measure_memory(model, batch, loss), count_flops(model, batch, loss)
-    held = 0
+        is_compiled = holds_compiled_code(model)
+        memory = (measure_allocated if is_compiled else measure_memory)(model, batch, loss)
+        flops = (count_executed_flops if is_compiled else count_flops)(model, batch, loss)
+    row.held_bytes = memory.held_bytes
+    row.peak_bytes = memory.peak_bytes
+    row.forward_flops = flops.forward
+    row.backward_flops = flops.backward
+    if is_compiled:
+        return record
+    row.blocks_held_bytes = 0
     with contextlib.suppress(NoBlocks), seeded(case.seed):
         blocks = list(find_blocks(model, case.blocks))
         report = MemoryProfiler(model).profile(case.batch(), 1, loss=loss, blocks=blocks)
-        held = sum(layer.bytes for layer in report.layers if layer.name in blocks)
-    return _StepFigures(record, memory, flops, held)
+        own = (layer.bytes for layer in report.layers if layer.name in blocks)
+        row.blocks_held_bytes = sum(own)
+    return record
 
 
 def _measure(
     row: SavingsRow, case: Case, weights: nn.Module
-) -> tuple[nn.Module | None, _StepFigures | None]:
+) -> tuple[nn.Module | None, StepRecord | None]:
     """Fill in what is not relative to the plain step; return the model, if it can be trained."""
     model = case.build()
     for parameter, shared in zip(model.parameters(), weights.parameters(), strict=True):
@@ -287,30 +285,23 @@ def _measure(
         with seeded(case.seed):
             row.modules = _apply(row.name, model, case)
         applied = model
-        found = _figures(case, model)
+        record = _figures(row, case, model)
         facts = STRATEGIES[row.name].facts
         row.facts = {} if facts is None else facts(model)
         row.python_calls = python_calls(case, lambda module, small: _apply(row.name, module, small))
     except (ValueError, RuntimeError) as error:
         row.outcome, row.why = failure(error, case)
         return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None
-    row.held_bytes = found.memory.held_bytes
-    row.peak_bytes = found.memory.peak_bytes
-    row.forward_flops = found.flops.forward
-    return model, found
+    return model, record
 
 
-def _compare(row: SavingsRow, found: _StepFigures, plain: _StepFigures, case: Case) -> None:
+def _compare(row: SavingsRow, plain: SavingsRow) -> None:
     """Fill in what is relative to the plain step."""
-    row.blocks_held_ratio = _ratio(found.blocks_held, plain.blocks_held)
-    row.held_ratio = _ratio(row.held_bytes, plain.memory.held_bytes)
-    row.peak_ratio = _ratio(row.peak_bytes, plain.memory.peak_bytes)
-    row.recompute_flops = recompute_flops(plain.flops, found.flops)
-    row.recompute_ratio = _ratio(row.recompute_flops, plain.flops.forward)
-    parity = compare(plain.record, found.record, tolerance=OUTER_BOUND[case.dtype])
-    row.worst_error = parity.worst if math.isfinite(parity.worst) else None
-    description = parity.describe(most=1)
-    row.parity = description if parity.holds else f"differs: {description}"
+    row.blocks_held_ratio = _ratio(row.blocks_held_bytes, plain.blocks_held_bytes)
+    row.held_ratio = _ratio(row.held_bytes, plain.held_bytes)
+    row.peak_ratio = _ratio(row.peak_bytes, plain.peak_bytes)
+    row.recompute_flops = row.backward_flops - plain.backward_flops
+    row.recompute_ratio = _ratio(row.recompute_flops, plain.forward_flops)
 
 
 def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:

@@ -241,7 +241,6 @@ class TrainingStep:
         *,
         batch: Any = None,
         optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "adamw",
-        learning_rate: float = 0.0,
         like: "TrainingStep | None" = None,
     ) -> None:
         self.case = replace(case, dtype=lever.dtype or case.dtype)
@@ -263,7 +262,8 @@ class TrainingStep:
         self.changed = [name for change in lever.changes for name in change(self.model, sample)]
         self.optimizer = make_optimizer(optimizer, self.model, foreach=self.device.type == "cuda")
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            # The weights stay as they are, whatever the optimizer.
+            group["lr"] = 0.0
         if like is not None and shares:
             self._share_state(like)
 

@@ -8,7 +8,7 @@ import gc
 import itertools
 import math
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
 from ..core.generators import seeded
-from ..core.measure import LiveStorages, OperationMode, has_wrapper, operands, tensors_in
+from ..core.measure import LiveStorages, has_wrapper, operands, tensors_in
 from ..primitives import sac
 from ..primitives.rerun import TORCH_ATTRIBUTES
-from .device import DeviceProfile
+from .device import REGIONS_SECONDS, SAC_SECONDS, DeviceProfile
 from .estimate import Sketch, StepEstimate
 from .record import operation_cost
 from .saved import (
@@ -57,9 +57,7 @@ class Measured:
 
         Offload copies to the host and back; the copies overlap with the computation.
         """
-        extra = {SAC_KIND: profile.sac_seconds, REGIONS_KIND: profile.regions_seconds}.get(
-            option.kind, 0.0
-        )
+        extra = {SAC_KIND: SAC_SECONDS, REGIONS_KIND: REGIONS_SECONDS}.get(option.kind, 0.0)
         seconds = profile.work_seconds(
             self.flops, self.moved, dtype=dtype, extra_seconds=extra * self.again
         )
@@ -305,24 +303,6 @@ MOST_SETS = 12  # policies measured for each kind of block
 MOST_CALLS = 10
 
 
-class Operations(OperationMode):
-    """Record the operations of each block.
-
-    Two blocks of the same class, with equal shapes, may still compute different things.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block: str | None = None
-        self.made: defaultdict[str, list[Any]] = defaultdict(list)
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        out = func(*args, **kwargs)
-        if self.block is not None:
-            self.made[self.block].append((str(func), _shapes(out)))
-        return out
-
-
 def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[BlockKind]:
     """Group the blocks that are called by kind, with the inputs of their first call.
 
@@ -335,7 +315,6 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
         name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
     }
     first: dict[str, BlockKind] = {}
-    record = Operations()
     handles = []
     for name, block in blocks.items():
 
@@ -344,17 +323,10 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
                 args, kwargs = tree_map_only(Tensor, _kept, (args, kwargs))
                 attributes = FirstAttributes(module)
                 first[name] = BlockKind(module, args, kwargs, (name,), _autocast_now(), attributes)
-            record.block = name
 
-        def leave(*_: Any) -> None:
-            record.block = None
-
-        handles += [
-            block.register_forward_pre_hook(enter, with_kwargs=True),
-            block.register_forward_hook(leave),
-        ]
+        handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
     try:
-        with seeded(0), torch.enable_grad(), record:
+        with seeded(0), torch.enable_grad():
             sketch.case.workload.mean_loss(module, batch)
     finally:
         for handle in handles:
@@ -364,7 +336,8 @@ def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[Bloc
     for name in filter(first.__contains__, blocks):
         kind, figures = first[name], step.blocks[name]
         shapes = (_class_of(blocks[name]), _shapes((kind.args, kind.kwargs)), kind.autocast)
-        key = (shapes, figures.held, figures.calls, record.made[name])
+        # Blocks of one class, with equal shapes, may still compute different things.
+        key = (shapes, figures.held, figures.calls, figures.work)
         groups.setdefault(repr(key), []).append(name)
     for name in [name for name in blocks if name not in first]:
         own = _class_of(blocks[name])
@@ -439,16 +412,16 @@ def measure_menus(
     offload: bool,
     without: Sequence[str] = (),
     tell: Callable[[str, float], None] = lambda message, done: None,
-) -> tuple[tuple[tuple[tuple[str, ...], Menu], ...], tuple[str, ...]]:
+) -> tuple[dict[str, Menu], tuple[str, ...]]:
     """Measure the menu of each kind of block.
 
-    Return pairs of block names and menu, and the options that could not run, with the reason.
+    Return the menus by the blocks' names, and the options that could not run, with the reason.
     """
     small, large = (
         find_kinds(sketch, step, size)
         for step, size in zip(steps, MEASURED_MICROBATCH_SIZES, strict=True)
     )
-    kinds = []
+    menus: dict[str, Menu] = {}
     left_out = []
     for number, kind in enumerate(large):
         same = next((other for other in small if {*kind.names} & {*other.names}), None)
@@ -489,8 +462,8 @@ def measure_menus(
                 )
         if FULL_KIND in without:
             menu.pop(Option(FULL_KIND), None)
-        kinds.append((kind.names, tuple(menu.items())))
-    return tuple(kinds), tuple(left_out)
+        menus |= dict.fromkeys(kind.names, tuple(menu.items()))
+    return menus, tuple(left_out)
 
 
 def _as_it_runs(kind: BlockKind) -> BlockKind | str:

@@ -42,18 +42,11 @@ class AllocatorSettings:
     expandable_segments: bool = False
     # Free blocks of this size and above are never split.
     max_split_bytes: int | None = None
-    # Sizes are rounded up to a power of 2 divided by this many steps; None rounds to 512 bytes.
-    power_of_2_divisions: int | None = None
 
-    def rounded(self, num_bytes: int) -> int:
-        """Return the bytes of the block that an allocation of `num_bytes` asks for."""
-        if num_bytes < SMALLEST_BLOCK:
-            return SMALLEST_BLOCK
-        divisions = self.power_of_2_divisions
-        if divisions is not None and num_bytes > SMALLEST_BLOCK * divisions:
-            floor = 1 << (num_bytes.bit_length() - 1)
-            return _round_up(num_bytes, floor // divisions)
-        return _round_up(num_bytes, SMALLEST_BLOCK)
+
+def rounded(num_bytes: int) -> int:
+    """Return the bytes of the block that an allocation of `num_bytes` asks for."""
+    return _round_up(max(1, num_bytes), SMALLEST_BLOCK)
 
 
 def segment_size(block_bytes: int) -> int:
@@ -131,7 +124,7 @@ class CudaAllocator:
 
     def allocate(self, num_bytes: int, *, stream: int = 0) -> MemoryBlock:
         """Return the block that torch would take."""
-        size = self.settings.rounded(num_bytes)
+        size = rounded(num_bytes)
         pool = self._pool(stream, small=size <= LARGEST_SMALL_BLOCK)
         block = self._find(pool, size)
         if block is not None:

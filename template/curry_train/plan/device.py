@@ -132,8 +132,6 @@ class DeviceProfile:
     bytes_per_second: float  # read and written by elementwise operations
     host_bytes_per_second: float | None  # link to host memory, one direction; None on the CPU
     dispatch_seconds: float  # the least time of an operation
-    sac_seconds: float  # added to dispatch under selective recompute by policy
-    regions_seconds: float  # added to dispatch under regions
     memory_bytes: int | None  # nominal size, of which the driver takes a part; None if unknown
     source: str  # data sheet or measured
     usable_bytes: int | None = None  # of the memory, what CUDA gives to processes; None if unknown
@@ -149,7 +147,7 @@ class DeviceProfile:
         """Predict the time of each operation from its FLOPs, bytes moved and dispatch.
 
         The longest of the three counts. `extra_seconds` are added to the dispatch time, which
-        overlaps with the device's work: `sac_seconds`, for example.
+        overlaps with the device's work: `SAC_SECONDS`, for example.
         """
         if dtype not in self.flops_per_second:
             raise ValueError(
@@ -203,8 +201,6 @@ def _from_data_sheet(name: str) -> DeviceProfile:
         bytes_per_second=bandwidth * BANDWIDTH_EFFICIENCY,
         host_bytes_per_second=link * LINK_EFFICIENCY,
         dispatch_seconds=GPU_DISPATCH_SECONDS,
-        sac_seconds=SAC_SECONDS,
-        regions_seconds=REGIONS_SECONDS,
         memory_bytes=round(memory_gib * 2**30),
         source="data sheet",
         usable_bytes=round(usable_gib * 2**30),
@@ -219,8 +215,6 @@ PROFILES = {name: _from_data_sheet(name) for name in DATA_SHEETS} | {
         bytes_per_second=20e9,
         host_bytes_per_second=None,
         dispatch_seconds=4.5e-6,
-        sac_seconds=SAC_SECONDS,
-        regions_seconds=REGIONS_SECONDS,
         memory_bytes=None,
         source="measured",
     ),
@@ -271,7 +265,7 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
     """Measure a device with the current settings of torch, such as TF32 and threads.
 
     The default is the GPU, or the CPU if there is no GPU. What selective recompute adds to an
-    operation is not measured: `sac_seconds` and `regions_seconds` are this module's constants.
+    operation is not measured: `SAC_SECONDS` and `REGIONS_SECONDS` are constants.
     """
     device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     cuda = device.type == "cuda"
@@ -286,8 +280,6 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
         bytes_per_second=elementwise_rate(device),
         host_bytes_per_second=copy_rate(device) if cuda else None,
         dispatch_seconds=dispatch_seconds(device),
-        sac_seconds=SAC_SECONDS,
-        regions_seconds=REGIONS_SECONDS,
         memory_bytes=memory,
         source="measured",
         usable_bytes=memory,

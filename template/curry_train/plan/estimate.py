@@ -148,6 +148,7 @@ class BlockBytes:
     held: int  # activations held after forward
     gradients: int  # gradients of the trainable parameters
     calls: int
+    work: tuple[int, ...]  # operations of its forward, their FLOPs, and the bytes they move
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,6 +299,10 @@ class Sketch:
             return self._optimizer
         return self.case.workload.optimizer or "adamw"
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.case.dtype).removeprefix("torch.")
+
     def build(self) -> nn.Module:
         return self.case.build()
 
@@ -436,7 +441,9 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str
     beside = totals - curves.get("", none) - fixed
     head_gradients = int(curves.get(GRADIENTS_GROUP, none)[first_death - 1])
     block_bytes = {
-        name: BlockBytes(held[name], _bytes(block), lives.running.calls[name])
+        name: BlockBytes(
+            held[name], _bytes(block), lives.running.calls[name], tuple(lives.work[name])
+        )
         for name, block in blocks.items()
     }
     return StepEstimate(

@@ -17,9 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from .. import primitives
 from ..core.wording import format_bytes, format_seconds, require_whole
 from ..primitives.chunked_loss import UnsuitableHead
 from ..workloads.workload import Workload
@@ -35,6 +32,8 @@ from .rank_time import (
     RankSeconds,
     links_of,
 )
+from .saved import FULL_KIND, Candidate, Option
+from .whole_step import WholeSteps
 
 TABLE_WIDTH = 80
 # Rows of the table above the fewest GPUs: what more of them make unnecessary.
@@ -348,21 +347,18 @@ class _Search:
             return None
         self.tell(f"{sharding.ranks} GPUs, change: {', '.join(change) or 'nothing'}")
 
-        def apply(module: nn.Module) -> None:
-            if RECOMPUTE in change:
-                primitives.recompute_blocks(module, blocks=[*sketch.blocks(module)])
-            if CHUNKED in change:
-                primitives.apply_chunked_loss(module)
-
-        options: dict[str, Any] = {"accumulated": steps > 1, "change": apply if change else None}
+        blocks = sketch.blocks(sketch.build()) if RECOMPUTE in change else {}
+        options = dict.fromkeys(blocks, Option(FULL_KIND))
+        candidate = Candidate(microbatch, steps, CHUNKED in change, options=options)
+        whole_steps = WholeSteps(sketch, card=self.card, links=self.links)
         try:
-            step = sketch.step(microbatch, **options)
+            step = whole_steps.step(candidate)
         except UnsuitableHead:
             self.has_chunks = False
             return None
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
         context = self.card.context(step.trace)
-        dtype = sharding.precision or str(sketch.case.dtype).removeprefix("torch.")
+        dtype = sharding.precision or sketch.dtype_name
         count = GpuCount(
             sharding,
             change,
@@ -373,12 +369,8 @@ class _Search:
             time_of_window(step, self.card.profile, self.links, dtype=dtype, steps=steps),
             state + context,
         )
-        if sketch.routing is not None and count.fits:
-            with sketch.routing.worst():
-                # It differs from the even one, which the sketch may keep.
-                worst = self.card.bytes_needed(
-                    sketch.step(microbatch, **options | {"change": apply})
-                )
-            if worst > count.peak_bytes:
-                count = replace(count, worst_routing_bytes=worst)
+        if count.fits:
+            peaks = whole_steps.routing_peaks(candidate)
+            if peaks is not None:
+                count = replace(count, worst_routing_bytes=peaks["worst_bytes"])
         return count, context + floor_of(step)

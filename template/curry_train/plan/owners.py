@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.memory_recorder import memory_record as memory_record
-from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
+from .cuda_allocator import MIB, CudaAllocator, MemoryBlock, rounded
 from .cuda_step import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -229,7 +229,7 @@ class OwnedBlocks:
 
     def own_bytes(self, life: BlockLife) -> int:
         """Return the bytes of a block without a rest that was not split off."""
-        return min(self.history.record.settings.rounded(life.requested_bytes), life.num_bytes)
+        return min(rounded(life.requested_bytes), life.num_bytes)
 
     def _phase(self, life: BlockLife) -> str:
         if not life.stack:

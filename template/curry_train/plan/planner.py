@@ -26,7 +26,7 @@ from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .card import Card
-from .chain import Chain, measure_chain
+from .costs import MEASURED_MICROBATCH_SIZES, measure_menus
 from .cuda_allocator import AllocatorSettings
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
@@ -192,19 +192,15 @@ class Planner:
         # The choice of the caller, and the choices to try.
         self.asked = self.chunked_loss = chunked_loss
         self.without = tuple(without)
-        self.chunk_tokens: int | None = None
+        self.left_out: tuple[str, ...] = ()  # options that could not run, with the reason
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
             "rates_from": self.profile.source,
             "parallel": self.sharding.name,
             "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
         }
-        self.chains: dict[bool, Chain] = {}
         self.whole_steps = WholeSteps(
-            self.sketch,
-            chain=lambda c: self._chain(chunked=c.chunked_loss),
-            card=self.card,
-            links=links or links_of(self.profile.name),
+            self.sketch, card=self.card, links=links or links_of(self.profile.name)
         )
         self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
@@ -217,8 +213,7 @@ class Planner:
             stack.enter_context(self.sketch)
             case = self.sketch.case
             blocks = list(case.blocks) if isinstance(case.blocks, tuple) else case.blocks
-            dtype = str(case.dtype).removeprefix("torch.")
-            self.settings |= {"dtype": dtype, "blocks": blocks, "seed": case.seed}
+            self.settings |= {"dtype": self.sketch.dtype_name, "blocks": blocks, "seed": case.seed}
             if self.sketch.choice is not None:
                 self.settings["block_notes"] = self.sketch.choice.lines()
             if self.sketch.host_note is not None:
@@ -324,10 +319,7 @@ class Planner:
                 "the model does not train on a microbatch of 1 sample, which a norm over the "
                 "batch may refuse: plan for 2 or more"
             )
-        if self.asked is not True:
-            # This chain measures the blocks, which a chain with chunked loss reuses.
-            self._chain(chunked=False)
-        for chunked in self._heads():
+        for chunked in self._losses():
             for size, steps in sizes:
                 yield size, steps, chunked
 
@@ -342,22 +334,23 @@ class Planner:
             return False
         return True
 
-    def _heads(self) -> list[bool]:
-        """List the ways to run the loss that are tried: whole, in chunks, or both.
+    def _losses(self) -> list[bool]:
+        """Measure the ways to run the loss that are tried: whole, in chunks, or both.
 
         A chunk has a quarter as many tokens as the head is wide, so the head's gradient is read and
         written four times in all.
         """
+        if self.asked is not True:
+            self._measure(chunked=False)
         if self.chunked_loss is False:
             return [False]
         try:
-            if self.chunk_tokens is None:
+            if self.whole_steps.chunk_tokens is None:
                 model = self.sketch.build()
                 (name,) = primitives.apply_chunked_loss(model)
-                self.chunk_tokens = max(
-                    1, next(model.get_submodule(name).parameters()).shape[1] // 4
-                )
-            self._chain(chunked=True)
+                width = next(model.get_submodule(name).parameters()).shape[1]
+                self.whole_steps.chunk_tokens = max(1, width // 4)
+            self._measure(chunked=True)
         except (ValueError, ImportError):
             # No head, a loss that reads the logits, or a project without this technique.
             if self.chunked_loss:
@@ -366,25 +359,28 @@ class Planner:
             return [False]
         return [True] if self.chunked_loss else [False, True]
 
-    def _chain(self, *, chunked: bool) -> Chain:
-        if chunked not in self.chains:
-            like = next(iter(self.chains.values()), None)
-            chain = measure_chain(
+    def _measure(self, *, chunked: bool) -> None:
+        """Estimate the plain steps of the measured sizes, and once what blocks cost."""
+        sizes = " and ".join(map(str, MEASURED_MICROBATCH_SIZES))
+        loss = " with chunked loss" if chunked else ""
+        is_first = self.whole_steps.menus is None
+        self._tell(
+            f"estimating steps of {sizes} samples{loss}", 0.0 if is_first else CHECKING_STARTS
+        )
+        steps = self.whole_steps.plain_steps(chunked=chunked)
+        if is_first:
+            self.whole_steps.menus, self.left_out = measure_menus(
                 self.sketch,
-                self.profile,
-                chunk_tokens=self.chunk_tokens if chunked else None,
-                like=like,
+                steps,
+                offload=self.card.kernels == "cuda" and self.sketch.why_real is None,
                 without=self.without,
                 tell=lambda message, done: self._tell(message, CHECKING_STARTS * done),
             )
-            self.chains[chunked] = chain
-        return self.chains[chunked]
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
         self._best = best
         module = self.sketch.build()
         blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
-        chain = self._chain(chunked=best.chunked_loss)
         plain = self.whole_steps.plain(best).step_seconds
         assert best.step_seconds is not None
         assert plain is not None
@@ -394,7 +390,7 @@ class Planner:
             microbatch=best.microbatch,
             steps=best.steps,
             ranks=self.sharding.ranks,
-            chunk_tokens=chain.chunk_tokens,
+            chunk_tokens=self.whole_steps.chunk_tokens if best.chunked_loss else None,
             options=best.options,
             peak_bytes=best.peak_bytes,
             step_seconds=best.step_seconds,
@@ -402,7 +398,7 @@ class Planner:
             fingerprint=blocks,
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
-            | {"why_real": self.sketch.why_real, "left_out": list(chain.left_out)}
+            | {"why_real": self.sketch.why_real, "left_out": [*self.left_out]}
             | {"routing": self.whole_steps.routing_peaks(best)},
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
@@ -428,7 +424,7 @@ class Planner:
 
     def _levers(self, least: Candidate, sizes: set[int], budget_bytes: int) -> Iterator[str]:
         """Yield what is in use before any activation, and what would help: what is free first."""
-        step = self._chain(chunked=least.chunked_loss).steps[-1]
+        step = self.whole_steps.plain_steps(chunked=least.chunked_loss)[-1]
         accumulated = step.gradients if least.steps > 1 else 0
         line = f"before any activation {format_bytes(step.fixed + accumulated)} is in use: "
         line += "parameters and optimizer state"

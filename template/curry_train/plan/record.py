@@ -196,6 +196,8 @@ class StepLives(RankStorages):
         # FLOPs of each operation, and the bytes it reads and writes.
         self.flops: list[int] = []
         self.moved: list[int] = []
+        # By layer: the operations of its forward, their FLOPs and bytes.
+        self.work: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         self.module = module
         self.cuda = device if device.type == "cuda" else None
         # Bytes of the device that are not of this training.
@@ -231,6 +233,9 @@ class StepLives(RankStorages):
                 flops, moved = operation_cost(func, args, kwargs, out)
                 self.flops.append(flops)
                 self.moved.append(moved)
+                if self.phase == "forward":
+                    work = self.work[self.running.current]
+                    work[:] = work[0] + 1, work[1] + flops, work[2] + moved
                 if self._recorder is not None:
                     self._recorder.add(func, args, kwargs, out, stream=self.stream_number)
         return out

@@ -29,6 +29,7 @@ from .cuda_allocator import (
     LARGEST_SMALL_BLOCK,
     MIB,
     AllocatorSettings,
+    rounded,
 )
 
 # A snapshot of 512 MiB has about 4 million events, and takes about 5 GiB of host memory.
@@ -227,17 +228,13 @@ def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:
     """Return the settings of the allocator, and what a replay does not follow."""
     notes = []
     split = value.get("max_split_size", -1)
-    steps = {*value.get("roundup_power2_divisions", {}).values()}
-    step = next(iter(steps)) if len(steps) == 1 else 0
-    rounds_up = 1 < step <= 64 and not step & (step - 1)
-    if len(steps) > 1:
-        notes.append("roundup_power2_divisions has several values: sizes are rounded without it")
+    if any(step > 1 for step in value.get("roundup_power2_divisions", {}).values()):
+        notes.append("roundup_power2_divisions is set: sizes are rounded without it")
     if value.get("garbage_collection_threshold"):
         notes.append("garbage_collection_threshold is set: a replay collects nothing")
     return AllocatorSettings(
         expandable_segments=value.get("expandable_segments") is True,
         max_split_bytes=split if 20 * MIB < split < 2**62 else None,
-        power_of_2_divisions=step if rounds_up else None,
     ), tuple(notes)
 
 
@@ -254,7 +251,7 @@ class BlockHistory:
         if record.has_expandable_segments:
             # Rests are always split off.
             for life in self.lives:
-                life.num_bytes = life.num_bytes or record.settings.rounded(life.requested_bytes)
+                life.num_bytes = life.num_bytes or rounded(life.requested_bytes)
         else:
             _Placement(record, self.lives).place(_segments_at_start(record))
         # Bytes after each event; the first figure is of the start.
@@ -370,7 +367,7 @@ class _Placement:
     def _at_start(self, life: BlockLife, hits: Sequence[tuple[int, int]]) -> int:
         """Return the bytes of a block that was released before the end."""
         size = self._block_bytes(life)
-        end = life.address + self.settings.rounded(life.requested_bytes)
+        end = life.address + rounded(life.requested_bytes)
         if size > end - life.address or size <= LARGEST_SMALL_BLOCK or life.freed is None:
             return size
         # An unused rest ends where another block was placed meanwhile.
@@ -389,7 +386,7 @@ class _Placement:
 
     def _block_bytes(self, life: BlockLife) -> int:
         """Return the bytes of a block, given the blocks next to it."""
-        size = self.settings.rounded(life.requested_bytes)
+        size = rounded(life.requested_bytes)
         rest = self._bound(life.address) - life.address - size
         limit = self.settings.max_split_bytes
         may_have_rest = size > LARGEST_SMALL_BLOCK and rest >= 0

@@ -9,7 +9,7 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import nn
 
 from .. import primitives
 from .card import Card
-from .chain import Chain, Integers, PricedChain
-from .costs import MEASURED_MICROBATCH_SIZES, Drop
+from .chain import Integers, PricedChain, chain_of
+from .costs import MEASURED_MICROBATCH_SIZES, Drop, Menu
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
@@ -55,20 +55,16 @@ StepKey = tuple[ChainKey, tuple[tuple[str, Option], ...]]
 class WholeSteps:
     """Estimate whole steps from shapes, each of them once, and search among them.
 
-    `chain` returns the chain for a candidate, with what its blocks cost.
+    `menus` has what the options of each block cost, and `chunk_tokens` is for a loss in chunks.
+    Set both before a search.
     """
 
-    def __init__(
-        self,
-        sketch: Sketch,
-        *,
-        chain: Callable[[Candidate], Chain],
-        card: Card,
-        links: Links = OTHER_LINKS,
-    ) -> None:
+    def __init__(self, sketch: Sketch, *, card: Card, links: Links = OTHER_LINKS) -> None:
         self.links = links
         self.sketch = sketch
-        self.chain = chain
+        self.profile = card.profile
+        self.menus: Mapping[str, Menu] | None = None
+        self.chunk_tokens: int | None = None
 
         # Each whole step that was estimated.
         self.known: dict[StepKey, StepEstimate] = {}
@@ -88,20 +84,30 @@ class WholeSteps:
         """
         key, _ = self._key(candidate)
         if key not in self._priced:
-            accumulated = candidate.steps > 1
-            chain = self.chain(candidate)
-            plain = self._plain(candidate)
+            plain = _as_it_is(candidate)
             alone = self.step(plain, alone=True)
             extra = self.bytes_needed(self.step(plain)) - alone.peak_bytes
 
-            moments = chain.at(plain.microbatch, accumulated=accumulated).moments(plain.options)
+            measured = self._chain(plain)
+            moments = measured.moments(measured.plain)
             for_each_sample = numpy.maximum(0, moments - alone.peak_bytes) / plain.microbatch
             shifts: Integers = extra - numpy.rint(candidate.microbatch * for_each_sample).astype(
                 numpy.int64
             )
-            found = chain.at(candidate.microbatch, accumulated=accumulated).shifted(shifts)
+            found = self._chain(candidate).shifted(shifts)
             self._priced[key] = replace(found, floor=found.floor + extra)
         return self._priced[key]
+
+    def _chain(self, candidate: Candidate) -> PricedChain:
+        """Return the chain for a candidate, of the model alone, as its blocks predict it."""
+        return chain_of(
+            self.plain_steps(chunked=candidate.chunked_loss),
+            self.menus or {},
+            candidate.microbatch,
+            accumulated=candidate.steps > 1,
+            profile=self.profile,
+            dtype=self.sketch.dtype_name,
+        )
 
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
@@ -110,16 +116,14 @@ class WholeSteps:
 
     def plain(self, candidate: Candidate) -> Candidate:
         """Predict the model as it is, with the microbatch and the loss of a candidate."""
-        options = {block.name: Option(NONE_KIND) for block in self.priced(candidate).blocks}
-        return self._predicted(candidate, options)
+        return self._predicted(candidate, self.priced(candidate).plain)
 
     def _predicted(self, candidate: Candidate, options: dict[str, Option]) -> Candidate:
-        chain = self.priced(candidate)
+        found = replace(candidate, options=options)
         return replace(
-            candidate,
-            options=options,
-            peak_bytes=chain.peak(options),
-            step_seconds=self.seconds(candidate, options),
+            found,
+            peak_bytes=self.priced(candidate).peak(options),
+            step_seconds=self.seconds(found),
             flops=None,
             checked=False,
         )
@@ -166,7 +170,7 @@ class WholeSteps:
         options = options or chain.fastest(round(OVERESTIMATE_RATIO * budget_bytes))
         if options is None:
             return False
-        seconds = self.seconds(candidate, options)
+        seconds = self.seconds(replace(candidate, options=options))
         return best is None or order(replace(candidate, step_seconds=seconds)) < order(best)
 
     def _search(
@@ -261,6 +265,7 @@ class WholeSteps:
         `anew`: also where the sketch has kept it, which it does with plain steps.
         """
         settings: dict[str, Any] = {"accumulated": candidate.steps > 1, "alone": alone}
+        chunked: list[nn.Module] = []
         if candidate.is_plain and not anew:
             return self.sketch.step(candidate.microbatch, **settings)
         with Drop() as drop:
@@ -269,25 +274,30 @@ class WholeSteps:
             def change(module: nn.Module) -> None:
                 apply_options(module, candidate.options, offload=offload)
                 if candidate.chunked_loss:
-                    primitives.apply_chunked_loss(
-                        module, chunk_tokens=self.chain(candidate).chunk_tokens
+                    primitives.apply_chunked_loss(module, chunk_tokens=self.chunk_tokens)
+                    chunked.append(module)
+
+            step = self.sketch.step(candidate.microbatch, change=change, **settings)
+        # The sharding of a rank may read the logits of a loss in chunks as a whole.
+        for module in chunked if alone else ():
+            for name, use in primitives.chunked_loss_report(module).items():
+                if not use.num_chunked:
+                    raise ValueError(
+                        f"the loss of {name} does not run in chunks ({use}): leave the loss whole"
                     )
+        return step
 
-            return self.sketch.step(candidate.microbatch, change=change, **settings)
-
-    def _plain(self, candidate: Candidate) -> Candidate:
-        """Return the plain step of the larger size that the chain was measured at."""
-        chain = self.chain(candidate)
-        names = {name for names, _ in chain.kinds for name in names}
-        blocks = [name for name in chain.steps[0].blocks if name in names]
-        options = dict.fromkeys(blocks, Option(NONE_KIND))
-        return replace(candidate, microbatch=MEASURED_MICROBATCH_SIZES[-1], options=options)
+    def plain_steps(self, *, chunked: bool) -> list[StepEstimate]:
+        """Return the steps of the model as it is, without a sharding, of the measured sizes."""
+        sizes = [Candidate(size, 1, chunked) for size in MEASURED_MICROBATCH_SIZES]
+        return [self.step(size, alone=True) for size in sizes]
 
     def looked_at(self, candidate: Candidate) -> list[Candidate]:
         """List all choices for the same microbatch whose whole step was estimated."""
         same, _ = self._key(candidate)
-        estimated = [options for key, options in self.known if key == same]
-        return [self.whole(replace(candidate, options=dict(options))) for options in estimated]
+        plain = self.priced(candidate).plain
+        estimated = [plain | dict(options) for key, options in self.known if key == same]
+        return [self.whole(replace(candidate, options=options)) for options in estimated]
 
     def whole(self, candidate: Candidate) -> Candidate:
         """Return a candidate with the peak, time and FLOPs of its whole step."""
@@ -295,39 +305,39 @@ class WholeSteps:
         return replace(
             candidate,
             peak_bytes=self.bytes_needed(step),
-            step_seconds=self.seconds(candidate, candidate.options),
+            step_seconds=self.seconds(candidate),
             flops=candidate.steps * float(step.flops.sum()),
             checked=True,
         )
 
-    def seconds(self, candidate: Candidate, options: Mapping[str, Option]) -> float:
+    def seconds(self, candidate: Candidate) -> float:
         """Predict the time of an optimizer step, of what the chain predicts for a microbatch."""
         if self.sketch.sharding.is_shared:
-            return self.rank_seconds(candidate, options).total
-        of_microbatch = self.priced(candidate).seconds(options)
-        return candidate.steps * of_microbatch + self.chain(candidate).optimizer_seconds
+            return self.rank_seconds(candidate).total
+        first = self.plain_steps(chunked=candidate.chunked_loss)[0]
+        optimizer = self.profile.optimizer_seconds(first.fixed, first.gradients)
+        return candidate.steps * self.priced(candidate).seconds(candidate.options) + optimizer
 
-    def rank_seconds(self, candidate: Candidate, options: Mapping[str, Option]) -> RankSeconds:
+    def rank_seconds(self, candidate: Candidate) -> RankSeconds:
         """Predict the time of an optimizer step of one rank of several.
 
         It computes its part of what the chain predicts, and waits for collectives. A step that was
         not estimated waits as the plain step of the chain's size does.
         """
-        chain = self.chain(candidate)
-        plain = self.step(self._plain(candidate))
+        measured = _as_it_is(candidate)
+        plain = self.step(measured)
         step = self.known.get(self._key(candidate), plain)
-        scale = candidate.microbatch / MEASURED_MICROBATCH_SIZES[-1] if step is plain else 1.0
+        scale = candidate.microbatch / measured.microbatch if step is plain else 1.0
         # FSDP2 computes in the dtype of gathered parameters.
-        dtype = self.sketch.sharding.precision
-        dtype = dtype or str(self.sketch.case.dtype).removeprefix("torch.")
+        dtype = self.sketch.sharding.precision or self.sketch.dtype_name
         window = functools.partial(
-            time_of_window, profile=chain.profile, links=self.links, dtype=dtype
+            time_of_window, profile=self.profile, links=self.links, dtype=dtype
         )
 
         # A rank has a part of the model, or its layers' copies besides, by the plain step.
-        part = window(plain, steps=1).compute / chain.plain_seconds(MEASURED_MICROBATCH_SIZES[-1])
+        part = window(plain, steps=1).compute / self.priced(measured).plain_seconds
         found = window(step, steps=candidate.steps, scale=scale)
-        of_microbatch = self.priced(candidate).seconds(options)
+        of_microbatch = self.priced(candidate).seconds(candidate.options)
         return found._replace(compute=candidate.steps * part * of_microbatch)
 
     def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
@@ -343,7 +353,8 @@ class WholeSteps:
             return None
         routing = sketch.routing or ForcedRouting(even=True)
         with routing if is_measured else contextlib.nullcontext():
-            even = self.bytes_needed(self.recorded(candidate, anew=True))
+            step = self.recorded(candidate, anew=True) if is_measured else self.step(candidate)
+            even = self.bytes_needed(step)
             with routing.worst():
                 worst = self.bytes_needed(self.recorded(candidate, anew=True))
         return {"even_bytes": even, "worst_bytes": worst} if is_measured or even < worst else None
@@ -356,7 +367,7 @@ class WholeSteps:
         step = self.step(candidate)
         if step.course is None:
             return None
-        return self.rank_seconds(candidate, candidate.options).to_json() | {
+        return self.rank_seconds(candidate).to_json() | {
             "collectives": count_window(step, candidate.steps),
             "links": self.links.to_json(),
             "text": f"Links: {self.links}.",
@@ -365,7 +376,13 @@ class WholeSteps:
     def _key(self, candidate: Candidate, *, alone: bool = False) -> StepKey:
         alone &= self.sketch.sharding.is_shared
         chain = candidate.microbatch, candidate.steps > 1, candidate.chunked_loss, alone
-        return chain, tuple(candidate.options.items())
+        changed = [item for item in candidate.options.items() if item[1].kind != NONE_KIND]
+        return chain, tuple(changed)
+
+
+def _as_it_is(candidate: Candidate) -> Candidate:
+    """Return the plain step of the larger size that the chain is measured at."""
+    return replace(candidate, microbatch=MEASURED_MICROBATCH_SIZES[-1], options={})
 
 
 def order(candidate: Candidate) -> tuple[float, bool, float, int]:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -341,6 +340,7 @@ _METADATA_GETTERS = (
     "is_quantized",
     "is_leaf",
     "grad_fn",
+    "_base",
     "nbytes",
     "itemsize",
 )
@@ -459,11 +459,13 @@ class _Linked(torch.autograd.Function):
 def _counts_arrivals(function: Any, args: Any) -> bool:
     """Return whether this registers a hook that may be called without a gradient.
 
-    torch's module trackers use such hooks; a chunked loss has no gradient of all logits to give.
+    torch's module trackers and FSDP2 use such hooks; a chunked loss has no gradient of all logits
+    to give.
     """
     if function is not Tensor.register_hook:
         return False
-    return getattr(args[1], "__globals__", None) is register_multi_grad_hook.__globals__
+    module = getattr(args[1], "__globals__", {}).get("__name__", "")
+    return str(module).startswith(("torch.autograd.graph", "torch.distributed.fsdp"))
 
 
 def _plain(leaf: Any, *, operation: str) -> Any:

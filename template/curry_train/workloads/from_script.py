@@ -179,6 +179,12 @@ def run_as_main(path: Path) -> None:
     runpy.run_module(".".join(names), run_name="__main__", alter_sys=True)
 
 
+NO_CUDA_ADVICE = (
+    "; this machine has no CUDA device: let the script take 'cuda' if torch.cuda.is_available() "
+    "else 'cpu'. For a GPU that is not here, plan with --target h100"
+)
+
+
 class RunningScript:
     """A script with torch's calls replaced by those that record them."""
 
@@ -234,11 +240,13 @@ class RunningScript:
         self._ended.set()
 
     def _advice(self, error: BaseException) -> str:
+        if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
+            return NO_CUDA_ADVICE
         missing = error.args[0] if isinstance(error, KeyError) else None
         if missing not in LAUNCHERS and not any(name in str(error) for name in LAUNCHERS):
             return ""
         return (
-            "it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost "
+            "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost "
             "MASTER_PORT=29500 before curry-train"
         )
 

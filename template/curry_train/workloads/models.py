@@ -452,7 +452,7 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
                 return _tried(script_workload((text, *arguments)))
             except ScriptFailed as error:
                 why = describe_raised(error.__cause__ or error)
-                raise WorkloadError(f"{text}: it raised {why} {error}".rstrip()) from error
+                raise WorkloadError(f"{text}: it raised {why}{error}") from error
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
 
