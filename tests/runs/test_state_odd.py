@@ -344,7 +344,7 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
         ),
         (
             lambda s: s.model.register_buffer("packed", Packed()),
-            r"model.packed: a Packed, .* its own class, can't .* adapters, pass trained_only=True",
+            r"model.packed: a Packed, .* can.t .* pass the parameters that train as the model",
         ),
         (
             lambda s: s.model.register_buffer("b", torch.ones(1, device="meta")),
@@ -405,3 +405,18 @@ def test_a_part_that_refuses_its_state_is_named(store):
     saved = store.save("rollback", 1, state)
     with pytest.raises(StateMismatch, match=r"extra-odd \(Refusing\) refused .*old name"):
         store.load(saved, new_state(seed=1, extra={"odd": Refusing({})}))
+
+
+def test_adapters_are_saved_alone_where_the_parameters_that_train_are_the_model(store):
+    def build(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(WIDTH, 4).requires_grad_(False), nn.Linear(4, 1))
+        model[0].register_buffer("packed", Packed())
+        trained = nn.ParameterList(one for one in model.parameters() if one.requires_grad)
+        return TrainingState(trained, torch.optim.AdamW(trained))
+
+    state, other = build(0), build(1)
+    state.model[0].sum().backward()
+    state.optimizers[0].step()
+    store.load(store.save("rollback", 1, state), other)
+    assert equal(tensors_of(other), tensors_of(state))

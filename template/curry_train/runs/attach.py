@@ -271,7 +271,6 @@ def saving(
     stream: SampleStream | None = None,
     resume: str | int | None = "latest",
     keep_settings: bool = False,
-    trained_only: bool = False,
     in_background: bool = False,
     journal: bool = False,
     config: Mapping[str, Any] | None = None,
@@ -292,8 +291,7 @@ def saving(
     `stream` is data that resume from one integer, such as a `curry_train.data.Stream`; the loop
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
     keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
-    differ. `trained_only` saves adapters without their frozen base, of which a hash is saved: a
-    load onto another base is an error.
+    differ.
     """
     report_in_one_line()
     boxes: BoxConfig | Replay | None = None
@@ -312,7 +310,7 @@ def saving(
     if isinstance(data, DataPosition):
         saved_objects["data-position"] = data
     objects = {"config": config, "extra": saved_objects, "generators": generators}
-    state = TrainingState(model, optimizer, scheduler, scaler, trained_only=trained_only, **objects)
+    state = TrainingState(model, optimizer, scheduler, scaler, **objects)
     # Ctrl-C interrupts a loop over a DataLoader as before.
     stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
     store = Store(runs)

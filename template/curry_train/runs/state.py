@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
-from .parameters import FrozenBase, bare_name, bare_names, parameter_names, require_base
+from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
     check_random_state,
     restore_random_state,
@@ -78,8 +78,7 @@ class TrainingState:
     The loop sets two counters: `position` counts the samples consumed, `step` the optimizer's
     steps. Gradients are not saved: save between two steps. `extra` holds any other objects
     with `state_dict` and `load_state_dict`, by name. The first rank's state is saved; with an
-    attribute `of_each_rank = True`, the state of every rank. With `trained_only` the parameters
-    that do not train are a hash, and a load needs them in the model.
+    attribute `of_each_rank = True`, the state of every rank.
     """
 
     def __init__(
@@ -92,10 +91,8 @@ class TrainingState:
         config: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
-        trained_only: bool = False,
     ) -> None:
         self.model = model
-        self.base = FrozenBase(model) if trained_only else None
         self.config = dict(config or {})
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
@@ -122,7 +119,7 @@ class TrainingState:
         own_parts = {
             name for name in self.parts if getattr(self.parts[name], "of_each_rank", False)
         }
-        values = self.encoded(tensors, self.base, self.parts.keys() - own_parts)
+        values = self.encoded(tensors, self.parts.keys() - own_parts)
         parts = self._encoded_parts(tensors, own_parts, f"rank-{ranks.rank}.")
         place = Place("the generators", f"rank-{ranks.rank}.random")
         random = encode(take_random_state(self.generators), place, tensors)
@@ -146,18 +143,14 @@ class TrainingState:
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
         }
-        if self.base is not None:
-            values["base"] = self.base.content()
         rank_values = {"random": random, "parts": parts}
         return Snapshot(taken, values, rank_values, tensors.inline, self.optimizers, parameters)
 
-    def encoded(
-        self, tensors: CollectedTensors, base: FrozenBase | None, parts: Collection[str]
-    ) -> dict[str, Any]:
+    def encoded(self, tensors: CollectedTensors, parts: Collection[str]) -> dict[str, Any]:
         """Return the model, the optimizers and these parts; their tensors go into `tensors`."""
         named = bare_names(self.model, self.model.state_dict())
         model = {}
-        for name, value in (named if base is None else base.leave_out(named)).items():
+        for name, value in named.items():
             stored = MODEL_PREFIX + name
             model[stored] = encode(_once(value), Place(stored, stored), tensors)
         names = parameter_names(self.model)
@@ -308,13 +301,10 @@ class Load:
         self._of_rank = contents.rank_values[source] if contents.rank_values else {"parts": {}}
         self._parts = {**values["parts"], **self._of_rank["parts"]}
 
-        base = state.base if "base" in values else None
-        if "base" in values and strict:
-            require_base(values["base"], base)
         own = CollectedTensors()
         self._modules = [name for name, one in state.parts.items() if isinstance(one, nn.Module)]
         try:
-            current = state.encoded(own, base, self._modules)
+            current = state.encoded(own, self._modules)
         except ValueError as error:
             raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         # This state's own tensors, by the names under which they would be saved.

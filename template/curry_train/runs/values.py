@@ -102,7 +102,10 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 CONVERT_ADVICE = "convert it to numbers, text, lists, mappings, arrays of numbers or tensors"
-BASE_ADVICE = "if it is of a quantised base below adapters, pass trained_only=True"
+BASE_ADVICE = (
+    "if it is of a quantised base below adapters, pass the parameters that train as the model: "
+    "torch.nn.ParameterList(one for one in model.parameters() if one.requires_grad)"
+)
 
 
 def refuse_value(place: Place, what: str, *, advice: str = CONVERT_ADVICE) -> NoReturn:
