@@ -314,8 +314,8 @@ def longer():
     ("build", "message"),
     [
         (wider, r"model.3.weight was \[4, 16\], torch.float32 and is \[5, 16\], "),
-        (shorter, "only in the checkpoint: model.3.bias, model.3.weight"),
-        (longer, "missing in the checkpoint: model.4.bias, model.4.weight"),
+        (shorter, "only in the checkpoint: model.3.weight, model.3.bias"),
+        (longer, "missing in the checkpoint: model.4.weight, model.4.bias"),
         (
             lambda: network().double(),
             r"model.0.weight was \[16, 8\], torch.float32 and is .*float64",

@@ -199,7 +199,7 @@ class TrainingState:
 
 
 def _part_name(name: str) -> str:
-    return PART_PREFIX + name_component(name, 0)
+    return PART_PREFIX + name_component(name)
 
 
 def _encoded_optimizer(
@@ -236,7 +236,7 @@ def _encoded_optimizer(
                 for key, value in entries.items():
                     if isinstance(value, Tensor) and value.shape == parameter.shape:
                         plain[key] = elements_of(value)
-                stored = f"{OPTIMIZER_PREFIX}{number}.{name_component(name, 0)}"
+                stored = f"{OPTIMIZER_PREFIX}{number}.{name_component(name)}"
                 parameters[name] = encode(plain, Place(f"{kind}.state[{name!r}]", stored), tensors)
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
     place = Place(f"{kind}.state", f"{OPTIMIZER_PREFIX}{number}/state")
@@ -282,7 +282,11 @@ FREE = "free"
 
 
 class Load:
-    """A load that passed its checks: fill `targets`, and call `finish`."""
+    """A load that passed its checks: fill `targets`, and call `finish`.
+
+    One that is not strict is for a new run: it takes the model's tensors that fit, and no other
+    state.
+    """
 
     def __init__(self, state: TrainingState, contents: Contents, *, strict: bool) -> None:
         values = contents.values
@@ -292,6 +296,7 @@ class Load:
         self._state = state
         self._contents = contents
         self._ranks = Ranks()
+        self._model_only = contents.model_only or not strict
         self.report = LoadReport()
         # This state's own tensors where they fit, and new ones.
         self.targets: dict[str, Tensor] = {}
@@ -316,59 +321,51 @@ class Load:
 
     def _match(self, current: Mapping[str, Any]) -> None:
         """Compare what is saved with the current state, and report what differs."""
-        was = self._sections(self._contents.values, self._parts, self._contents.tensors)
-        parts = {**dict.fromkeys(self._state.parts), **current["parts"]}
-        now = self._sections(current, parts, self._own)
+        saved = self._contents.values["model"]
+        was = _descriptions(saved, self._contents.tensors)
+        now = _descriptions(current["model"], self._own)
         report = self.report
-        new = {name for name, one in self._state.parts.items() if hasattr(one, "may_be_new")}
-        report.missing += sorted(now.keys() - was.keys() - new)
-        report.extra += sorted(was.keys() - now.keys())
-        for section in [name for name in was if name in now]:
-            before = was[section]
-            after = now[section]
-            report.missing += sorted(after.keys() - before.keys())
-            report.extra += sorted(before.keys() - after.keys())
-            report.different += [
-                f"{name} was {before[name]} and is {after[name]}"
-                for name in sorted(before.keys() & after.keys())
-                if before[name] != after[name]
-            ]
-        # The optimizers and parts that fit; the others are not loaded.
-        self._fitting = {section for section in was if was[section] == now.get(section)}
-        model = was["model"]
-        fitting = {name for name in model if model[name] == now["model"].get(name)}
-        report.wanted = len(now["model"].keys() | model.keys())
+        report.wanted = len(now.keys() | was.keys())
+        fitting = {name for name in was if was[name] == now.get(name)}
         report.matched = len(fitting)
         # Names that fit, each with the name of its tensor; and the model's other state.
-        saved = self._contents.values["model"]
         self._filled = {
             name: saved[name].name
             for name in fitting
-            if isinstance(saved[name], Stored) and model[name] != FREE
+            if isinstance(saved[name], Stored) and was[name] != FREE
         }
         self._extras = {name: saved[name] for name in fitting - self._filled.keys()}
+        if not self._model_only:
+            parts = {**dict.fromkeys(self._state.parts), **current["parts"]}
+            was |= self._others(self._contents.values, self._parts, self._contents.tensors)
+            now |= self._others(current, parts, self._own)
+        new = {name for name, one in self._state.parts.items() if hasattr(one, "may_be_new")}
+        report.missing = [name for name in now if name not in was and name not in new]
+        report.extra = [name for name in was if name not in now]
+        report.different = [
+            f"{name} was {was[name]} and is {now[name]}"
+            for name in was
+            if name in now and was[name] != now[name]
+        ]
 
-    def _sections(
+    def _others(
         self, values: Mapping[str, Any], parts: Mapping[str, Any], tensors: Mapping[str, Any]
-    ) -> dict[str, dict[str, str]]:
-        """Describe what has to be equal of the model, the optimizers, and of parts."""
-        sections = {"model": _descriptions(values["model"], tensors)}
-        if self._contents.model_only:
-            return sections
+    ) -> dict[str, str]:
+        """Describe what has to be equal of the optimizers and parts."""
+        found = {}
         for number, one in enumerate(values["optimizers"]):
             shown = f"optimizer {number}"
-            sections[shown] = {shown: one["class"]}
+            found[shown] = one["class"]
             for index, group in enumerate(one["groups"]):
-                sections[shown] |= {f"{name} of {shown}": f"in group {index}" for name in group}
-            for name in one["parameters"]:
-                if f"{name} of {shown}" not in sections[shown]:
-                    raise LookupError(f"{name:.80} is in no group of {shown}")
+                found |= {f"{name} of {shown}": f"in group {index}" for name in group}
         for name, content in parts.items():
-            place = Place(name, _part_name(name))
+            found[name] = "saved"
             entries = content if name in self._modules else {}
-            placed = {place.inner(key, 0).name: item for key, item in entries.items()}
-            sections[name] = _descriptions(placed, tensors)
-        return sections
+            placed = {
+                f"{_part_name(name)}/{name_component(key)}": one for key, one in entries.items()
+            }
+            found |= _descriptions(placed, tensors)
+        return found
 
     def _choose_tensors(self) -> None:
         """Find the tensors to fill."""
@@ -376,9 +373,10 @@ class Load:
         values = self._contents.values
         self.targets |= {stored: self._own[stored] for stored in self._filled.values()}
         self._add(self._extras)
-        if not self._contents.model_only:
-            for optimizer, saved in self._optimizers():
-                for parameter, group, name, entries in self._entries(optimizer, saved):
+        if not self._model_only:
+            for number, saved in enumerate(values["optimizers"]):
+                for parameter, group, entries in self._entries(number):
+                    name = MODEL_PREFIX + parameter_names(state.model)[parameter]
                     was_moved = values["model"][name].device is not None
                     # Torch keeps `step` on the host, except with capturable or fused.
                     keeps_step = not (group.get("capturable") or group.get("fused"))
@@ -397,26 +395,18 @@ class Load:
                     self.targets[own_name] = self.targets.pop(name)
 
     def _part_names(self) -> list[str]:
-        return [name for name in self._state.parts if name in self._fitting]
-
-    def _optimizers(self) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
-        """Yield each optimizer that fits, and its saved state."""
-        pairs = zip(self._state.optimizers, self._contents.values["optimizers"], strict=False)
-        for number, pair in enumerate(pairs):
-            if f"optimizer {number}" in self._fitting:
-                yield pair
+        return [name for name in self._state.parts if name in self._parts]
 
     def _entries(
-        self, optimizer: Optimizer, saved: Mapping[str, Any]
-    ) -> Iterator[tuple[Tensor, Mapping[str, Any], str, Mapping[Any, Any]]]:
-        """Yield each parameter that fits and has state: its group, its name, the saved state."""
+        self, number: int
+    ) -> Iterator[tuple[Tensor, Mapping[str, Any], Mapping[Any, Any]]]:
+        """Yield each parameter of an optimizer that has saved state: its group, and the state."""
+        saved = self._contents.values["optimizers"][number]["parameters"]
         names = parameter_names(self._state.model)
-        for group in optimizer.param_groups:
+        for group in self._state.optimizers[number].param_groups:
             for parameter in group["params"]:
-                entries = saved["parameters"].get(names[parameter])
-                name = MODEL_PREFIX + names[parameter]
-                if entries is not None and name in self._filled:
-                    yield parameter, group, name, entries
+                if names[parameter] in saved:
+                    yield parameter, group, saved[names[parameter]]
 
     def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
@@ -436,14 +426,17 @@ class Load:
         notes = self.report.notes
         tensors = {**self._own, **self.targets}
         self._finish_model(tensors)
-        if self._contents.model_only:
+        if self._model_only:
             notes.append("parameters only: optimizer, generators and position are as they were")
             return
         with _state_of_a_training():
-            for optimizer, saved in self._optimizers():
+            saved_optimizers = self._contents.values["optimizers"]
+            for number, (optimizer, saved) in enumerate(
+                zip(state.optimizers, saved_optimizers, strict=True)
+            ):
                 entries = {
                     parameter: {**decode(item, tensors)}
-                    for parameter, _, _, item in self._entries(optimizer, saved)
+                    for parameter, _, item in self._entries(number)
                 }
                 entries |= decode(saved["others"], tensors)
                 optimizer.state.clear()

@@ -12,51 +12,48 @@ Tensors stay out of the file, under names that no two of them share.
 Proof: `python -m pytest tests/runs/test_state_values.py`.
 """
 
-import copy
 import io
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import (
+    MappingKey,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from ..core.unpickle import DAMAGE, PickleReader
 from .ranks import DamagedCheckpoint
 
 # Where a value is, and the tensors that were found in values.
 
-# Containers inside of containers; reading takes a few Python frames for each.
-MOST_NESTED = 100
 # Longer integers are refused by torch.load.
 MOST_INTEGER_BITS = 2000
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The path of a value for a person, and the name under which its tensors are saved."""
 
     shown: str
     name: str
-    depth: int = 0
-
-    def inner(self, key: Any, number: int) -> "Place":
-        """Return the place of an element, by its key and its number in the container."""
-        name = f"{self.name}/{name_component(key, number)}"
-        return Place(f"{self.shown}[{key!r:.60}]", name, self.depth + 1)
 
 
-def name_component(key: Any, number: int) -> str:
+def name_component(key: Any) -> str:
     """Return a text for the key of an element; no other key of its container has the same."""
-    if type(key) is int:
-        return f"#{key}"
+    text = key if type(key) is str else f"{key!r}"
+    text = text.replace("~", "~0").replace("/", "~1")
     if type(key) is not str:
-        return f"##{number}"
-    text: str = key.replace("~", "~0").replace("/", "~1")
+        return f"#{text}"
     return f"~2{text[1:]}" if text.startswith("#") else text
 
 
@@ -123,8 +120,6 @@ class Stored:
     name: str
     # The kind of its device, if that is not the host.
     device: str | None = None
-    is_parameter: bool = False
-    requires_grad: bool = False
 
 
 # Tensors: those in a plain layout go into the snapshot, others into the file of the values.
@@ -168,9 +163,7 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
-def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors | None) -> Any:
-    if tensors is None:
-        refuse_value(place, "a tensor in this place")
+def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors) -> Any:
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
         advice = BASE_ADVICE if place.shown.startswith("model.") else CONVERT_ADVICE
         what = f"a {type(tensor).__name__}, a tensor of its own class,"
@@ -183,57 +176,58 @@ def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors | Non
             is_coo = tensor.layout is torch.sparse_coo
             tensors.inline[place.name] = tensor._values() if is_coo else tensor.values()
         return _came_back(tensor.detach(), place)
-    return Stored(
-        tensors.add(tensor.detach().resolve_conj().resolve_neg(), place),
-        None if tensor.device.type == "cpu" else tensor.device.type,
-        isinstance(tensor, nn.Parameter),
-        tensor.requires_grad and tensor.is_leaf,
-    )
+    name = tensors.add(tensor.detach().resolve_conj().resolve_neg(), place)
+    return Stored(name, None if tensor.device.type == "cpu" else tensor.device.type)
 
 
 # Values of other types.
 
-_SEQUENCES = (list, tuple)
-_MAPPINGS = (dict, OrderedDict, Counter)
+_CONTAINERS = (list, tuple, dict, OrderedDict)
 # Immutable, and read by torch.load as they are.
 _SIMPLE_TYPES = frozenset(
     {type(None), bool, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device}
 )
 
 
-def encode(value: Any, place: Place, tensors: CollectedTensors | None = None) -> Any:
+def encode(value: Any, place: Place, tensors: CollectedTensors) -> Any:
     """Return a copy of a value that `dump` can write; its tensors go into `tensors`.
 
     Raises ValueError, with the path, for a value that could not be restored.
     """
-    kind = type(value)
-    is_short = kind is int and value.bit_length() <= MOST_INTEGER_BITS
-    if is_short or kind in _SIMPLE_TYPES:
+    try:
+        found, structure = tree_flatten_with_path(value, is_leaf=_is_leaf)
+    except RecursionError:
+        refuse_value(place, "a value that contains itself")
+    leaves = []
+    for path, leaf in found:
+        steps: tuple[Any, ...] = path
+        keys = [step.key if isinstance(step, MappingKey) else step.idx for step in steps]
+        names = "".join(f"/{name_component(key)}" for key in keys)
+        inner = Place(place.shown + keystr(path), place.name + names)
+        leaves.append(_encode_leaf(leaf, inner, tensors))
+    return tree_unflatten(leaves, structure)
+
+
+def _is_leaf(value: Any) -> bool:
+    is_odd = isinstance(value, Mapping) and not all(map(_is_key, value))
+    return type(value) not in _CONTAINERS or is_odd
+
+
+def _is_key(key: Any) -> bool:
+    return all(map(_is_key, key)) if type(key) is tuple else _is_simple(key)
+
+
+def _is_simple(value: Any) -> bool:
+    is_short = type(value) is int and value.bit_length() <= MOST_INTEGER_BITS
+    return is_short or type(value) in _SIMPLE_TYPES
+
+
+def _encode_leaf(value: Any, place: Place, tensors: CollectedTensors) -> Any:
+    if _is_simple(value):
         return value
     if isinstance(value, Tensor):
         return _encode_tensor(value, place, tensors)
-    if place.depth >= MOST_NESTED:
-        refuse_value(place, f"a value that contains itself, or {MOST_NESTED} others around it,")
-    if kind in _SEQUENCES:
-        return kind(
-            encode(item, place.inner(number, number), tensors) for number, item in enumerate(value)
-        )
-    if kind in _MAPPINGS:
-        key_place = Place(f"a key of {place.shown}", "", place.depth + 1)
-        items = {
-            encode(key, key_place): encode(item, place.inner(key, number), tensors)
-            for number, (key, item) in enumerate(value.items())
-        }
-        return _mapping_like(value, items)
     return _came_back(value, place)
-
-
-def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
-    made = type(value)(items)
-    # Versions of modules that `nn.Module.state_dict` leaves in an attribute.
-    if hasattr(value, "_metadata"):
-        made._metadata = copy.deepcopy(value._metadata)
-    return made
 
 
 def _came_back(value: Any, place: Place) -> Any:
@@ -249,25 +243,15 @@ def _came_back(value: Any, place: Place) -> Any:
     return found
 
 
-def decode(content: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
-
-    def tensor_of(stored: Stored) -> Tensor:
-        tensor = (tensors or {})[stored.name]
-        if stored.is_parameter:
-            return nn.Parameter(tensor, stored.requires_grad)
-        return tensor.requires_grad_() if stored.requires_grad else tensor
-
     try:
-        return _with_tensors(content, tensor_of)
-    except (
-        AttributeError,
-        LookupError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+        return tree_map(
+            lambda one: tensors[one.name] if type(one) is Stored else one,
+            content,
+            is_leaf=_is_leaf,
+        )
+    except (LookupError, RecursionError) as error:
         raise DamagedCheckpoint(
             f"saved value {content!r:.80} can't be read ({type(error).__name__}: {error})"
         ) from error
@@ -275,21 +259,7 @@ def decode(content: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
 
 def references(content: Any) -> list[Stored]:
     """Return the tensors that an encoded value names."""
-    found: list[Stored] = []
-    _with_tensors(content, found.append)
-    return found
-
-
-def _with_tensors(content: Any, tensor_of: Callable[[Stored], Any]) -> Any:
-    kind = type(content)
-    if kind is Stored:
-        return tensor_of(content)
-    if kind in _SEQUENCES:
-        return kind(_with_tensors(item, tensor_of) for item in content)
-    if kind in _MAPPINGS:
-        items = {key: _with_tensors(item, tensor_of) for key, item in content.items()}
-        return _mapping_like(content, items)
-    return content
+    return [one for one in tree_leaves(content) if type(one) is Stored]
 
 
 # The file.
