@@ -108,13 +108,12 @@ class AttachedJournal:
             device=self._device,
             world_size=ranks.size,
         )
-        if resumed is None and self._journal.empty:
+        if resumed is not None:
+            facts |= {"checkpoint": resumed.saved.folder, "notes": resumed.report.notes}
+        elif self._journal.empty:
             self._journal.start(facts=facts)
             return
-        if resumed is not None and resumed.report.notes:
-            facts["notes"] = list(resumed.report.notes)
-        checkpoint = None if resumed is None else resumed.saved.folder
-        self._journal.resume(state.step, facts=facts, checkpoint=checkpoint)
+        self._journal.resume(state.step, facts=facts)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy
@@ -39,6 +38,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
+        # Shape, dtype and whether it is pinned, of each buffer.
+        self._forms: list[tuple[Any, ...]] = []
         self._sources: Sequence[Tensor] = ()
         self._copied = threading.Event()
         self._copied.set()
@@ -89,13 +90,16 @@ class Staging:
     def release(self) -> None:
         """Free the buffers."""
         self._buffers = []
+        self._forms = []
 
     def _fit_buffers(self) -> None:
-        buffers = []
-        for source, buffer in zip_longest(self._sources, self._buffers[: len(self._sources)]):
-            reusable = buffer is not None and _fits(buffer, source)
-            buffers.append(buffer if reusable else _buffer(source))
-        self._buffers = buffers
+        forms = [(one.shape, one.dtype, one.is_cuda) for one in self._sources]
+        if forms != self._forms:
+            self._forms = forms
+            self._buffers = [
+                torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+                for shape, dtype, is_pinned in forms
+            ]
 
     def _copy_all(self, *, non_blocking: bool) -> None:
         for buffer, source in zip(self._buffers, self._sources, strict=True):
@@ -119,17 +123,6 @@ def _copy_with_one_thread(buffer: Tensor, source: Tensor) -> None:
     if source.numel():
         target = buffer.reshape(-1).view(torch.uint8).numpy()
         numpy.copyto(target, source.detach().reshape(-1).view(torch.uint8).numpy())
-
-
-def _fits(buffer: Tensor, source: Tensor) -> bool:
-    same_pinning = True
-    if torch.cuda.is_available():
-        same_pinning = buffer.is_pinned() == source.is_cuda
-    return buffer.shape == source.shape and buffer.dtype == source.dtype and same_pinning
-
-
-def _buffer(source: Tensor) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
 
 # Save checkpoints on a background thread while training continues.

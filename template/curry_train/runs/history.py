@@ -268,17 +268,14 @@ def git_state(folder: Path) -> dict[str, Any]:
     Uncommitted code is the changes to tracked files, and Python files that git does not track.
     """
     try:
-        revision = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD").decode("ascii").strip()
+        revision = _git(folder, "rev-parse", "--verify", "HEAD").decode("ascii").strip()
         changes = _git(folder, "diff", "--no-ext-diff", "--no-color", "--no-textconv", "HEAD")
         added = _git(
             folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py"
         ).split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError) as error:
-        why = str(error)
-        if isinstance(error, subprocess.CalledProcessError):
-            words = error.stderr or b"nothing was committed yet"
-            why = words.decode().splitlines()[0]
-        return {"revision": None, "why": why}
+        words = getattr(error, "stderr", None) or str(error).encode()
+        return {"revision": None, "why": words.decode().splitlines()[0]}
     for name in added:
         changes += name
         # The file may have been removed in the meantime.
@@ -289,7 +286,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(folder), *arguments]
     completed = subprocess.run(
         command, capture_output=True, check=True, timeout=GIT_SECONDS, env=environment

@@ -27,12 +27,7 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Savable, Snapshot
-from .layout import (
-    BEST_KIND,
-    Metric,
-    SavedCheckpoint,
-    folder_name,
-)
+from .layout import BEST_KIND, SavedCheckpoint, folder_name
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
@@ -111,12 +106,15 @@ class Cadence:
     def trained(self) -> None:
         """Call after each step; time spent waiting for a background save is charged to the save."""
         stalled = (self._saver.stalled if self._saver else 0.0) - self._stalled
-        self.stepped(time.perf_counter() - self._returned - stalled)
-        self.waited_later(stalled)
+        self.stepped(time.perf_counter() - self._returned - stalled, stalled=stalled)
 
-    def stepped(self, seconds: float) -> None:
+    def stepped(self, seconds: float, *, stalled: float = 0.0) -> None:
+        """Record a step, and for how long it waited for the last save, in the background."""
         self._steps.append(seconds)
         self._trained += seconds
+        self._paused += stalled
+        if self._saves:
+            self._saves[-1] += stalled
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
         """Record a pause of training.
@@ -126,12 +124,6 @@ class Cadence:
         self._paused += seconds
         if save:
             self._saves.append(seconds)
-
-    def waited_later(self, seconds: float) -> None:
-        """Record a further pause for the last save, which runs in the background."""
-        self.waited(seconds)
-        if self._saves:
-            self._saves[-1] += seconds
 
     def too_costly(self) -> str:
         """Describe the cost of the saves so far and a better cadence; empty within the bound."""
@@ -423,7 +415,7 @@ class SavingPolicy:
     def _save(
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
-        folder = folder_name(kind, step, None if metric is None else Metric(*metric))
+        folder = folder_name(kind, step, metric)
         if Ranks().agree(lambda: self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []

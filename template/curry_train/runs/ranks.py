@@ -144,15 +144,22 @@ class Ranks:
 
         It takes one message in host memory, so it is cheap enough for every step.
         """
+        return list(map(int, self._reduced(numbers, "MAX")))
+
+    def mean(self, number: float) -> float:
+        """Return the mean of a number over the ranks."""
+        return self._reduced([number], "SUM")[0] / self.size
+
+    def _reduced(self, numbers: Sequence[float], operation: str) -> list[float]:
         if self.size == 1:
             return list(numbers)
         import torch
         import torch.distributed as dist
 
-        maxima = torch.tensor(numbers, dtype=torch.int64)
+        found = torch.tensor(numbers, dtype=torch.float64)
         with _other_ranks_answer():
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
-        return maxima.tolist()
+            dist.all_reduce(found, getattr(dist.ReduceOp, operation), group=self.group)
+        return found.tolist()
 
     def exchange(
         self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], list[ResultT]]

@@ -41,7 +41,6 @@ from .layout import (
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
     MOST_MANIFEST_BYTES,
-    RESUMABLE_KINDS,
     Manifest,
     Metric,
     SavedCheckpoint,
@@ -80,7 +79,7 @@ class Writing:
         ranks: Ranks,
         kind: str,
         step: int,
-        metric: Metric | None,
+        metric: tuple[str, float] | None,
         snapshot: Snapshot,
         *,
         folder: str,
@@ -90,7 +89,7 @@ class Writing:
         self.ranks = ranks
         self.kind = kind
         self.step = step
-        self.metric = metric
+        self.metric = metric and Metric(*metric)
         self.final = folder_name(kind, step, metric)
         self.folder = folder
 
@@ -111,7 +110,7 @@ class Writing:
         places = self._layout.write(self.tensors if tensors is None else tensors)
         return Part(self._new.entries, places, self._rank_values)
 
-    def commit(self, parts: list[Part]) -> Manifest:
+    def commit(self, parts: list[Part]) -> SavedCheckpoint:
         """Write the manifest and rename the folder; called on the first rank after all parts."""
         content = {
             "values": self._values,
@@ -130,15 +129,18 @@ class Writing:
             "torch": torch.__version__.split("+")[0],
             "world_size": self.ranks.size,
         }
-        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.branches)
-        rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
+        saved = SavedCheckpoint(
+            *(self.kind, self.step, entries, self.metric, about, self.branches),
+            location=self.files.location(self.final),
+        )
+        rendered = readable(saved.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
 
         self._rename()
         # From here on the checkpoint is committed, and an error does not undo it.
         with committed_anyway(self.files.location(self.final)):
             self.files.sync_folder(self.kind)
-        return manifest
+        return saved
 
     def _rename(self) -> None:
         """Give the folder its final name; one that was given up is renamed just before."""
@@ -201,7 +203,7 @@ class SavedRun:
         for folder in [f"{kind}/{name}" for name in self.files.names(kind)]:
             if step_of(folder) is not None:
                 try:
-                    found[folder] = self._saved(folder, read_manifest(self.files, folder))
+                    found[folder] = read_manifest(self.files, folder)
                 except DamagedCheckpoint as error:
                     found[folder] = str(error)
         return found
@@ -230,7 +232,7 @@ class SavedRun:
             if any(saved.step > after for after in branches[len(saved.branches) :])
         ]
 
-    def verify(self, checkpoint: Which) -> Manifest:
+    def verify(self, checkpoint: Which) -> SavedCheckpoint:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
         folder = self.folder_of(checkpoint)
         manifest = read_manifest(self.files, folder)
@@ -313,18 +315,6 @@ class SavedRun:
                 f"{self.files.location(key)} can't be read ({error})"
             ) from error
         return dict(found)
-
-    def _saved(self, folder: str, manifest: Manifest) -> SavedCheckpoint:
-        location = self.files.location(folder)
-        return SavedCheckpoint(
-            manifest.kind,
-            manifest.step,
-            folder,
-            location,
-            manifest.metric,
-            manifest.num_bytes,
-            manifest.branches,
-        )
 
 
 def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:
@@ -421,16 +411,15 @@ class Store(SavedRun):
         name = f"the {kind} of step {step}"
         folder = ""
 
-        def take() -> tuple[Metric | None, str, Snapshot]:
-            checked_metric = None if metric is None else Metric(*metric)
-            return checked_metric, folder_name(kind, step, checked_metric), state.snapshot()
+        def take() -> tuple[str, Snapshot]:
+            return folder_name(kind, step, metric), state.snapshot()
 
         try:
             # An error on one rank must reach the others before they wait for it in a collective.
-            checked_metric, name, snapshot = ranks.all_do(take)
+            name, snapshot = ranks.all_do(take)
             self.open()
             folder = ranks.agree(lambda: self._prepare(name))
-            return Writing(self, ranks, kind, step, checked_metric, snapshot, folder=folder)
+            return Writing(self, ranks, kind, step, metric, snapshot, folder=folder)
         except Exception as error:
             failed = self.failed(ranks, name, folder, error)
             if isinstance(error, OSError | OtherRank):
@@ -441,11 +430,11 @@ class Store(SavedRun):
         """Commit a checkpoint and update `latest`; called on the first rank."""
         # After a takeover: the new writer has removed the folder, or this raises.
         self._lock.require_held()
-        manifest = writing.commit(parts)
-        if writing.kind in RESUMABLE_KINDS:
-            with committed_anyway(self.files.location(writing.final)):
+        saved = writing.commit(parts)
+        if saved.is_state:
+            with committed_anyway(saved.location):
                 self._point()
-        return self._saved(writing.final, manifest)
+        return saved
 
     def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""

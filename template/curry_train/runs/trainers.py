@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -35,7 +34,7 @@ from .layout import (
     FileEntry,
     Manifest,
     check_sizes,
-    hash_stream,
+    entry_of,
     parse_manifest,
     verify_files,
 )
@@ -81,7 +80,7 @@ def commit_folder(folder: StrPath) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
     names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
-    entries = {name: _entry_of(path / name, sync=True) for name in names}
+    entries = {name: entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         _sync_folder(below)
     manifest = _manifest(entries)
@@ -112,12 +111,12 @@ def _final_of(path: Path) -> Path:
 
 def commit_file(staged: Path, final: Path) -> Commit:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    entry = _entry_of(staged, sync=True)
+    entry = entry_of(staged, sync=True)
     manifest = _manifest({final.name: entry})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        old = dataclasses.asdict(before.manifest.files[final.name]) | {"time": before.time}
+        old = [*before.manifest.files[final.name], before.time]
         manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
     _write_manifest(_manifest_of(final), manifest)
     staged.replace(final)
@@ -169,10 +168,10 @@ def read_commit(path: Path) -> Commit:
     before = manifest.about.get("before")
     # A crash between manifest and rename leaves the file that was there before.
     if before is not None and path.is_file():
-        old = FileEntry(before["bytes"], before["hash"])
-        if _entry_of(path) == old:
-            about = {"time": before["time"]}
-            manifest = dataclasses.replace(manifest, files={path.name: old}, about=about)
+        *old, moment = before
+        if entry_of(path) == tuple(old):
+            files = {path.name: FileEntry(*old)}
+            manifest = dataclasses.replace(manifest, files=files, about={"time": moment})
     return Commit(path, manifest)
 
 
@@ -188,14 +187,6 @@ def _manifest_of(path: Path) -> Path:
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
     Files(path.parent).write(path.name, manifest.render())
-
-
-def _entry_of(path: Path, *, sync: bool = False) -> FileEntry:
-    with path.open("rb") as stream:
-        entry = FileEntry(*hash_stream(stream))
-        if sync:
-            os.fsync(stream.fileno())
-    return entry
 
 
 def _sync_folder(path: Path) -> None:
