@@ -94,7 +94,7 @@ def test_every_model_continues_bit_equal(store, build):
 
 def test_a_tied_weight_is_stored_once(store):
     state = new_state(build=Tied)
-    values = state.snapshot().values["model"]
+    values = state.snapshot().values["content"]
     assert values["model.head.weight"].name == values["model.embed.weight"].name
     assert "model.head.weight" not in state.snapshot().tensors
     saved = store.save("rollback", 1, state)
@@ -329,7 +329,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     saved = store.save(kind, 1, state, metric=metric)
     other = new_state(seed=1, build=build)
     before = tensors_of(other)
-    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match.*{message}"):
+    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ entries match.*{message}"):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
     report = store.load(saved, other, strict=False)
@@ -339,15 +339,15 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.optimizers.clear(), "only in the checkpoint: optimizer 0"),
-        (lambda s: s.parts.clear(), "only in the checkpoint: scheduler-0"),
+        (lambda s: s.optimizers.clear(), "only in the checkpoint: optimizer.0"),
+        (lambda s: s.parts.clear(), "only in the checkpoint: part.scheduler-0"),
         (
             lambda s: s.parts.update(scaler=torch.amp.GradScaler("cpu")),
-            "missing in the checkpoint: scaler",
+            "missing in the checkpoint: part.scaler",
         ),
         (
             lambda s: s.optimizers.append(torch.optim.SGD(s.model.parameters())),
-            "missing in the checkpoint: optimizer 1",
+            "missing in the checkpoint: optimizer.1",
         ),
     ],
 )
@@ -365,10 +365,10 @@ def test_another_optimizer_or_other_groups_are_refused(store):
     train(state, 1)
     saved, other = store.save("rollback", 1, state), new_state(seed=1)
     other.optimizers = [torch.optim.SGD(other.model.parameters())]
-    with pytest.raises(StateMismatch, match="optimizer 0 was AdamW and is SGD"):
+    with pytest.raises(StateMismatch, match=r"optimizer.0 was AdamW and is SGD"):
         store.load(saved, other)
     other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
-    with pytest.raises(StateMismatch, match=r"only in the checkpoint: 0.weight of optimizer 0"):
+    with pytest.raises(StateMismatch, match=r"only in the checkpoint: 0.weight of optimizer.0"):
         store.load(saved, other)
 
 

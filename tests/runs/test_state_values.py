@@ -15,7 +15,6 @@ from curry_train.runs import DamagedCheckpoint
 from curry_train.runs.values import (
     PLAIN_DTYPES,
     CollectedTensors,
-    Place,
     Stored,
     decode,
     dump,
@@ -33,7 +32,7 @@ pytestmark = [
 
 def encoded(value):
     tensors = CollectedTensors()
-    content = encode(value, Place("run", "part.run"), tensors)
+    content = encode({"part.run": value}, tensors)["part.run"]
     return load(dump(content)), tensors.by_name
 
 
@@ -143,7 +142,7 @@ def endless():
 
 
 REFUSED = {
-    "an object": (object, r"run\[0\]\['x'\]: a object can't be saved; convert it to"),
+    "an object": (object, r"part.run/#0/x: a object can't be saved; convert it to"),
     "a named tuple": (lambda: Pair(1, 2), "a Pair"),
     "a subclass of text": (lambda: Text("x"), "a Text"),
     "a defaultdict": (lambda: defaultdict(list), "a defaultdict can't be saved"),
@@ -153,9 +152,9 @@ REFUSED = {
     "a masked array": (lambda: numpy.ma.array([1]), "a MaskedArray"),
     "an object in an array": (
         lambda: numpy.array([object()]),
-        r"run\[0\]\['x'\]: a ndarray of dtype object",
+        r"part.run/#0/x: a ndarray of dtype object",
     ),
-    "an object as key": (lambda: {object(): 1}, r"run\[0\]\['x'\]: a dict can't be saved"),
+    "an object as key": (lambda: {object(): 1}, r"part.run/#0/x: a dict can't be saved"),
     "an object in a set": (lambda: {object()}, "a set can't be saved"),
     "a class of tensors": (lambda: torch.ones(1).as_subclass(OwnTensor), "a OwnTensor, a tensor"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(1)]), "a nested tensor"),

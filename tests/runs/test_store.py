@@ -52,7 +52,7 @@ def test_folders_have_the_documented_names(store, tmp_path):
 )
 def test_invalid_kinds_steps_and_metrics_are_refused(store, arguments):
     kind, step, metric = arguments
-    with pytest.raises(ValueError, match="is no name of a checkpoint|Unknown format code"):
+    with pytest.raises(ValueError, match=r"is no name of a checkpoint|Unknown format code"):
         store.save(kind, step, new_state(), metric=metric)
 
 

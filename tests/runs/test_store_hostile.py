@@ -226,12 +226,16 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name
 WRONG_VALUES = {
     "a step that is text": lambda values: values.update(step="7"),
     "a negative position": lambda values: values.update(position=-1),
-    "an optimizer without class": lambda values: values["optimizers"][0].pop("class"),
-    "a tensor that is not saved": lambda values: values["parts"].update(
-        {"scheduler-0": Stored("part.gone")}
+    "an optimizer without class": lambda values: values["content"]["optimizer.0"].pop("class"),
+    "a tensor that is not saved": lambda values: values["content"].update(
+        {"part.scheduler-0": Stored("part.gone")}
     ),
-    "a part that its object refuses": lambda values: values["parts"].update({"scheduler-0": 3}),
-    "options that are no mapping": lambda values: values["optimizers"][0].update(options=[1]),
+    "a part that its object refuses": lambda values: values["content"].update(
+        {"part.scheduler-0": 3}
+    ),
+    "options that are no mapping": lambda values: values["content"]["optimizer.0"].update(
+        options=[1]
+    ),
 }
 
 

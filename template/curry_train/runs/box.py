@@ -36,7 +36,7 @@ from .retention import newest_first
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 from .store import Store
-from .values import CollectedTensors, Place, decode, dump, encode, load_foreign
+from .values import CollectedTensors, decode, dump, encode, load_foreign
 
 logger = logging.getLogger(__name__)
 FOLDER = "boxes"
@@ -173,11 +173,10 @@ class Boxes:
         try:
             if start is None:
                 raise ValueError("it began before this start of the process")
-            generators = encode(start.generators, Place("the generators", "generators"), tensors)
-            content["generators"] = generators
+            content |= encode({"generators": start.generators}, tensors)
             if [versions_of(one) for one in start.batches] != start.versions:
                 raise ValueError("the loop has changed it in place")
-            content["batches"] = encode(start.batches, Place("batch", "batch"), tensors)
+            content |= encode({"batches": start.batches}, tensors)
         except ValueError as error:
             logger.warning(
                 "the batch of step %d is not in its box: %s. A replay takes it from the script's "

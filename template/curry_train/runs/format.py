@@ -253,10 +253,10 @@ class Contents:
 
 @dataclass
 class LoadReport:
-    """The result of a load: how many tensors matched, and how the state differs from the save."""
+    """The result of a load: how many entries matched, and how the state differs from the save."""
 
     matched: int = 0
-    # The number of tensors that are saved, or are in the state.
+    # The number of entries that are saved, or are in the state.
     wanted: int = 0
     # Names that the checkpoint lacks.
     missing: list[str] = field(default_factory=list)

@@ -15,6 +15,7 @@ Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,6 @@ from .random_state import (
 from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
 from .values import (
     CollectedTensors,
-    Place,
     Stored,
     decode,
     elements_of,
@@ -70,6 +70,8 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 PART_PREFIX = "part."
 OPTIMIZER_PREFIX = "optimizer."
 EXTRA_STATE_SUFFIX = "_extra_state"
+# Names of the state that an optimizer has of its parameters.
+_OF_PARAMETERS = re.compile(r"optimizer\.\d+\.")
 
 
 class TrainingState:
@@ -119,57 +121,47 @@ class TrainingState:
         own_parts = {
             name for name in self.parts if getattr(self.parts[name], "of_each_rank", False)
         }
-        values = self.encoded(tensors, self.parts.keys() - own_parts)
-        parts = self._encoded_parts(tensors, own_parts, f"rank-{ranks.rank}.")
-        place = Place("the generators", f"rank-{ranks.rank}.random")
-        random = encode(take_random_state(self.generators), place, tensors)
+        content = encode(self.content(self.parts.keys() - own_parts), tensors)
+        prefix = f"rank-{ranks.rank}."
+        own = {"random": take_random_state(self.generators), **self._of_parts(own_parts)}
+        own = encode({prefix + name: one for name, one in own.items()}, tensors)
 
         # An average of weights changes only after a step; a loader's state may change at once.
         averages = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
-        stays = (OPTIMIZER_PREFIX, *(f"{_part_name(name)}/" for name in averages))
+        stays = tuple(f"{PART_PREFIX}{name}/" for name in averages)
         parameters = {MODEL_PREFIX + name for name in parameter_names(self.model).values()}
         taken = {
-            name: tensor if name in parameters or name.startswith(stays) else tensor.clone()
+            name: tensor
+            if name in parameters or name.startswith(stays) or _OF_PARAMETERS.match(name)
+            else tensor.clone()
             for name, tensor in tensors.by_name.items()
         }
         for name in self.buffer_names() & taken.keys() if ranks.rank else ():
             if not hasattr(taken[name], "to_local"):
-                taken[f"rank-{ranks.rank}.{name}"] = taken[name]
+                taken[prefix + name] = taken[name]
 
-        values |= {
+        values = {
+            "content": content,
             "step": self.step,
             "position": self.position,
             "config": _as_json(self.config),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
         }
-        rank_values = {"random": random, "parts": parts}
-        return Snapshot(taken, values, rank_values, tensors.inline, self.optimizers, parameters)
+        of_rank = {name.removeprefix(prefix): one for name, one in own.items()}
+        return Snapshot(taken, values, of_rank, tensors.inline, self.optimizers, parameters)
 
-    def encoded(self, tensors: CollectedTensors, parts: Collection[str]) -> dict[str, Any]:
-        """Return the model, the optimizers and these parts; their tensors go into `tensors`."""
+    def content(self, parts: Collection[str]) -> dict[str, Any]:
+        """Return what is saved of the model, the optimizers and these parts, by its names."""
         named = bare_names(self.model, self.model.state_dict())
-        model = {}
-        for name, value in named.items():
-            stored = MODEL_PREFIX + name
-            model[stored] = encode(_once(value), Place(stored, stored), tensors)
+        found = {MODEL_PREFIX + name: _once(value) for name, value in named.items()}
         names = parameter_names(self.model)
-        optimizers = [
-            _encoded_optimizer(one, names, number, tensors)
-            for number, one in enumerate(self.optimizers)
-        ]
-        held = self._encoded_parts(tensors, parts)
-        return {"model": model, "optimizers": optimizers, "parts": held}
+        for number, optimizer in enumerate(self.optimizers):
+            found |= _of_optimizer(optimizer, names, f"{OPTIMIZER_PREFIX}{number}")
+        return found | self._of_parts(parts)
 
-    def _encoded_parts(
-        self, tensors: CollectedTensors, names: Collection[str], prefix: str = ""
-    ) -> dict[str, Any]:
-        found = {}
-        for name in sorted(names):
-            shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
-            place = Place(shown, prefix + _part_name(name))
-            found[name] = encode(self.parts[name].state_dict(), place, tensors)
-        return found
+    def _of_parts(self, names: Collection[str]) -> dict[str, Any]:
+        return {PART_PREFIX + name: self.parts[name].state_dict() for name in sorted(names)}
 
     def begin_load(self, contents: Contents, *, strict: bool = True) -> "Load":
         """Match a checkpoint with this state.
@@ -198,55 +190,40 @@ class TrainingState:
         return {MODEL_PREFIX + name for name in names}
 
 
-def _part_name(name: str) -> str:
-    return PART_PREFIX + name_component(name)
-
-
-def _encoded_optimizer(
-    optimizer: Optimizer, names: Mapping[Any, str], number: int, tensors: CollectedTensors
-) -> dict[str, Any]:
-    """Return an optimizer's state by the names of parameters; its tensors go into `tensors`."""
+def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> dict[str, Any]:
+    """Return an optimizer's groups by `place`, and its state of a parameter by the name of that."""
     kind = type(optimizer).__name__
     if additional := set(optimizer.state_dict()) - {"state", "param_groups"}:
         raise ValueError(
             f"{kind} keeps {', '.join(sorted(map(str, additional)))} besides its state and groups, "
             f"which would be lost: save it under TrainingState(extra=...)"
         )
-    groups = []
-    options = []
-    parameters = {}
+    groups: list[list[str]] = []
+    found = {}
     for index, group in enumerate(optimizer.param_groups):
-        place = Place(f"{kind}.param_groups[{index}]", f"options.{number}-{index}")
-        given = {key: value for key, value in group.items() if key != "params"}
-        options.append(encode(given, place, tensors))
-        members: list[str] = []
-        groups.append(members)
+        groups.append([])
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
                     f"group {index} of {kind} has a parameter of shape {list(parameter.shape)} "
                     f"that the model does not have: save the module that holds it"
                 )
-            name = names[parameter]
-            members.append(name)
-            entries = optimizer.state.get(parameter)
-            if entries:
+            groups[-1].append(names[parameter])
+            if entries := optimizer.state.get(parameter):
                 # A load makes tensors like the parameter of its class again.
-                plain = dict(entries)
-                for key, value in entries.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        plain[key] = elements_of(value)
-                stored = f"{OPTIMIZER_PREFIX}{number}.{name_component(name)}"
-                parameters[name] = encode(plain, Place(f"{kind}.state[{name!r}]", stored), tensors)
+                found[f"{place}.{names[parameter]}"] = {
+                    key: elements_of(value)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in entries.items()
+                }
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    place = Place(f"{kind}.state", f"{OPTIMIZER_PREFIX}{number}/state")
-    return {
-        "class": kind,
-        "groups": groups,
-        "options": options,
-        "parameters": parameters,
-        "others": encode(others, place, tensors),
-    }
+    whole = {"class": kind, "groups": groups, "options": options, "others": others}
+    return {place: whole, **found}
 
 
 def _as_json(config: Any) -> Any:
@@ -303,43 +280,43 @@ class Load:
         # A rank that was not there at the save loads the values of rank 0.
         self._is_new_rank = self._ranks.rank >= values["world_size"]
         source = 0 if self._is_new_rank else self._ranks.rank
-        self._of_rank = contents.rank_values[source] if contents.rank_values else {"parts": {}}
-        self._parts = {**values["parts"], **self._of_rank["parts"]}
+        of_rank = contents.rank_values[source] if contents.rank_values else {}
+        # What is saved for this rank, by its names.
+        self._saved = self._chosen({**values["content"], **of_rank})
 
         own = CollectedTensors()
         self._modules = [name for name, one in state.parts.items() if isinstance(one, nn.Module)]
         try:
-            current = state.encoded(own, self._modules)
+            current = encode(state.content(self._modules), own)
         except ValueError as error:
             raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         # This state's own tensors, by the names under which they would be saved.
         self._own = own.by_name
-        self._match(current)
+        self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
         if strict and not self.report.exact:
             raise StateMismatch(_describe(self.report))
         self._choose_tensors()
 
+    def _chosen(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: one
+            for name, one in content.items()
+            if name.startswith(MODEL_PREFIX) or not self._model_only
+        }
+
     def _match(self, current: Mapping[str, Any]) -> None:
         """Compare what is saved with the current state, and report what differs."""
-        saved = self._contents.values["model"]
-        was = _descriptions(saved, self._contents.tensors)
-        now = _descriptions(current["model"], self._own)
-        report = self.report
-        report.wanted = len(now.keys() | was.keys())
-        fitting = {name for name in was if was[name] == now.get(name)}
-        report.matched = len(fitting)
-        # Names that fit, each with the name of its tensor; and the model's other state.
-        self._filled = {
-            name: saved[name].name
-            for name in fitting
-            if isinstance(saved[name], Stored) and was[name] != FREE
+        was = self._descriptions(self._saved, self._contents.tensors)
+        now = self._descriptions(current, self._own)
+        new = {
+            PART_PREFIX + name
+            for name, one in self._state.parts.items()
+            if hasattr(one, "may_be_new")
         }
-        self._extras = {name: saved[name] for name in fitting - self._filled.keys()}
-        if not self._model_only:
-            parts = {**dict.fromkeys(self._state.parts), **current["parts"]}
-            was |= self._others(self._contents.values, self._parts, self._contents.tensors)
-            now |= self._others(current, parts, self._own)
-        new = {name for name, one in self._state.parts.items() if hasattr(one, "may_be_new")}
+        fitting = [name for name in was if was[name] == now.get(name)]
+        report = self.report
+        report.matched = len(fitting)
+        report.wanted = len(was.keys() | now.keys())
         report.missing = [name for name in now if name not in was and name not in new]
         report.extra = [name for name in was if name not in now]
         report.different = [
@@ -347,66 +324,69 @@ class Load:
             for name in was
             if name in now and was[name] != now[name]
         ]
+        # Names of the model that fit, each with the name of its tensor.
+        self._filled = {
+            name: self._saved[name].name
+            for name in fitting
+            if isinstance(self._saved.get(name), Stored) and was[name] != FREE
+        }
+        if self._model_only:
+            others = [name for name in fitting if name not in self._filled]
+            self._saved = {name: self._saved[name] for name in others}
 
-    def _others(
-        self, values: Mapping[str, Any], parts: Mapping[str, Any], tensors: Mapping[str, Any]
+    def _descriptions(
+        self, content: Mapping[str, Any], tensors: Mapping[str, Any]
     ) -> dict[str, str]:
-        """Describe what has to be equal of the optimizers and parts."""
-        found = {}
-        for number, one in enumerate(values["optimizers"]):
-            shown = f"optimizer {number}"
-            found[shown] = one["class"]
-            for index, group in enumerate(one["groups"]):
-                found |= {f"{name} of {shown}": f"in group {index}" for name in group}
-        for name, content in parts.items():
-            found[name] = "saved"
-            entries = content if name in self._modules else {}
-            placed = {
-                f"{_part_name(name)}/{name_component(key)}": one for key, one in entries.items()
-            }
-            found |= _descriptions(placed, tensors)
+        """Describe what has to be equal: shapes, dtypes, ties, groups and parts."""
+        found: dict[str, str] = {}
+        for name, item in content.items():
+            if name.startswith(MODEL_PREFIX):
+                found[name] = _description(name, item, tensors)
+            elif name.startswith(PART_PREFIX):
+                found[name] = "saved"
+                is_module = name.removeprefix(PART_PREFIX) in self._modules
+                for key, entry in item.items() if is_module else ():
+                    inner = f"{name}/{name_component(key)}"
+                    found[inner] = _description(inner, entry, tensors)
+            elif name.startswith(OPTIMIZER_PREFIX) and not _OF_PARAMETERS.match(name):
+                found[name] = item["class"]
+                for index, group in enumerate(item["groups"]):
+                    found |= {f"{one} of {name}": f"in group {index}" for one in group}
         return found
 
     def _choose_tensors(self) -> None:
         """Find the tensors to fill."""
         state = self._state
-        values = self._contents.values
         self.targets |= {stored: self._own[stored] for stored in self._filled.values()}
-        self._add(self._extras)
         if not self._model_only:
-            for number, saved in enumerate(values["optimizers"]):
-                for parameter, group, entries in self._entries(number):
-                    name = MODEL_PREFIX + parameter_names(state.model)[parameter]
-                    was_moved = values["model"][name].device is not None
+            for number in range(len(state.optimizers)):
+                for parameter, group, name, entries in self._entries(number, self._saved):
+                    was_moved = self._saved[MODEL_PREFIX + name].device is not None
                     # Torch keeps `step` on the host, except with capturable or fused.
                     keeps_step = not (group.get("capturable") or group.get("fused"))
                     for key, item in entries.items():
                         on_host = was_moved or (key == "step" and keeps_step)
                         self._add(item, functools.partial(_new_entry, parameter, on_host))
-                self._add([saved["others"], saved["options"]])
-            self._add([self._parts[name] for name in self._part_names()])
-            self._add(self._of_rank["random"])
-            _as_json(values["config"])
-        if values["world_size"] == self._ranks.size and self._ranks.rank:
+            _as_json(self._contents.values["config"])
+        self._add(self._saved)
+        if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
             for name in state.buffer_names() & self.targets.keys():
                 own_name = f"rank-{self._ranks.rank}.{name}"
                 if own_name in self._contents.tensors:
                     self.targets[own_name] = self.targets.pop(name)
 
-    def _part_names(self) -> list[str]:
-        return [name for name in self._state.parts if name in self._parts]
-
     def _entries(
-        self, number: int
-    ) -> Iterator[tuple[Tensor, Mapping[str, Any], Mapping[Any, Any]]]:
-        """Yield each parameter of an optimizer that has saved state: its group, and the state."""
-        saved = self._contents.values["optimizers"][number]["parameters"]
+        self, number: int, content: Mapping[str, Any]
+    ) -> Iterator[tuple[Tensor, Mapping[str, Any], str, Mapping[Any, Any]]]:
+        """Yield each parameter of an optimizer that has state: its group, name and the state."""
         names = parameter_names(self._state.model)
         for group in self._state.optimizers[number].param_groups:
             for parameter in group["params"]:
-                if names[parameter] in saved:
-                    yield parameter, group, saved[names[parameter]]
+                name = names[parameter]
+                entries = content.get(f"{OPTIMIZER_PREFIX}{number}.{name}")
+                if entries is not None:
+                    yield parameter, group, name, entries
 
     def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
@@ -424,32 +404,29 @@ class Load:
         """Restore everything from the filled tensors and the saved values."""
         state = self._state
         notes = self.report.notes
-        tensors = {**self._own, **self.targets}
-        self._finish_model(tensors)
+        found = decode(self._saved, {**self._own, **self.targets})
+        self._finish_model(found)
         if self._model_only:
             notes.append("parameters only: optimizer, generators and position are as they were")
             return
         with _state_of_a_training():
-            saved_optimizers = self._contents.values["optimizers"]
-            for number, (optimizer, saved) in enumerate(
-                zip(state.optimizers, saved_optimizers, strict=True)
-            ):
+            for number, optimizer in enumerate(state.optimizers):
+                saved = found[f"{OPTIMIZER_PREFIX}{number}"]
                 entries = {
-                    parameter: {**decode(item, tensors)}
-                    for parameter, _, item in self._entries(number)
+                    parameter: {**entry} for parameter, _, _, entry in self._entries(number, found)
                 }
-                entries |= decode(saved["others"], tensors)
+                entries |= saved["others"]
                 optimizer.state.clear()
                 optimizer.state.update(entries)
                 for group, options in zip(optimizer.param_groups, saved["options"], strict=True):
-                    group.update(decode(options, tensors))
+                    group.update(options)
         for parameter in state.model.parameters():
             parameter.grad = None
-        for name in self._part_names():
-            part = state.parts[name]
-            content = decode(self._parts[name], tensors)
+        for name, part in state.parts.items():
+            if PART_PREFIX + name not in found:
+                continue
             try:
-                part.load_state_dict(content)
+                part.load_state_dict(found[PART_PREFIX + name])
             except Exception as error:
                 raise StateMismatch(
                     f"load_state_dict of {name} ({type(part).__name__}) refused its saved state "
@@ -458,19 +435,18 @@ class Load:
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
         notes += self._changes_of_the_run()
-        random = decode(self._of_rank["random"], tensors)
-        check_random_state(random)
-        state.loaded_random = (random, self._is_new_rank)
+        check_random_state(found["random"])
+        state.loaded_random = (found["random"], self._is_new_rank)
         notes += state.restore_random()
 
-    def _finish_model(self, tensors: Mapping[str, Tensor]) -> None:
+    def _finish_model(self, found: Mapping[str, Any]) -> None:
         """Load what was not filled in the model's own memory."""
         model = self._state.model
         late = {}
         for full, value in model.state_dict().items():
             name = MODEL_PREFIX + bare_name(model, full)
-            if name in self._extras:
-                late[full] = decode(self._extras[name], tensors)
+            if name in found and name not in self._filled:
+                late[full] = found[name]
             elif name in self._filled:
                 filled = self._own[self._filled[name]]
                 if memory_of(_once(value)) != memory_of(filled) and filled.numel():
@@ -496,22 +472,17 @@ class Load:
         return notes
 
 
-def _descriptions(content: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Describe what has to be equal of each entry: a shape, a dtype, or a tie."""
-    found = {}
-    for name, item in content.items():
-        if name.endswith(EXTRA_STATE_SUFFIX):
-            found[name] = FREE
-        elif isinstance(item, Stored):
-            held = tensors[item.name]
-            found[name] = f"{list(held.shape)}, {held.dtype}"
-            if item.name != name:
-                found[name] = f"one tensor with {item.name}"
-        elif isinstance(item, Tensor):
-            found[name] = f"{list(item.shape)}, {item.dtype}, {item.layout}"
-        else:
-            found[name] = f"a {type(item).__name__}"
-    return found
+def _description(name: str, item: Any, tensors: Mapping[str, Any]) -> str:
+    """Describe what has to be equal of an entry: a shape and dtype, or a tie."""
+    if name.endswith(EXTRA_STATE_SUFFIX):
+        return FREE
+    if isinstance(item, Stored):
+        held = tensors[item.name]
+        tied = item.name != name
+        return f"one tensor with {item.name}" if tied else f"{list(held.shape)}, {held.dtype}"
+    if isinstance(item, Tensor):
+        return f"{list(item.shape)}, {item.dtype}, {item.layout}"
+    return f"a {type(item).__name__}"
 
 
 def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -> Tensor:
@@ -549,7 +520,7 @@ def _once(value: Any) -> Any:
 
 
 def _describe(report: LoadReport) -> str:
-    lines = [f"{report.matched} of {report.wanted} tensors match"]
+    lines = [f"{report.matched} of {report.wanted} entries match"]
     for title, names in (
         ("missing in the checkpoint", report.missing),
         ("only in the checkpoint", report.extra),

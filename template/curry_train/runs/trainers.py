@@ -82,10 +82,10 @@ def commit_folder(folder: StrPath) -> Commit:
     names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
     entries = {name: entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
-        _sync_folder(below)
+        Files(below).sync_folder("")
     manifest = _manifest(entries)
-    _write_manifest(path / MANIFEST_FILE_NAME, manifest)
-    _sync_folder(path.parent)
+    Files(path).write(MANIFEST_FILE_NAME, manifest.render())
+    Files(path.parent).sync_folder("")
     return Commit(path, manifest)
 
 
@@ -118,9 +118,9 @@ def commit_file(staged: Path, final: Path) -> Commit:
         before = read_commit(final)
         old = [*before.manifest.files[final.name], before.time]
         manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
-    _write_manifest(_manifest_of(final), manifest)
+    Files(final.parent).write(_manifest_of(final).name, manifest.render())
     staged.replace(final)
-    _sync_folder(final.parent)
+    Files(final.parent).sync_folder("")
     _sweep(final)
     return Commit(final, manifest)
 
@@ -185,14 +185,6 @@ def _manifest_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{MANIFEST_FILE_NAME}")
 
 
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    Files(path.parent).write(path.name, manifest.render())
-
-
-def _sync_folder(path: Path) -> None:
-    Files(path).sync_folder("")
-
-
 def _show(path: Path) -> Path:
     """Give a committed checkpoint its name, in place of another one; return its path."""
     final = _final_of(path)
@@ -201,7 +193,7 @@ def _show(path: Path) -> Path:
         if final.exists():
             _remove(final)
         path.rename(final)
-        _sync_folder(final.parent)
+        Files(final.parent).sync_folder("")
     return final
 
 
@@ -302,7 +294,9 @@ class _HuggingFaceCommits:
     def __init__(self, trainer: Any) -> None:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
-        self._limit: int | None = None
+        # The Trainer would delete older checkpoints before the new one is committed.
+        self._limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None
         self._save = trainer.save_model
         trainer.save_model = self._save_model
 
@@ -311,11 +305,6 @@ class _HuggingFaceCommits:
         return Ranks.on_the_host()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer would delete older checkpoints before the new one is committed.
-        # None is what an earlier training of this process left, if it ended with an error.
-        if args.save_total_limit is not None:
-            self._limit = args.save_total_limit
-        args.save_total_limit = None
         step = state.global_step
         if step >= state.max_steps > 0 and state.is_world_process_zero:
             logger.warning(
@@ -325,9 +314,6 @@ class _HuggingFaceCommits:
                 state.max_steps,
                 step + 1,
             )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        args.save_total_limit = self._limit
 
     def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the first files of a checkpoint, or those that the user asks for."""

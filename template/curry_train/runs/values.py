@@ -1,9 +1,9 @@
 """Save Python values beside the tensors of a checkpoint, and read them without running code.
 
     tensors = CollectedTensors()
-    content = encode(part.state_dict(), Place("extra.stats", "part.extra-stats"), tensors)
+    content = encode({"part.stats": part.state_dict()}, tensors)
     data = dump(content)
-    part.load_state_dict(decode(load(data), tensors.by_name))
+    part.load_state_dict(decode(load(data), tensors.by_name)["part.stats"])
 
 `torch.save` writes them, and `torch.load(weights_only=True)` reads them with a list of allowed
 classes. A value that could not come back is refused with its path, before anything is written.
@@ -18,14 +18,13 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import (
     MappingKey,
-    keystr,
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
@@ -39,13 +38,6 @@ from .ranks import DamagedCheckpoint
 
 # Longer integers are refused by torch.load.
 MOST_INTEGER_BITS = 2000
-
-
-class Place(NamedTuple):
-    """The path of a value for a person, and the name under which its tensors are saved."""
-
-    shown: str
-    name: str
 
 
 def name_component(key: Any) -> str:
@@ -66,18 +58,16 @@ class CollectedTensors:
         self.inline: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
 
-    def add(self, tensor: Tensor, place: Place) -> str:
+    def add(self, tensor: Tensor, name: str) -> str:
         """Add a tensor, and return the name under which this memory is saved."""
         identity = memory_of(tensor)
         if identity in self._names:
             return self._names[identity]
-        if place.name in self.by_name:
-            raise ValueError(
-                f"{place.shown} would be saved as {place.name}, like another tensor: rename it"
-            )
-        self._names[identity] = place.name
-        self.by_name[place.name] = tensor
-        return place.name
+        if name in self.by_name:
+            raise ValueError(f"two tensors would be saved as {name}: rename one of them")
+        self._names[identity] = name
+        self.by_name[name] = tensor
+        return name
 
 
 def memory_of(tensor: Tensor) -> Any:
@@ -105,9 +95,9 @@ BASE_ADVICE = (
 )
 
 
-def refuse_value(place: Place, what: str, *, advice: str = CONVERT_ADVICE) -> NoReturn:
+def refuse_value(name: str, what: str, *, advice: str = CONVERT_ADVICE) -> NoReturn:
     """Raise the error about a value that can't be restored."""
-    raise ValueError(f"{place.shown}: {what} can't be saved; {advice}")
+    raise ValueError(f"{name}: {what} can't be saved; {advice}")
 
 
 # What stands in the file of the values for a tensor.
@@ -163,21 +153,20 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
-def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors) -> Any:
+def _encode_tensor(tensor: Tensor, name: str, tensors: CollectedTensors) -> Any:
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
-        advice = BASE_ADVICE if place.shown.startswith("model.") else CONVERT_ADVICE
-        what = f"a {type(tensor).__name__}, a tensor of its own class,"
-        refuse_value(place, what, advice=advice)
+        advice = BASE_ADVICE if name.startswith("model.") else CONVERT_ADVICE
+        refuse_value(name, f"a {type(tensor).__name__}, a tensor of its own class,", advice=advice)
     if tensor.is_nested or tensor.is_meta:
         what = "a nested tensor" if tensor.is_nested else "a tensor without values (device meta)"
-        refuse_value(place, what)
+        refuse_value(name, what)
     if not is_plain(tensor):
         if tensor.layout is not torch.strided:
             is_coo = tensor.layout is torch.sparse_coo
-            tensors.inline[place.name] = tensor._values() if is_coo else tensor.values()
-        return _came_back(tensor.detach(), place)
-    name = tensors.add(tensor.detach().resolve_conj().resolve_neg(), place)
-    return Stored(name, None if tensor.device.type == "cpu" else tensor.device.type)
+            tensors.inline[name] = tensor._values() if is_coo else tensor.values()
+        return _came_back(tensor.detach(), name)
+    stored = tensors.add(tensor.detach().resolve_conj().resolve_neg(), name)
+    return Stored(stored, None if tensor.device.type == "cpu" else tensor.device.type)
 
 
 # Values of other types.
@@ -189,23 +178,23 @@ _SIMPLE_TYPES = frozenset(
 )
 
 
-def encode(value: Any, place: Place, tensors: CollectedTensors) -> Any:
-    """Return a copy of a value that `dump` can write; its tensors go into `tensors`.
+def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, Any]:
+    """Return a copy of named values that `dump` can write; their tensors go into `tensors`.
 
     Raises ValueError, with the path, for a value that could not be restored.
     """
     try:
-        found, structure = tree_flatten_with_path(value, is_leaf=_is_leaf)
-    except RecursionError:
-        refuse_value(place, "a value that contains itself")
+        found, structure = tree_flatten_with_path({**content}, is_leaf=_is_leaf)
+    except RecursionError as error:
+        raise ValueError("a value that contains itself can't be saved") from error
     leaves = []
     for path, leaf in found:
         steps: tuple[Any, ...] = path
-        keys = [step.key if isinstance(step, MappingKey) else step.idx for step in steps]
-        names = "".join(f"/{name_component(key)}" for key in keys)
-        inner = Place(place.shown + keystr(path), place.name + names)
-        leaves.append(_encode_leaf(leaf, inner, tensors))
-    return tree_unflatten(leaves, structure)
+        first, *keys = [one.key if isinstance(one, MappingKey) else one.idx for one in steps]
+        name = "/".join([first, *map(name_component, keys)])
+        leaves.append(_encode_leaf(leaf, name, tensors))
+    encoded: dict[str, Any] = tree_unflatten(leaves, structure)
+    return encoded
 
 
 def _is_leaf(value: Any) -> bool:
@@ -222,24 +211,24 @@ def _is_simple(value: Any) -> bool:
     return is_short or type(value) in _SIMPLE_TYPES
 
 
-def _encode_leaf(value: Any, place: Place, tensors: CollectedTensors) -> Any:
+def _encode_leaf(value: Any, name: str, tensors: CollectedTensors) -> Any:
     if _is_simple(value):
         return value
     if isinstance(value, Tensor):
-        return _encode_tensor(value, place, tensors)
-    return _came_back(value, place)
+        return _encode_tensor(value, name, tensors)
+    return _came_back(value, name)
 
 
-def _came_back(value: Any, place: Place) -> Any:
+def _came_back(value: Any, name: str) -> Any:
     """Return the copy of a value that a file gives back, of the same type."""
     try:
         found = load(dump(value))
     except Exception as error:
         dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
         what = f"a {type(value).__name__}{dtype}"
-        raise ValueError(f"{place.shown}: {what} can't be saved; {CONVERT_ADVICE}") from error
+        raise ValueError(f"{name}: {what} can't be saved; {CONVERT_ADVICE}") from error
     if type(found) is not type(value):
-        refuse_value(place, f"a {type(value).__name__}")
+        refuse_value(name, f"a {type(value).__name__}")
     return found
 
 
