@@ -8,7 +8,6 @@ import difflib
 import functools
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -95,24 +94,6 @@ def test_an_attached_script_is_bit_equal_to_the_plain_one(tmp_path, run_plain):
     # Started again it trains nothing; the evaluation after the last epoch runs again and
     # gives the same figures.
     assert run(tmp_path / "ours", attached(), 0)[:3] == (0, [], devs[2:])
-
-
-def test_sigterm_saves_the_step_and_ends(tmp_path):
-    slow = attached().replace(
-        "        loss.backward()\n",
-        "        loss.backward()\n        import time; time.sleep(0.3)\n",
-    )
-    process = start(
-        tmp_path, slow, 0, python=sys.executable
-    )  # a forked python would not receive the signal
-    assert process.stdout.readline().startswith("loss")
-    process.send_signal(signal.SIGTERM)
-    out, error = process.communicate(timeout=60)
-    done = 1 + out.count("loss")
-    assert process.returncode == 128 + signal.SIGTERM, error
-    assert SavedRun(tmp_path / "run").latest().step == done
-    assert f"SIGTERM after step {done}: saved at step {done}, in " in error
-    assert "start again to go on" in error
 
 
 def attach(folder, **options):

@@ -162,7 +162,7 @@ import sys, time
 sys.path[:0] = {paths}
 from curry_train.runs import BackgroundSaver, Store
 from store_models import CountedFiles, new_state
-store = Store({root!r}, files=CountedFiles({root!r}, ask=lambda operation: time.sleep(0.02)))
+store = Store({root!r}, files=CountedFiles({root!r}, ask=lambda operation: time.sleep(0.005)))
 saver = BackgroundSaver(store)
 saver.save("rollback", 1, new_state())
 """

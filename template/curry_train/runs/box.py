@@ -31,7 +31,7 @@ from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
 from .random_state import check_random_state, take_random_state
-from .ranks import DamagedCheckpoint, Ranks, RunError
+from .ranks import Ranks, RunError, reading
 from .retention import newest_first
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
@@ -228,7 +228,7 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
             f"{folder} is no box: give a folder that holds {FACTS_FILE_NAME}, such as "
             "runs/run-001/boxes/step-00000180"
         )
-    try:
+    with reading(f"{folder} is a damaged box"):
         data = Files(folder).read(FACTS_FILE_NAME, most_bytes=MOST_FACTS_BYTES)
         facts = read_fields(BoxFacts, json.loads(data))
         if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
@@ -237,8 +237,6 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
             raise ValueError(f"{facts.checkpoint!r:.60} is no checkpoint")
         for loss in facts.losses.values():
             float.fromhex(loss)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder} is a damaged box: {error!s:.200}") from error
     if facts.checkpoint is not None and not Path(folder, facts.checkpoint).is_dir():
         raise RunError(
             f"{folder} has lost its state {facts.checkpoint}: copy the whole folder of the box"
@@ -248,15 +246,13 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
 
 def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
     """Return `batches` and `generators` of a rank, None where they are not in the box."""
-    try:
+    with reading(f"{folder}: rank-{rank}.pt can't be read"):
         data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
         content = load_foreign(data)
-        tensors = content["tensors"]
-        found = {name: decode(content[name], tensors) for name in ("batches", "generators")}
-    except (OSError, LookupError, TypeError) as error:
-        raise DamagedCheckpoint(f"{folder}: rank-{rank}.pt can't be read ({error})") from error
-    if found["generators"] is not None:
-        check_random_state(found["generators"])
-    if not isinstance(found["batches"], list | None):
-        raise DamagedCheckpoint(f"{folder}: rank-{rank}.pt holds no list of batches")
+        names = ("batches", "generators")
+        found = decode({name: content[name] for name in names}, content["tensors"])
+        if found["generators"] is not None:
+            check_random_state(found["generators"])
+        if not isinstance(found["batches"], list | None):
+            raise TypeError("it holds no list of batches")
     return found

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files, StrPath
 from .layout import FileEntry, HashingStream, Manifest, entry_of
-from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
+from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
@@ -103,15 +103,6 @@ def _without_sums() -> Iterator[None]:
 
 # Read a distributed checkpoint without running code from its files.
 
-# Errors that torch.load raises on forged bytes.
-FORGED_BYTES_ERRORS = (
-    IndexError,
-    KeyError,
-    ValueError,
-    TypeError,
-    EOFError,
-    AttributeError,
-)
 MOST_DIMENSIONS = 64
 # What torch's index names beside the classes of its metadata: all that `inspect` lets it build.
 INDEX_GLOBALS = {
@@ -122,17 +113,7 @@ INDEX_GLOBALS = {
 
 
 def checked_index(index: Any, manifest: Manifest) -> Metadata:
-    """Check what a checkpoint holds of its tensors, and return the index for torch's reader."""
-    try:
-        return _checked(index, manifest)
-    except (ArithmeticError, *FORGED_BYTES_ERRORS) as error:
-        raise DamagedCheckpoint(
-            f"the index of the tensors can't be read ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _checked(index: Any, manifest: Manifest) -> Metadata:
-    """Check every field of an index; its tensors take no more bytes than the files hold."""
+    """Return the index for torch's reader; its tensors take no more bytes than the files hold."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     left = {name: entry.bytes for name, entry in manifest.files.items()}
@@ -191,18 +172,9 @@ def read_tensors(
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
     plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])[0]
-    try:
+    errors = (RuntimeError, AssertionError, pickle.UnpicklingError)
+    with reading(f"{files.location(folder)}: tensors can't be read", *errors):
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    except (
-        OSError,
-        RuntimeError,
-        AssertionError,
-        pickle.UnpicklingError,
-        *FORGED_BYTES_ERRORS,
-    ) as error:
-        raise DamagedCheckpoint(
-            f"{files.location(folder)}: tensors can't be read ({error})"
-        ) from error
 
 
 # Types that a training state and the store exchange: snapshots, contents and load reports.
@@ -253,10 +225,10 @@ class Contents:
 
 @dataclass
 class LoadReport:
-    """The result of a load: how many entries matched, and how the state differs from the save."""
+    """The result of a load: how many tensors matched, and how the state differs from the save."""
 
     matched: int = 0
-    # The number of entries that are saved, or are in the state.
+    # The number of tensors that are saved, or are in the state.
     wanted: int = 0
     # Names that the checkpoint lacks.
     missing: list[str] = field(default_factory=list)
@@ -349,13 +321,11 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
 def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, whose header the library checks, into memory."""
     where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
-    try:
+    with reading(f"{where}: the header can't be read", SafetensorError):
         with safe_open(where, "pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tensors = {MODEL_PREFIX + name: tensor for name, tensor in {**found, **others}.items()}
         return {name: tensor.detach() for name, tensor in tensors.items()}
-    except (OSError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
-        raise DamagedCheckpoint(f"{where}: the header can't be read ({error})") from error
 
 
 def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ import xxhash
 
 from ..core.wording import nearest
 from .files import Files
-from .ranks import DamagedCheckpoint
+from .ranks import DamagedCheckpoint, reading
 
 # Names of the checkpoints in a run's folder.
 
@@ -202,7 +202,7 @@ def _text(content: Mapping[str, Any]) -> bytes:
 @functools.lru_cache(maxsize=256)
 def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
-    try:
+    with reading("the manifest can't be read"):
         content = json.loads(data)
         manifest = Manifest(
             kind=content["kind"],
@@ -216,10 +216,6 @@ def parse_manifest(data: bytes) -> Manifest:
             branches=tuple(map(int, content["branches"])),
         )
         is_canonical = manifest.render() == data
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(
-            f"the manifest can't be read ({type(error).__name__}: {error})"
-        ) from error
     if not is_canonical:
         raise DamagedCheckpoint("the manifest's own hash does not match it")
     return manifest
@@ -272,13 +268,11 @@ def check_sizes(files: Files, folder: str, manifest: Manifest) -> None:
 def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files and compare their sizes and hashes with the manifest."""
     for name in names:
-        try:
-            with files.open(f"{folder}/{name}" if folder else name) as stream:
-                num_bytes, file_hash = hash_stream(stream)
-        except OSError as error:
-            raise DamagedCheckpoint(
-                f"{files.location(folder)}: {name} can't be read ({error})"
-            ) from error
+        with (
+            reading(f"{files.location(folder)}: {name} can't be read"),
+            files.open(f"{folder}/{name}" if folder else name) as stream,
+        ):
+            num_bytes, file_hash = hash_stream(stream)
         if FileEntry(num_bytes, file_hash) != manifest.files[name]:
             raise DamagedCheckpoint(
                 f"{files.location(folder)}: {name} is not what was saved (another hash)"

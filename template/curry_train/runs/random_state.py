@@ -24,7 +24,7 @@ from ..core.generators import (
     seed_generators,
     set_generator_states,
 )
-from .ranks import DamagedCheckpoint
+from .ranks import reading
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
@@ -64,15 +64,10 @@ def restore_random_state(
 
 def check_random_state(states: Any) -> None:
     """Raise DamagedCheckpoint if the generators would refuse these states; none changes."""
-    try:
-        with generators_kept():
-            restore_random_state(states)
-            torch.set_rng_state(states["torch"])
-            random.setstate(states["python"])
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"the saved random state can't be restored ({type(error).__name__}: {error})"
-        ) from error
+    with reading("the saved random state can't be restored", RuntimeError), generators_kept():
+        restore_random_state(states)
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
 
 
 def restore_threads(saved: int, *, may_restore: bool = True) -> str:

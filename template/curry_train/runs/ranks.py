@@ -50,6 +50,23 @@ class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
 
 
+DAMAGE: tuple[type[Exception], ...] = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, RecursionError),
+    *(TypeError, ValueError),
+)
+
+
+@contextlib.contextmanager
+def reading(what: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise DamagedCheckpoint for errors that damaged or forged bytes raise; `others` are more."""
+    try:
+        yield
+    except (RunError, StateMismatch):
+        raise
+    except DAMAGE + others as error:
+        raise DamagedCheckpoint(f"{what} ({type(error).__name__}: {error!s:.200})") from error
+
+
 @functools.cache
 def report_in_one_line() -> None:
     """Print these errors without a traceback where a script does not catch them.

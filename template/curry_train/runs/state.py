@@ -1,6 +1,6 @@
 """Collect and restore the whole state of a training: model, optimizer, schedule, counters.
 
-`snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
+`snapshot` returns it for the store, and `Load` restores it. By default, a missing or extra
 key, or another shape or dtype, is an error before anything is changed.
 
 Torch's `get_state_dict` and `set_state_dict` (2.13) restore the same in most trainings, but: saving
@@ -12,7 +12,6 @@ no attributes, too. `tests/runs/test_torch_state.py` has the table.
 Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 """
 
-import contextlib
 import functools
 import json
 import re
@@ -33,7 +32,7 @@ from .random_state import (
     seed_new_rank,
     take_random_state,
 )
-from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
+from .ranks import PARTIAL_LOAD_ADVICE, Ranks, StateMismatch, reading
 from .values import (
     CollectedTensors,
     Stored,
@@ -163,14 +162,6 @@ class TrainingState:
     def _of_parts(self, names: Collection[str]) -> dict[str, Any]:
         return {PART_PREFIX + name: self.parts[name].state_dict() for name in sorted(names)}
 
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> "Load":
-        """Match a checkpoint with this state.
-
-        Raises StateMismatch or DamagedCheckpoint before anything is changed.
-        """
-        with _state_of_a_training():
-            return Load(self, contents, strict=strict)
-
     def restore_random(self) -> list[str]:
         """Restore the loaded generators' states once more.
 
@@ -241,21 +232,11 @@ def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
         yield f"{key}: {saved!r:.60} -> {current!r:.60}"
 
 
-@contextlib.contextmanager
-def _state_of_a_training() -> Iterator[None]:
-    """Raise DamagedCheckpoint where values do not have the form of a training state."""
-    try:
-        yield
-    except (AttributeError, LookupError, RecursionError, TypeError) as error:
-        raise DamagedCheckpoint(
-            f"the saved state is not that of a training run ({type(error).__name__}: {error})"
-        ) from error
-
-
 # Match a checkpoint with the state of a training, and restore it.
 
 # The description of state that may have another form at each save.
 FREE = "free"
+_NO_STATE = "the saved state is not that of a training run"
 
 
 class Load:
@@ -266,10 +247,6 @@ class Load:
     """
 
     def __init__(self, state: TrainingState, contents: Contents, *, strict: bool) -> None:
-        values = contents.values
-        for name in ("step", "position", "threads", "world_size"):
-            if type(values[name]) is not int or values[name] < 0:
-                raise TypeError(f"{name} is {values[name]!r:.40}")
         self._state = state
         self._contents = contents
         self._ranks = Ranks()
@@ -277,13 +254,6 @@ class Load:
         self.report = LoadReport()
         # This state's own tensors where they fit, and new ones.
         self.targets: dict[str, Tensor] = {}
-        # A rank that was not there at the save loads the values of rank 0.
-        self._is_new_rank = self._ranks.rank >= values["world_size"]
-        source = 0 if self._is_new_rank else self._ranks.rank
-        of_rank = contents.rank_values[source] if contents.rank_values else {}
-        # What is saved for this rank, by its names.
-        self._saved = self._chosen({**values["content"], **of_rank})
-
         own = CollectedTensors()
         self._modules = [name for name, one in state.parts.items() if isinstance(one, nn.Module)]
         try:
@@ -292,10 +262,23 @@ class Load:
             raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         # This state's own tensors, by the names under which they would be saved.
         self._own = own.by_name
-        self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
-        if strict and not self.report.exact:
-            raise StateMismatch(_describe(self.report))
-        self._choose_tensors()
+        with reading(_NO_STATE):
+            self._saved = self._chosen(self._of_this_rank())
+            self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
+            if strict and not self.report.exact:
+                raise StateMismatch(_describe(self.report))
+            self._choose_tensors()
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        """Return what is saved for this rank, by its names."""
+        values = self._contents.values
+        for name in ("step", "position", "threads", "world_size"):
+            if type(values[name]) is not int or values[name] < 0:
+                raise TypeError(f"{name} is {values[name]!r:.40}")
+        # A rank that was not there at the save loads the values of rank 0.
+        self._is_new_rank = self._ranks.rank >= values["world_size"]
+        ranks = self._contents.rank_values or [{}]
+        return {**values["content"], **ranks[0 if self._is_new_rank else self._ranks.rank]}
 
     def _chosen(self, content: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -409,7 +392,7 @@ class Load:
         if self._model_only:
             notes.append("parameters only: optimizer, generators and position are as they were")
             return
-        with _state_of_a_training():
+        with reading(_NO_STATE):
             for number, optimizer in enumerate(state.optimizers):
                 saved = found[f"{OPTIMIZER_PREFIX}{number}"]
                 entries = {
@@ -520,7 +503,7 @@ def _once(value: Any) -> Any:
 
 
 def _describe(report: LoadReport) -> str:
-    lines = [f"{report.matched} of {report.wanted} entries match"]
+    lines = [f"{report.matched} of {report.wanted} tensors match"]
     for title, names in (
         ("missing in the checkpoint", report.missing),
         ("only in the checkpoint", report.extra),

@@ -58,9 +58,10 @@ from .ranks import (
     RunError,
     SaveError,
     StepExists,
+    reading,
 )
 from .retention import newest_first
-from .state import TrainingState
+from .state import Load, TrainingState
 from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
@@ -261,7 +262,7 @@ class SavedRun:
             return self.open_content(folder, manifest)
 
         contents, fill = ranks.all_do(check)
-        loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
+        loading = ranks.all_do(lambda: Load(state, contents, strict=strict))
 
         ranks.all_do(lambda: fill(loading.targets))
         ranks.all_do(loading.finish)
@@ -276,7 +277,8 @@ class SavedRun:
             best = read_best(self.files, folder, found.get("others"))
             contents = Contents(best, found["values"], found["ranks"], model_only=True)
             return contents, lambda targets: copy_into(targets, best)
-        metadata = checked_index(found.get("index"), manifest)
+        with reading("the index of the tensors can't be read"):
+            metadata = checked_index(found.get("index"), manifest)
         contents = Contents(shapes_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
@@ -306,15 +308,11 @@ class SavedRun:
 
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{STATE_FILE_NAME}"
-        try:
+        with reading(f"{self.files.location(key)} can't be read"):
             found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
             if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
                 raise ValueError("it does not hold the values of a state")
-        except (DamagedCheckpoint, OSError, ValueError, LookupError, TypeError) as error:
-            raise DamagedCheckpoint(
-                f"{self.files.location(key)} can't be read ({error})"
-            ) from error
-        return dict(found)
+            return dict(found)
 
 
 def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:

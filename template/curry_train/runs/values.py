@@ -32,7 +32,7 @@ from torch.utils._pytree import (
 )
 
 from ..core.unpickle import DAMAGE, PickleReader
-from .ranks import DamagedCheckpoint
+from .ranks import reading
 
 # Where a value is, and the tensors that were found in values.
 
@@ -234,16 +234,12 @@ def _came_back(value: Any, name: str) -> Any:
 
 def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
-    try:
+    with reading("a saved value can't be read"):
         return tree_map(
             lambda one: tensors[one.name] if type(one) is Stored else one,
             content,
             is_leaf=_is_leaf,
         )
-    except (LookupError, RecursionError) as error:
-        raise DamagedCheckpoint(
-            f"saved value {content!r:.80} can't be read ({type(error).__name__}: {error})"
-        ) from error
 
 
 def references(content: Any) -> list[Stored]:
@@ -289,7 +285,7 @@ def _here(storage: Any, location: str) -> Any:
 
 def load_foreign(data: bytes) -> Any:
     """Read a file that somebody else may have forged; raise DamagedCheckpoint."""
-    try:
+    with reading("the values can't be read", zipfile.BadZipFile, *DAMAGE, RuntimeError):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(record.file_size for record in archive.infolist()) > len(data):
                 raise ValueError("its records are compressed")
@@ -297,7 +293,3 @@ def load_foreign(data: bytes) -> Any:
             # In bounded memory and time, before torch reads it without bounds.
             PickleReader(archive.read(name)).all()
         return load(data)
-    except (zipfile.BadZipFile, *DAMAGE, RuntimeError) as error:
-        raise DamagedCheckpoint(
-            f"the values can't be read ({type(error).__name__}: {error!s:.200})"
-        ) from error
