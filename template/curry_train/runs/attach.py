@@ -76,7 +76,7 @@ class StepNotes:
     stepped: bool = True
 
 
-class AttachedJournal:
+class AttachedJournal(Journal):
     """The journal of one process: rank 0 writes it with its own loss, read at every step.
 
     Nothing is written or read where it is off.
@@ -95,7 +95,7 @@ class AttachedJournal:
         self._data = data
         self._on = on
         ranks = Ranks()
-        self._journal = Journal(policy.store.files.root, rank=ranks.rank if on else 1)
+        super().__init__(policy.store.files.root, rank=ranks.rank if on else 1)
         self.begin_step()
         if not on:
             return
@@ -110,10 +110,10 @@ class AttachedJournal:
         )
         if resumed is not None:
             facts |= {"checkpoint": resumed.saved.folder, "notes": resumed.report.notes}
-        elif self._journal.empty:
-            self._journal.start(facts=facts)
+        elif self.empty:
+            self.start(facts=facts)
             return
-        self._journal.resume(state.step, facts=facts)
+        self.resume(state.step, facts=facts)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -122,14 +122,9 @@ class AttachedJournal:
 
     def read_rate(self) -> None:
         """Read the learning rate, because the loop may step its schedule before `after_step`."""
-        if not self._on:
-            return
-        rates = [
-            float(group["lr"])
-            for optimizer in self._state.optimizers
-            for group in optimizer.param_groups
-        ]
-        self._rate = rates[0] if rates else 0.0
+        if self._on:
+            groups = [group for one in self._state.optimizers for group in one.param_groups]
+            self._rate = float(groups[0]["lr"]) if groups else 0.0
 
     def after_step(self, notes: StepNotes) -> None:
         """Write the step and the evaluation that happened since the last call."""
@@ -151,60 +146,50 @@ class AttachedJournal:
             if epoch is not None:
                 figures["epoch"] = epoch
             figures |= notes.figures
-            self._journal.step(step, loss=number_of(notes.metrics["loss"]), **figures)
+            self.step(step, loss=number_of(notes.metrics["loss"]), **figures)
         if not notes.stepped:
-            self._journal.write(
+            self.write(
                 "skip", step=step, reason="a gradient was not finite, and the scale is lowered"
             )
         for name, value in notes.metrics.items():
             if name != "loss" and value is not None:
-                self._journal.write("eval", step=step, metric=name, value=number_of(value))
+                self.write("eval", step=step, metric=name, value=number_of(value))
 
     def spiked(self, spike: Spike, *, why: str | None = None) -> None:
         """Write a spike that the watchdog found; call after the journal has its step.
 
         `why` describes a step that was not finite, and so has no loss.
         """
-        self._journal.write(
-            "spike",
-            step=spike.step,
-            reason=why or spike.words,
-            loss=None if why else spike.loss,
-            first=spike.first,
-            baseline=spike.baseline,
-            limit=spike.limit,
-        )
+        facts = asdict(spike) | {"reason": why or spike.words}
+        self.write("spike", **(facts | {"loss": None} if why else facts))
 
     def went_back(self, spike: Spike, recovery: Recovery) -> None:
         """Write the rollback, and the positions of the data that are skipped from now on."""
         back_to = recovery.back_to
         number = recovery.attempt
-        self._journal.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
+        self.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
         places = {"start": recovery.start, "stop": recovery.stop}
         reason = (
             f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
             f"step {spike.step}"
         )
-        self._journal.write("skip", step=back_to, reason=reason, **places)
+        self.write("skip", step=back_to, reason=reason, **places)
 
     def ended(self, reason: str) -> None:
         """Write the last event."""
-        self._journal.write("stop", step=self._state.step, reason=reason[:1000])
-
-    def close(self) -> None:
-        self._journal.close()
+        self.write("stop", step=self._state.step, reason=reason[:1000])
 
     def saved(self, saved: Iterable[SavedCheckpoint], pruned: Iterable[SavedCheckpoint]) -> None:
         """Write an event for each committed checkpoint, and for each that retention deleted."""
         for checkpoint in saved:
-            self._journal.write(
+            self.write(
                 "save",
                 step=checkpoint.step,
                 checkpoint=checkpoint.folder,
                 num_bytes=checkpoint.num_bytes,
             )
         for checkpoint in pruned:
-            self._journal.write(
+            self.write(
                 "prune",
                 step=self._state.step,
                 checkpoint=checkpoint.folder,

@@ -137,11 +137,10 @@ class SpikeWatchdog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        accepted = [(int(step), float(loss)) for step, loss in state["accepted"]]
-        self._accepted = deque(accepted, self.config.window)
-        self._suspects = [(int(step), float(loss)) for step, loss in state["suspects"]]
-        self._began = None if state["began"] is None else float(state["began"])
-        self._reported = bool(state.get("told", False))
+        self._accepted = deque(map(tuple, state["accepted"]), self.config.window)
+        self._suspects = list(map(tuple, state["suspects"]))
+        self._began = state["began"]
+        self._reported = state["told"]
 
 
 def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, float]:
