@@ -276,7 +276,10 @@ if problem == "own": raise ValueError("mine")
             r"^LockedRun: .* is held by process \d+ on .*: end it, or give",
         ),
         ("damaged", r"^DamagedCheckpoint: no requested checkpoint is intact: .*hash.*saved steps"),
-        ("wrong", r"^StateMismatch: .*missing in the checkpoint: part.extra-more.*begin a new run with"),
+        (
+            "wrong",
+            r"^StateMismatch: .*missing in the checkpoint: part.extra-more.*begin a new run with",
+        ),
         (
             "full",
             r"^SaveError: .* was not saved: .*No space left.*free some space, or keep fewer",

@@ -42,9 +42,9 @@ def test_training_continues_while_a_save_is_written(tmp_path):
     ):
         expected = tensors_of(state)
         saver.save("rollback", 2, state)
-        thread = saver._thread
+        running = saver._running
         trained = 0
-        while thread.is_alive():
+        while not running.done():
             train(state, 1)
             trained += 1
         saved = saver.finish()
@@ -125,7 +125,7 @@ def test_an_error_of_a_save_is_raised_at_the_next_step(tmp_path):
     state = new_state()
     with failing(tmp_path) as store, BackgroundSaver(store) as saver:
         saver.save("rollback", 1, state)
-        saver._thread.join()
+        assert saver._running.exception()
         with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*No space left"):
             train(state, 1)
         train(state, 1)  # the error is reported once

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -145,9 +146,9 @@ class BackgroundSaver:
         self._ranks = Ranks().apart(timeout)
         self.stalled = 0.0
         self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._saved: SavedCheckpoint | None = None
+        # A thread for each save, and its result.
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[SavedCheckpoint] | None = None
         self._hooks: dict[int, Any] = {}
 
     def __enter__(self) -> "BackgroundSaver":
@@ -159,7 +160,6 @@ class BackgroundSaver:
             return
 
         # After an exception the ranks may be at different places, so don't use collectives here.
-        self._join()
         self._release()
 
     def save(
@@ -175,16 +175,13 @@ class BackgroundSaver:
         Waits for the previous save, and raises its error.
         """
         began = time.perf_counter()
-        ranks = Ranks()
-        ranks.all_do(self._settle)
-        self._saved = None
-
+        Ranks().all_do(self._settle)
         writing = self.store.begin(kind, step, state, metric=metric)
-        optimizers = writing.optimizers
+        optimizers = writing.snapshot.optimizers
         self._hook(optimizers)
         self._staging.begin(writing.tensors)
-        self._thread = threading.Thread(target=self._run, args=(writing,), name=f"save step {step}")
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._run, writing)
         if not optimizers:
             # Without an optimizer hook nothing else waits before the tensors change.
             self._staging.wait()
@@ -197,8 +194,8 @@ class BackgroundSaver:
         self.stalled += time.perf_counter() - began
 
     def finish(self) -> SavedCheckpoint | None:
-        """Wait for the running save; return on every rank the checkpoint committed last."""
-        return Ranks().collect(self._settle, lambda _: self._saved)
+        """Wait for the running save, if there is one; return on every rank what it committed."""
+        return Ranks().collect(self._settle, lambda all_: all_[0])
 
     def close(self) -> None:
         """Finish the running save and release the thread, the hooks and the buffers."""
@@ -207,19 +204,17 @@ class BackgroundSaver:
         finally:
             self._release()
 
-    def _settle(self) -> None:
-        self._join()
-        if self._error is not None:
-            error = self._error
-            self._error = None
-            raise error
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _settle(self) -> SavedCheckpoint | None:
+        running = self._running
+        self._running = None
+        if running is None or self._pool is None:
+            return None
+        self._pool.shutdown()
+        return running.result()
 
     def _release(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -232,10 +227,10 @@ class BackgroundSaver:
 
     def _before_step(self, *_: Any) -> None:
         self.wait_copied()
-        if self._thread is not None and not self._thread.is_alive():
+        if self._running and self._running.done() and self._running.exception():
             self._settle()
 
-    def _run(self, writing: Writing) -> None:
+    def _run(self, writing: Writing) -> SavedCheckpoint:
         """Write and commit; runs on the background thread, like those of the other ranks."""
 
         def write() -> Part:
@@ -244,14 +239,11 @@ class BackgroundSaver:
             return writing.write(tensors)
 
         try:
-            self._saved = self._ranks.collect(
-                write, lambda parts: self.store.commit(writing, parts)
-            )
-        except Exception as error:  # noqa: BLE001 - it is raised on the training thread
-            self._error = self.store.failed(writing.ranks, writing.final, writing.folder, error)
-            self._error.__cause__ = error
+            return self.store.finish(writing, ranks=self._ranks, write=write)
+        except Exception as error:
             # No call may follow that raises it.
-            logger.error("%s", self._error)
+            logger.error("%s", error)
+            raise
 
 
 def _yield_to_training() -> None:

@@ -66,14 +66,12 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
 
     `automatic` is whether a rollback is due according to the automatic cadence.
     """
-
-    def is_due(every: int | str | None) -> bool:
-        if isinstance(every, str):
-            return automatic
-        return every is not None and step % every == 0
-
-    intervals = {"rollback": config.rollback_every, "recovery": config.recovery_every}
-    return tuple(kind for kind, every in intervals.items() if step > 0 and is_due(every))
+    every = {"rollback": config.rollback_every, "recovery": config.recovery_every}
+    return tuple(
+        kind
+        for kind, number in every.items()
+        if step > 0 and (automatic if isinstance(number, str) else number and step % number == 0)
+    )
 
 
 class Cadence:
@@ -283,7 +281,6 @@ class SavingPolicy:
         # Damaged states of this run that a resume has skipped; the first save deletes them.
         self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
-        self._pending = False
         self._entered = False
         self._begun = False
         self._by_design: frozenset[str] = frozenset()
@@ -373,15 +370,14 @@ class SavingPolicy:
             self._note(f"step {step} was not saved: {wrong}")
         return not wrong
 
-    def turn_back(self, step: int) -> list[SavedCheckpoint]:
-        """Delete the states of steps beyond `step`, and return them; best-Ks stay."""
+    def turn_back(self, step: int) -> None:
+        """Delete the states of steps beyond `step`; best-Ks stay."""
         self.finish()
         beyond = self._states_from(step + 1)
         self._discard(lambda: beyond)
         if self._last and self._last.step > step:
             self._last = None
         self._go_on_after(step)
-        return beyond
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
@@ -424,15 +420,11 @@ class SavingPolicy:
         if self.saver is None:
             return self._committed([self.store.save(kind, step, state, metric=metric)])
         self.saver.save(kind, step, state, metric=metric)
-        self._pending = True
         return []
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
-        if self.saver is None or not self._pending:
-            return []
-        self._pending = False
-        committed = self.saver.finish()
+        committed = None if self.saver is None else self.saver.finish()
         return self._committed([committed]) if committed else []
 
     def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
