@@ -17,6 +17,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
@@ -75,50 +76,49 @@ def record_run(
         raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
-    enough = when_enough or (lambda: None)
-    recorder = Recorder(Path(folder), steps, level == "all", operations_in_step, enough, exchange)
+    recorder = Recorder(
+        Path(folder),
+        num_steps=steps,
+        records_all=level == "all",
+        operations_in_step=operations_in_step,
+        when_enough=when_enough or (lambda: None),
+        exchange=exchange,
+    )
     return recorder.running({"program": list(program) if program else None, "level": level})
 
 
+@dataclass(eq=False)
 class Recorder:
     """The replaced calls of torch, which write observations to a file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        num_steps: int,
-        records_all: bool,
-        operations_in_step: int | None,
-        when_enough: Callable[[], None],
-        exchange: Exchange | None = None,
-        *,
-        in_replay: bool = False,
-    ) -> None:
-        self.path = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
-        self.num_steps = num_steps
-        self.records_all = records_all
-        self.operations_in_step = operations_in_step
-        self.when_enough = when_enough
-        self.exchange = exchange
-        # Whether `begin` begins each step, with all operations and the ranges of values.
-        self.in_replay = in_replay
-        self.is_on = False
-        # Whether digests are computed just now, which are no operations of the training.
-        self.is_noting = False
-        self.file: TextIO
-        # The step that is made now, from 1 on, and the steps of each optimizer.
-        self.step = 1
-        self.num_made = Counter[str]()
-        # Numbers of what happened in this step, by kind and place.
-        self.counts = Counter[tuple[str, str]]()
-        self.watched: dict[str, Tensor] = {}
-        # Names of modules, parameters, optimizers and loaders, by id, which nothing else gets as
-        # long as they are held here.
-        self.names: dict[int, tuple[str, Any]] = {}
-        # The calls of modules that run now, one inside of the other: path and number.
-        self.calls: list[tuple[str, int]] = []
-        self.in_backward = False
-        self.stepping = 0
+    folder: Path
+    num_steps: int = 1
+    records_all: bool = True
+    operations_in_step: int | None = None
+    when_enough: Callable[[], None] = lambda: None
+    exchange: Exchange | None = None
+    # Whether `begin` begins each step, with all operations and the ranges of values.
+    in_replay: bool = False
+    is_on: bool = False
+    # Whether digests are computed just now, which are no operations of the training.
+    is_noting: bool = False
+    # The step that is made now, from 1 on, and the steps of each optimizer.
+    step: int = 1
+    num_made: Counter[str] = field(default_factory=Counter)
+    # Numbers of what happened in this step, by kind and place.
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    watched: dict[str, Tensor] = field(default_factory=dict)
+    # Names of modules, parameters, optimizers and loaders, by id, which nothing else gets as long
+    # as they are held here.
+    names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    # The calls of modules that run now, one inside of the other: path and number.
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    in_backward: bool = False
+    stepping: int = 0
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
 
     @contextlib.contextmanager
     def running(self, facts: dict[str, Any]) -> Iterator[None]:
@@ -126,7 +126,7 @@ class Recorder:
             raise RunError(f"{self.path} is there already: give another folder, or remove this one")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            self.file = stack.enter_context(self.path.open("w", encoding="utf-8"))
+            self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
             self._write({"kind": "start", **facts, **_environment()})
             hooks = (
                 register_optimizer_step_pre_hook(self._before_step),

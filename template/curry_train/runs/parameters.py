@@ -6,7 +6,7 @@ into a model that is wrapped differently, or not at all.
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,38 +19,32 @@ _PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 def bare_name(model: nn.Module, name: str) -> str:
     """Return a name of `model.state_dict()` or `named_parameters()` without wrapper prefixes."""
-    module: Any = model
-    bare_path = []
-    for step in name.split("."):
-        # Some wrappers remove their attribute from the name with hooks of their own.
-        while (
-            module is not None
-            and step not in module._modules
-            and (wrapped := _wrapped(module)) is not None
-        ):
-            module = wrapped[1]
-
-        wrapped = _wrapped(module) if module is not None else None
-        if wrapped is None or step != wrapped[0]:
-            bare_path.append(step)
-        # A scripted module has no dict of its parts.
-        module = module._modules[step] if module is not None and step in module._modules else None
-    return ".".join(bare_path)
+    steps = name.split(".")
+    kept = [
+        step
+        for number, step in enumerate(steps)
+        if step not in _WRAPPED_ATTRIBUTES
+        and not (step == "module" and _is_parallel(model, steps[:number]))
+    ]
+    return ".".join(kept)
 
 
-def _wrapped(module: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the attribute in which a wrapper holds a module, and the module."""
-    names = ("module",) if isinstance(module, _PARALLEL_WRAPPERS) else _WRAPPED_ATTRIBUTES
-    for name in names:
-        if isinstance(inner := getattr(module, name, None), nn.Module):
-            return name, inner
-    return None
+def _is_parallel(model: nn.Module, path: Sequence[str]) -> bool:
+    # Some wrappers remove their attribute from names with hooks of their own.
+    try:
+        return isinstance(model.get_submodule(".".join(path)), _PARALLEL_WRAPPERS)
+    except AttributeError:
+        return False
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Return the module that wrappers such as DDP and `torch.compile` hold."""
-    while (wrapped := _wrapped(module)) is not None:
-        module = wrapped[1]
+    inner: Any = module
+    while inner is not None:
+        module = inner
+        names = ("module",) if isinstance(module, _PARALLEL_WRAPPERS) else _WRAPPED_ATTRIBUTES
+        held = [getattr(module, name, None) for name in names]
+        inner = next((one for one in held if isinstance(one, nn.Module)), None)
     return module
 
 

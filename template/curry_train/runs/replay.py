@@ -59,7 +59,7 @@ class Replay:
         self._until = until
         self._end = end
         self._begun = 0
-        self._recorder = Recorder(record, 1, True, None, lambda: None, in_replay=True)
+        self._recorder = Recorder(record, in_replay=True)
         self._recording = contextlib.ExitStack()
         self._batches: list[Any] | None = None
         self.found: dict[str, Any] = {"steps": {}, "notes": [], "not finite": None}

@@ -15,6 +15,7 @@ at that step.
 Proof: `python -m pytest tests/runs/test_spike.py tests/runs/test_spike_recovery.py`.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -331,16 +332,12 @@ class AttachedWatch:
 
 def _load_before(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
     """Load a state from before the first skipped step, or at least from before the spike."""
-    nothing_saved: NothingSaved | None = None
-    for step in dict.fromkeys((first, spike.first)):
-        try:
+    for step in (first, spike.first):
+        with contextlib.suppress(NothingSaved):
             resumed = load(f"{BEFORE_PREFIX}{step}")
-        except NothingSaved as error:
-            nothing_saved = error
-            continue
-        assert resumed is not None
-        return resumed
+            assert resumed is not None
+            return resumed
     raise SpikeNotRecovered(
-        f"{spike.words}: there is nothing to go back to ({nothing_saved}). Save earlier, with a "
-        "lower rollback_every, or set the spike's action to warn"
-    ) from nothing_saved
+        f"{spike.words}: there is nothing to go back to. Save earlier, with a lower "
+        "rollback_every, or set the spike's action to warn"
+    )
