@@ -55,7 +55,7 @@ from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks, report_in_one_line
 from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
-from .spike import AttachedWatch, Recoveries, Recovery, SampleStream, Spike
+from .spike import AttachedWatch, Recovery, SampleStream, Spike
 from .state import TrainingState, no_schedule_forgotten
 from .store import Store
 
@@ -303,8 +303,17 @@ def saving(
         undo.callback(store.close)
         store.open(wait_seconds=WAIT_SECONDS)
         saver = BackgroundSaver(store) if in_background else None
-        run = AttachedRun(state, data, watch, SavingPolicy(store, policy_config, saver=saver), stop)
-        run.begin(resume, boxes, journal=journal, keep_settings=keep_settings)
+        run = AttachedRun(
+            state,
+            data,
+            watch,
+            SavingPolicy(store, policy_config, saver=saver),
+            stop,
+            resume=resume,
+            boxes=boxes,
+            journal=journal,
+            keep_settings=keep_settings,
+        )
         undo.pop_all()
     return run
 
@@ -323,11 +332,15 @@ class AttachedRun:
         watch: AttachedWatch,
         policy: SavingPolicy,
         stop: Stop,
+        *,
+        resume: str | int | None,
+        boxes: BoxConfig | Replay | None,
+        journal: bool,
+        keep_settings: bool,
     ) -> None:
         self.state = state
         self.policy = policy
         self.store = policy.store
-        self.resumed: Resumed | None = None
         self.ended_by: str | None = None
         self._watch = watch
         self._ranks = watch.ranks
@@ -337,34 +350,22 @@ class AttachedRun:
         self._stop = stop
         self._boxes: Boxes | Replay | None = None
         self._open = True
-        self._resuming = False
         self._by_epochs = False
         # With a DataLoader: the number of steps at which the loop ends.
         self._until: int | None = None
         self._in_epoch = False
         self._iterating = False
-        self._notes: StepNotes | None = None
-
-    def begin(
-        self,
-        resume: str | int | None,
-        boxes: BoxConfig | Replay | None,
-        *,
-        journal: bool,
-        keep_settings: bool,
-    ) -> None:
-        """Load the state to resume from, and open the journal and the boxes."""
-        state = self.state
+        self._notes = StepNotes()
         state.position = self._data.position
         self._keep_settings = keep_settings
         self.resumed = None if resume is None else self._load(resume)
         self._resuming = self.resumed is not None and self.resumed.saved.is_state
-        self._watch.begin(self.store.files)
+        watch.begin(self.store.files)
         if isinstance(boxes, Replay):
             self._boxes = boxes
             boxes.attach(state)
         elif boxes is not None and boxes.keep:
-            self._boxes = Boxes(boxes, self.store, state, patience=self._watch.config.patience)
+            self._boxes = Boxes(boxes, self.store, state, patience=watch.config.patience)
         if self._boxes is not None and hasattr(self._data, "on_batch"):
             self._data.on_batch = self._boxes.hand_out
         elif self._boxes is not None and not self._has_loader:
@@ -390,11 +391,6 @@ class AttachedRun:
     @property
     def steps(self) -> int:
         return self.state.step
-
-    @property
-    def recoveries(self) -> Recoveries:
-        """The rollbacks of this run, with the samples that each of them skips."""
-        return self._watch.recoveries
 
     @property
     def exit_status(self) -> int:
@@ -535,7 +531,7 @@ class AttachedRun:
         if isinstance(self._data, DataPosition):
             self._data.stepped()
 
-        notes = self._noted()
+        notes = self._notes
         notes.is_step = True
         notes.stepped = stepped
         notes.figures |= figures or {}
@@ -549,7 +545,7 @@ class AttachedRun:
 
         Inside a loop over epochs or batches it is enough to call this on one rank.
         """
-        self._noted().metrics.update(metrics)
+        self._notes.metrics.update(metrics)
         self._save_between()
 
     def not_finite(self, error: ArithmeticError) -> None:
@@ -610,10 +606,6 @@ class AttachedRun:
         self._data.position = self.state.position
         return resumed
 
-    def _noted(self) -> StepNotes:
-        self._notes = self._notes or StepNotes()
-        return self._notes
-
     def _save_between(self) -> bool:
         return True if self._iterating or self._in_epoch else self._save()
 
@@ -623,17 +615,16 @@ class AttachedRun:
         Without a stream a signal ends the process here.
         """
         notes = self._notes
-        self._notes = None
+        self._notes = StepNotes()
         name = self.policy.config.best_k_metric
-        measured_here = notes is not None and notes.metrics.get(name) is not None
+        measured_here = notes.metrics.get(name) is not None
         asked = self._stop.number if self._has_loader else 0
         stop, noted, measured_anywhere = self._ranks.highest(
-            [asked, notes is not None, measured_here]
+            [asked, notes.is_step or bool(notes.metrics), measured_here]
         )
 
         stands = True
         if noted:
-            notes = notes or StepNotes()
             if measured_anywhere and self._ranks.size > 1:
                 # Evaluation often runs on rank 0 alone, so every rank needs its result.
                 own = number_of(notes.metrics[name]) if measured_here else None
@@ -715,7 +706,6 @@ class AttachedRun:
                 self.policy.saver.__exit__(*(raised or (None, None, None)))
             self.store.close()
         finally:
-            if self._journal is not None:
-                self._journal.close()
+            self._journal.close()
             # Until here a signal must not end the process: the last save may be under way.
             self._stop.release()

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.digest import digest
 from .files import Files
@@ -36,7 +36,7 @@ from .retention import newest_first
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 from .store import Store
-from .values import CollectedTensors, decode, dump, encode, load_foreign
+from .values import CollectedTensors, dump, encode, load_foreign
 
 logger = logging.getLogger(__name__)
 FOLDER = "boxes"
@@ -168,23 +168,25 @@ class Boxes:
     def _write_rank(self, part: str, step: int) -> None:
         # After a rollback there may be an older one of the same step.
         start = next((one for one in reversed(self._starts) if one.step == step), None)
-        tensors = CollectedTensors()
         content: dict[str, Any] = {"batches": None, "generators": None}
         try:
             if start is None:
                 raise ValueError("it began before this start of the process")
-            content |= encode({"generators": start.generators}, tensors)
+            content["generators"] = start.generators
             if [versions_of(one) for one in start.batches] != start.versions:
                 raise ValueError("the loop has changed it in place")
-            content |= encode({"batches": start.batches}, tensors)
+            # Raises where a value could not be read back.
+            encode({"batches": start.batches}, CollectedTensors())
+            # A view would be written with all of its storage.
+            content["batches"] = tree_map_only(
+                Tensor, lambda one: one.detach().clone(), start.batches
+            )
         except ValueError as error:
             logger.warning(
                 "the batch of step %d is not in its box: %s. A replay takes it from the script's "
                 "own data",
                 *(step, error),
             )
-        # A view would be written with all of its storage.
-        content["tensors"] = {name: one.clone() for name, one in tensors.by_name.items()}
         data = readable(dump(content), MOST_BATCH_BYTES, "the batch of the step")
         self._files.write(f"{part}/rank-{self._ranks.rank}.pt", data)
 
@@ -249,8 +251,7 @@ def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
     with reading(f"{folder}: rank-{rank}.pt can't be read"):
         data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
         content = load_foreign(data)
-        names = ("batches", "generators")
-        found = decode({name: content[name] for name in names}, content["tensors"])
+        found = {name: content[name] for name in ("batches", "generators")}
         if found["generators"] is not None:
             check_random_state(found["generators"])
         if not isinstance(found["batches"], list | None):

@@ -351,8 +351,6 @@ def _commit_accelerator(accelerator: Any) -> None:
 
     def save_state(output_dir: str | None = None, *args: Any, **options: Any) -> str:
         names = configuration.automatic_checkpoint_naming
-        if output_dir is None and not names:
-            raise ValueError("save_state needs a folder, unless automatic_checkpoint_naming is on")
         place = output_dir
         if output_dir is not None and not names:
             final = Path(output_dir)
@@ -422,21 +420,19 @@ def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None 
     from an older checkpoint; under Accelerate it ends with a RunError. Hugging Face logs a NaN only
     with `logging_nan_inf_filter=False`. Returns what it was given.
     """
-    otherwise = "call saving(..., journal=True) in the loop"
-    library = library_of(trainer, otherwise=otherwise)
-    record = _Record(Path(folder), watch)
+    library = library_of(trainer, otherwise="call saving(..., journal=True) in the loop")
     if library == "accelerate":
-        _AcceleratorJournal(trainer, record)
+        _AcceleratorJournal(folder, watch).attach(trainer)
     else:
-        add_callback(trainer, JOURNALS[library], record)
+        add_callback(trainer, JOURNALS[library], folder, watch)
     return trainer
 
 
-class _Record:
+class _WatchedJournal:
     """The journal of a training, and the watchdog over its losses."""
 
-    def __init__(self, folder: Path, watch: SpikeConfig | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: StrPath, watch: SpikeConfig | None) -> None:
+        self._folder = Path(folder)
         self._watchdog = SpikeWatchdog(watch or SpikeConfig(action="none"))
         # The journal, from the first step to the end of a training.
         self.journal: Any = None
@@ -472,42 +468,37 @@ class _Record:
         self.reason = None
 
 
-class _HuggingFaceJournal:
+class _HuggingFaceJournal(_WatchedJournal):
     """Records what a Trainer of Hugging Face logs."""
-
-    def __init__(self, record: _Record) -> None:
-        self._record = record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         rank = 0 if state.is_world_process_zero else 1
-        self._record.begin(state.global_step, rank=rank, config=args.to_sanitized_dict())
+        self.begin(state.global_step, rank=rank, config=args.to_sanitized_dict())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step = state.global_step
         if "loss" in logs:
             rate = logs.get("learning_rate", 0.0)
-            self._record.step(step, logs["loss"], rate, logs.get("grad_norm"))
-            control.should_training_stop |= self._record.reason is not None
+            self.step(step, logs["loss"], rate, logs.get("grad_norm"))
+            control.should_training_stop |= self.reason is not None
         if "eval_loss" in logs:
             value = float(logs["eval_loss"])
-            self._record.journal.write("eval", step=step, metric="eval_loss", value=value)
+            self.journal.write("eval", step=step, metric="eval_loss", value=value)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.end(state.global_step)
+        self.end(state.global_step)
 
 
-class _LightningJournal:
+class _LightningJournal(_WatchedJournal):
     """Records the loss of each optimizer step of Lightning's Trainer."""
 
-    def __init__(self, record: _Record) -> None:
-        self._record = record
-        self._seen = 0
-        self._loss: Any = 0.0
+    _seen = 0
+    _loss: Any = 0.0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._seen = trainer.global_step
         config = {"max_steps": trainer.max_steps, "precision": trainer.precision}
-        self._record.begin(trainer.global_step, rank=trainer.global_rank, config=config)
+        self.begin(trainer.global_step, rank=trainer.global_rank, config=config)
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -525,29 +516,29 @@ class _LightningJournal:
         if trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self._record.step(self._seen, loss, rate)
-        trainer.should_stop |= self._record.reason is not None
+        self.step(self._seen, loss, rate)
+        trainer.should_stop |= self.reason is not None
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._record.end(trainer.global_step)
+        self.end(trainer.global_step)
 
 
 # Accelerate counts no steps, so its checkpoints hold their number in this file.
 STEP_FILE_NAME = "journal_step.json"
 
 
-class _AcceleratorJournal:
+class _AcceleratorJournal(_WatchedJournal):
     """Records the loss of each optimizer step of a loop that trains with an Accelerator."""
 
-    def __init__(self, accelerator: Any, record: _Record) -> None:
+    _step = 0
+    _loss: Any = None
+    _norm: Any = None
+    _has_hook = False
+
+    def attach(self, accelerator: Any) -> None:
         if accelerator.state.deepspeed_plugin is not None:
             raise ValueError("DeepSpeed steps inside of its engine: write the journal in the loop")
         self._accelerator = accelerator
-        self._record = record
-        self._step = 0
-        self._loss: Any = None
-        self._norm: Any = None
-        self._has_hook = False
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
         replaced: dict[str, Callable[..., Any]] = {
@@ -581,28 +572,28 @@ class _AcceleratorJournal:
             loss = self._accelerator.reduce(loss.clone(), reduction="mean")
         self._begin()
         self._step += 1
-        self._record.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
+        self.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
         self._loss = None
         self._norm = None
-        if (reason := self._record.reason) is not None:
-            self._record.end(self._step)
+        if (reason := self.reason) is not None:
+            self.end(self._step)
             raise RunError(f"{reason}: start again from an older checkpoint")
 
     def _begin(self) -> None:
-        if self._record.journal is None:
+        if self.journal is None:
             accelerator = self._accelerator
             config = {
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
                 "mixed_precision": str(accelerator.mixed_precision),
             }
-            self._record.begin(self._step, rank=accelerator.process_index, config=config)
+            self.begin(self._step, rank=accelerator.process_index, config=config)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._begin()
         place = Path(folder).resolve()
         if self._accelerator.is_main_process:
             (place / STEP_FILE_NAME).write_text(json.dumps(self._step))
-        self._record.journal.write("save", step=self._step, checkpoint=str(_final_of(place)))
+        self.journal.write("save", step=self._step, checkpoint=str(_final_of(place)))
 
     def _load(self, models: Any, folder: str) -> None:
         """Go on from the step that a state was saved at."""
@@ -611,10 +602,10 @@ class _AcceleratorJournal:
             self._step = int(json.loads(found.read_text()))
         else:
             logger.warning("%s was saved without a journal: its steps count on", folder)
-        self._record.end(self._step, "another state is loaded")
+        self.end(self._step, "another state is loaded")
 
     def _end(self, end: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._record.end(self._step)
+        self.end(self._step)
         return end(*args, **options)
 
 
