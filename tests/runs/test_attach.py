@@ -88,14 +88,6 @@ def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted
     assert SavedRun(tmp_path / "ours/run").latest().step == 3 * STEPS
 
 
-def test_an_attached_script_is_bit_equal_to_the_plain_one(tmp_path, run_plain):
-    _, losses, devs = run_plain(0)
-    assert run(tmp_path / "ours", attached(), 0)[:3] == (0, losses, devs)
-    # Started again it trains nothing; the evaluation after the last epoch runs again and
-    # gives the same figures.
-    assert run(tmp_path / "ours", attached(), 0)[:3] == (0, [], devs[2:])
-
-
 def attach(folder, **options):
     torch.manual_seed(0)
     model = nn.Linear(2, 2)

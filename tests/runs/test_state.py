@@ -15,13 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import lr_scheduler
 
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.runs import StateMismatch, Store, TrainingState
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store(tmp_path) as opened:
-        yield opened
+from curry_train.runs import StateMismatch, TrainingState
 
 
 def goes_on_alike(store, make, *, steps=2, act=train):

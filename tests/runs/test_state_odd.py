@@ -11,18 +11,12 @@ import torch
 from store_models import WIDTH, equal, network, new_state, tensors_of, train
 from torch import nn
 
-from curry_train.runs import StateMismatch, Store, TrainingState
+from curry_train.runs import StateMismatch, TrainingState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per"),
 ]
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store(tmp_path) as opened:
-        yield opened
 
 
 class Own(torch.Tensor):

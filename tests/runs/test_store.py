@@ -15,12 +15,6 @@ from curry_train.runs import DamagedCheckpoint, SavedRun, StepExists, Store
 from curry_train.runs.values import ALLOWED
 
 
-@pytest.fixture
-def store(tmp_path):
-    with Store(tmp_path) as opened:
-        yield opened
-
-
 def test_folders_have_the_documented_names(store, tmp_path):
     state = new_state()
     paths = [

@@ -26,12 +26,6 @@ def threads():
     return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
 
 
-@pytest.fixture
-def store(tmp_path):
-    with Store(tmp_path) as opened:
-        yield opened
-
-
 def test_training_continues_while_a_save_is_written(tmp_path):
     """Write to a slow disk, where later steps would tear a save that reads live tensors."""
     state = new_state()

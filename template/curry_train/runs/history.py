@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/runs/test_journal_history.py tests/runs/test_jour
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import math
@@ -255,6 +256,7 @@ def peak_bytes(device: "torch.device") -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the version of every installed distribution, by normalised name."""
     # Of several distributions with one name, Python imports the first.

@@ -16,7 +16,7 @@ import io
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -187,33 +187,33 @@ def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, A
         found, structure = tree_flatten_with_path({**content}, is_leaf=_is_leaf)
     except RecursionError as error:
         raise ValueError("a value that contains itself can't be saved") from error
-    leaves = []
-    for path, leaf in found:
-        steps: tuple[Any, ...] = path
-        first, *keys = [one.key if isinstance(one, MappingKey) else one.idx for one in steps]
-        name = "/".join([first, *map(name_component, keys)])
-        leaves.append(_encode_leaf(leaf, name, tensors))
+    leaves = [
+        leaf if _is_simple(leaf) else _encode_leaf(leaf, _name_of(path), tensors)
+        for path, leaf in found
+    ]
     encoded: dict[str, Any] = tree_unflatten(leaves, structure)
     return encoded
 
 
+def _name_of(path: Sequence[Any]) -> str:
+    first, *keys = [one.key if isinstance(one, MappingKey) else one.idx for one in path]
+    return "/".join([first, *map(name_component, keys)])
+
+
 def _is_leaf(value: Any) -> bool:
-    is_odd = isinstance(value, Mapping) and not all(map(_is_key, value))
-    return type(value) not in _CONTAINERS or is_odd
-
-
-def _is_key(key: Any) -> bool:
-    return all(map(_is_key, key)) if type(key) is tuple else _is_simple(key)
+    if isinstance(value, Mapping) and not all(map(_is_simple, value)):
+        return True
+    return type(value) not in _CONTAINERS or _is_simple(value)
 
 
 def _is_simple(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_simple, value))
     is_short = type(value) is int and value.bit_length() <= MOST_INTEGER_BITS
     return is_short or type(value) in _SIMPLE_TYPES
 
 
 def _encode_leaf(value: Any, name: str, tensors: CollectedTensors) -> Any:
-    if _is_simple(value):
-        return value
     if isinstance(value, Tensor):
         return _encode_tensor(value, name, tensors)
     return _came_back(value, name)
