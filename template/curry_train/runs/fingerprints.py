@@ -252,7 +252,8 @@ class Recorder:
     ) -> Any:
         if not self.calls:
             self._note_root(inner)
-        path = self._path_of(inner)
+        parent = self.calls[-1][0] if self.calls else ""
+        path = self._named(inner, f"{parent}.({type(inner).__name__})")
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
@@ -278,10 +279,6 @@ class Recorder:
         if phase == "forward":
             self._watch(found, path, number, is_output=True)
         return output
-
-    def _path_of(self, module: nn.Module) -> str:
-        parent = self.calls[-1][0] if self.calls else ""
-        return self._named(module, f"{parent}.({type(module).__name__})")
 
     def _note_root(self, root: nn.Module) -> None:
         """Name the modules and parameters of a module that is called first, and note its state."""

@@ -378,7 +378,12 @@ class Load:
             current = self._own.get(found.name)
             if found.name in self.targets:
                 continue
-            if current is not None and _has(current, saved) and not is_expanded(current):
+            form = saved.shape, saved.dtype
+            if (
+                current is not None
+                and (current.shape, current.dtype) == form
+                and not is_expanded(current)
+            ):
                 self.targets[found.name] = current
             else:
                 self.targets[found.name] = (make or _new_tensor)(found, saved)
@@ -483,10 +488,6 @@ def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
     is_cuda = found.device == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else None
     return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
-
-
-def _has(tensor: Tensor, saved: Tensor) -> bool:
-    return tensor.shape == saved.shape and tensor.dtype == saved.dtype
 
 
 def _once(value: Any) -> Any:

@@ -153,7 +153,9 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
-def _encode_tensor(tensor: Tensor, name: str, tensors: CollectedTensors) -> Any:
+def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
+    if not isinstance(tensor, Tensor):
+        return _came_back(tensor, name)
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
         advice = BASE_ADVICE if name.startswith("model.") else CONVERT_ADVICE
         refuse_value(name, f"a {type(tensor).__name__}, a tensor of its own class,", advice=advice)
@@ -211,12 +213,6 @@ def _is_simple(value: Any) -> bool:
         return all(map(_is_simple, value))
     is_short = type(value) is int and value.bit_length() <= MOST_INTEGER_BITS
     return is_short or type(value) in _SIMPLE_TYPES
-
-
-def _encode_leaf(value: Any, name: str, tensors: CollectedTensors) -> Any:
-    if isinstance(value, Tensor):
-        return _encode_tensor(value, name, tensors)
-    return _came_back(value, name)
 
 
 def _came_back(value: Any, name: str) -> Any:
