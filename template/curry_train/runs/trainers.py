@@ -351,6 +351,8 @@ def _commit_accelerator(accelerator: Any) -> None:
 
     def save_state(output_dir: str | None = None, *args: Any, **options: Any) -> str:
         names = configuration.automatic_checkpoint_naming
+        if output_dir is None and not names:
+            raise ValueError("save_state needs a folder, unless automatic_checkpoint_naming is on")
         place = output_dir
         if output_dir is not None and not names:
             final = Path(output_dir)
