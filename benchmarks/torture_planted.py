@@ -31,8 +31,8 @@ def renamed_before_it_is_whole() -> Any:
     def commit(self: Writing, parts: Any) -> Any:
         def write_later(files: Files, key: str, data: bytes) -> None:
             rename(self)
-            self.folder = self.final
-            write(files, f"{self.final}/{MANIFEST_FILE_NAME}", data)
+            self.folder = self.saved.folder
+            write(files, f"{self.folder}/{MANIFEST_FILE_NAME}", data)
 
         with (
             mock.patch.object(Files, "write", write_later),

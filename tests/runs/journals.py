@@ -65,7 +65,7 @@ def plant_eventful(folder):
         journal.write("skip", step=10, reason="64 samples")
         train(journal, range(11, 31), loss=lambda step: loss_of(step) + 0.001)
     with Journal(folder, clock=clock()) as journal:
-        journal.resume(20, facts=facts(steps=40), checkpoint="rollback/step-00000020.dcp")
+        journal.resume(20, facts=facts(steps=40) | {"checkpoint": "rollback/step-00000020.dcp"})
         train(journal, range(21, 41), loss=lambda step: loss_of(step) + 0.002)
         journal.write("eval", step=40, metric="dev_loss", value=4.5)
         journal.write("stop", step=40, reason="steps")

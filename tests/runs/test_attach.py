@@ -8,7 +8,6 @@ import difflib
 import functools
 import re
 import signal
-import sys
 import time
 
 import pytest
@@ -87,32 +86,6 @@ def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted
     ours = torch.load(tmp_path / "ours/weights.pt")
     assert all(torch.equal(plain[name], ours[name]) for name in plain)
     assert SavedRun(tmp_path / "ours/run").latest().step == 3 * STEPS
-
-
-def test_an_attached_script_is_bit_equal_to_the_plain_one(tmp_path, run_plain):
-    _, losses, devs = run_plain(0)
-    assert run(tmp_path / "ours", attached(), 0)[:3] == (0, losses, devs)
-    # Started again it trains nothing; the evaluation after the last epoch runs again and
-    # gives the same figures.
-    assert run(tmp_path / "ours", attached(), 0)[:3] == (0, [], devs[2:])
-
-
-def test_sigterm_saves_the_step_and_ends(tmp_path):
-    slow = attached().replace(
-        "        loss.backward()\n",
-        "        loss.backward()\n        import time; time.sleep(0.3)\n",
-    )
-    process = start(
-        tmp_path, slow, 0, python=sys.executable
-    )  # a forked python would not receive the signal
-    assert process.stdout.readline().startswith("loss")
-    process.send_signal(signal.SIGTERM)
-    out, error = process.communicate(timeout=60)
-    done = 1 + out.count("loss")
-    assert process.returncode == 128 + signal.SIGTERM, error
-    assert SavedRun(tmp_path / "run").latest().step == done
-    assert f"SIGTERM after step {done}: saved at step {done}, in " in error
-    assert "start again to go on" in error
 
 
 def attach(folder, **options):
@@ -295,7 +268,10 @@ if problem == "own": raise ValueError("mine")
             r"^LockedRun: .* is held by process \d+ on .*: end it, or give",
         ),
         ("damaged", r"^DamagedCheckpoint: no requested checkpoint is intact: .*hash.*saved steps"),
-        ("wrong", r"^StateMismatch: .*missing in the checkpoint: extra-more.*begin a new run with"),
+        (
+            "wrong",
+            r"^StateMismatch: .*missing in the checkpoint: part.extra-more.*begin a new run with",
+        ),
         (
             "full",
             r"^SaveError: .* was not saved: .*No space left.*free some space, or keep fewer",

@@ -193,19 +193,6 @@ def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    ("spike", "words"),
-    [
-        ({"action": "back"}, "none, warn or rollback"),
-        ({"patients": 3}, "spike.patients is no key"),
-    ],
-)
-def test_unsupported_settings_are_refused_at_the_start(tmp_path, spike, words):
-    with pytest.raises(ValueError, match=words):
-        saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=spike)
-    assert not (tmp_path / "run").exists()
-
-
 def test_batches_that_it_can_not_skip_are_refused_at_the_first_step(tmp_path):
     run = saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=BACK)
     with pytest.raises(ValueError, match=re.escape("take them from run.batches(loader)")):

@@ -76,9 +76,8 @@ def test_waiting_for_a_background_save_is_charged_to_that_save():
     stepping = 0.0
     late = 0.0
     for _ in range(3000):
-        cadence.waited_later(late)
+        cadence.stepped(0.2, stalled=late)
         saving, late = saving + late, 0.0
-        cadence.stepped(0.2)
         stepping += 0.2
         if cadence.steps_to_next() == 0:
             cadence.waited(0.1, save=True)

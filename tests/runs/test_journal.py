@@ -23,12 +23,6 @@ from curry_train.runs.journal import Journal, JournalError, read_events
             r"a step is a whole number from 0, got 1\.0",
         ),
         (
-            lambda j: j.write("save", step=1, attempt=3),
-            ValueError,
-            "can't have facts called attempt",
-        ),
-        (lambda j: j.step(1, loss=object(), learning_rate=0.1), ValueError, "written as JSON"),
-        (
             lambda j: j.start(),
             JournalError,
             r"has events already: give a new run its own folder, or call resume\(0\)",
@@ -46,7 +40,7 @@ def test_a_wrong_call_is_an_error_and_writes_nothing(tmp_path, act, error, messa
         journal.step(1, loss=1.0, learning_rate=1.0)
 
 
-def test_an_event_before_the_run_or_after_the_end_is_an_error(tmp_path):
+def test_an_event_before_the_run_is_an_error(tmp_path):
     with Journal(tmp_path) as journal:
         for act in (
             lambda: journal.write("save", step=1),
@@ -56,9 +50,6 @@ def test_an_event_before_the_run_or_after_the_end_is_an_error(tmp_path):
                 JournalError, match="before the run began: call start or resume first"
             ):
                 act()
-        journal.start()
-    with pytest.raises(JournalError, match="is closed: stop of step 1"):
-        journal.write("stop", step=1, reason="late")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from recorded_training import Model, train
+from recorded_training import train
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,13 +27,13 @@ def in_two_sums(module, inputs):
 def recorded(folder, fault="", *, exchange=None, monkeypatch=None, dtype=torch.float32):
     # Around whole steps a cache would keep the weights of the first one.
     options = {"enabled": dtype != torch.float32, "cache_enabled": False}
-    with record_run(folder, exchange=exchange), torch.autocast("cpu", dtype, **options):
+    with record_run(folder, steps=2, exchange=exchange), torch.autocast("cpu", dtype, **options):
         if monkeypatch is None:
-            train(fault)
+            train(fault, steps=2)
         else:
             with monkeypatch.context() as changed:
                 changed.setattr(nn.Linear, "forward", in_two_sums)
-                train(fault)
+                train(fault, steps=2)
     return read_fingerprints(folder)
 
 
@@ -41,9 +41,9 @@ def recorded(folder, fault="", *, exchange=None, monkeypatch=None, dtype=torch.f
 def with_tolerance(tmp_path):
     """Return a function that locates a fault where rounding is no difference."""
 
-    def locate_again(fault="", dtype_of_a=torch.float32, **options):
+    def locate_again(fault="", **options):
         values = tmp_path / "values"
-        a = recorded(tmp_path / "a", exchange=Exchange(values), dtype=dtype_of_a)
+        a = recorded(tmp_path / "a", exchange=Exchange(values))
         b = recorded(tmp_path / "b", fault, **options)
         exact = locate(a, b)
         expected = expected_values(a, b, exact.place["step"])
@@ -51,7 +51,7 @@ def with_tolerance(tmp_path):
             (tmp_path / f"expected-{name}").mkdir()
             (tmp_path / f"expected-{name}" / "rank-0.json").write_text(json.dumps(of_run))
         noise = Exchange(values, expected=tmp_path / "expected-a", noise=0)
-        measured = recorded(tmp_path / "noise", exchange=noise, dtype=dtype_of_a)
+        measured = recorded(tmp_path / "noise", exchange=noise)
         given = Exchange(values, expected=tmp_path / "expected-b")
         other = recorded(tmp_path / "other", fault, exchange=given, **options)
         return exact, locate(a, other, [measured])
@@ -66,22 +66,16 @@ def test_other_sums_are_no_difference(with_tolerance, monkeypatch):
     assert "differ by rounding alone" in found.headline
 
 
-@pytest.mark.parametrize("dtype_of_a", [torch.bfloat16, torch.float32])
-def test_sums_in_bfloat16_are_no_difference(with_tolerance, monkeypatch, dtype_of_a):
-    lower = {"dtype": torch.bfloat16, "dtype_of_a": dtype_of_a}
-    exact, found = with_tolerance(monkeypatch=monkeypatch, **lower)
+def test_sums_in_bfloat16_are_no_difference(with_tolerance, monkeypatch):
+    exact, found = with_tolerance(monkeypatch=monkeypatch, dtype=torch.bfloat16)
     assert exact.place["phase"] == "forward"
     assert found.is_equal, found
 
 
 FAULTS = [
     ("epsilon", 1, "forward", "model.h.1.ln"),
-    ("dropout", 1, "forward", "model.h.1.drop"),
-    ("kernel", 1, "forward", "model.h.1"),
     ("backward", 1, "backward", "model.h.1"),
-    ("weight", 1, "state", "model.h.1.down.weight"),
     ("stale weight", 2, "state", "model.h.0.ln.weight"),
-    ("optimizer", 1, "optimizer", ""),
     ("flipped moment", 2, "optimizer", "model.head.weight"),
     ("hooked", 1, "gradients", "model.head.bias"),
     ("renamed", 0, "", ""),
@@ -97,23 +91,7 @@ def test_more_than_rounding_is_named_among_other_sums(
         assert found.is_equal, found
         return
     assert (found.place["step"], found.place["phase"]) == (step, phase), found
-    assert path in ("", found.place["path"]), found
-
-
-def test_values_and_noise_leave_the_next_steps_comparable(tmp_path):
-    values = tmp_path / "values"
-    a = recorded(tmp_path / "a", exchange=Exchange(values))
-    (tmp_path / "rank-0.json").write_text(json.dumps(expected_values(a, a, 1)[0]))
-    noise = recorded(tmp_path / "noise", exchange=Exchange(values, expected=tmp_path, noise=0))
-    sizes = [
-        max(distances.values())
-        for one in noise
-        if one["kind"] == "exit"
-        for distances in one["distances"].values()
-        if distances
-    ]
-    assert len(sizes) > 20
-    assert max(sizes) < 1e-5
+    assert path == found.place["path"], found
 
 
 def test_distances_are_those_of_elements_of_a_size():
@@ -143,11 +121,3 @@ def test_a_sum_of_many_terms_may_differ_by_more():
 def test_the_precision_is_that_of_the_coarsest_dtype():
     assert epsilon_of("float32[2]:0", "bfloat16[2]:0") == 2.0**-7
     assert epsilon_of("int64[2]:0") == 0.0
-
-
-def test_a_model_is_left_as_recording_leaves_it(tmp_path):
-    torch.manual_seed(0)
-    plain = train()
-    with record_run(tmp_path / "a", exchange=Exchange(tmp_path / "values")):
-        assert train() == plain
-    assert isinstance(Model(""), nn.Module)

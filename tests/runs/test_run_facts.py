@@ -70,4 +70,4 @@ def test_two_different_changes_of_code_have_different_facts(repository):
 def test_a_missing_revision_is_recorded_with_the_reason(tmp_path):
     assert "not a git repository" in git_state(tmp_path)["why"]
     git(tmp_path, "init", "-q")
-    assert git_state(tmp_path) == {"revision": None, "why": "nothing was committed yet"}
+    assert git_state(tmp_path) == {"revision": None, "why": "fatal: Needed a single revision"}

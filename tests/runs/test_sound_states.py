@@ -117,7 +117,7 @@ def test_a_part_that_can_not_be_saved_is_reported_before_the_first_step(tmp_path
     with Store(tmp_path) as store:
         policy = SavingPolicy(store, EACH_STEP)
         policy.resume(state)
-        message = "extra.x.state_dict()['x']: a builtin_function_or_method can't be saved"
+        message = "part.extra-x/x: a builtin_function_or_method can't be saved"
         assert message in caplog.text
         with pytest.raises(ValueError, match="a builtin_function_or_method can't be saved"):
             policy.after_step(1, state, {})

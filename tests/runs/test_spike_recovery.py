@@ -28,7 +28,7 @@ def test_a_missing_state_to_go_back_to_is_an_error_with_advice(tmp_path):
 
     watch = AttachedWatch({"action": "rollback"}, DataPosition())
     watch.begin(Files(tmp_path))
-    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to .*lower rollback_every"):
+    with pytest.raises(SpikeNotRecovered, match=r"nothing to go back to.*lower rollback_every"):
         watch.go_back(Spike(162, 160, 9.0, 2.0, 3.0), new_state(), load)
     assert not (tmp_path / RECOVERIES_FILE_NAME).exists()
 

@@ -13,10 +13,8 @@ from torch import nn
 
 from curry_train.runs import DamagedCheckpoint
 from curry_train.runs.values import (
-    MOST_NESTED,
     PLAIN_DTYPES,
     CollectedTensors,
-    Place,
     Stored,
     decode,
     dump,
@@ -34,7 +32,7 @@ pytestmark = [
 
 def encoded(value):
     tensors = CollectedTensors()
-    content = encode(value, Place("run", "part.run"), tensors)
+    content = encode({"part.run": value}, tensors)["part.run"]
     return load(dump(content)), tensors.by_name
 
 
@@ -59,8 +57,6 @@ def same(first, second):
     if isinstance(first, float | complex):
         return repr(first) == repr(second)
     if isinstance(first, dict):
-        if getattr(first, "_metadata", None) != getattr(second, "_metadata", None):
-            return False
         return same(list(first.items()), list(second.items()))
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
@@ -68,10 +64,7 @@ def same(first, second):
 
 
 def same_tensor(first, second):
-    facts = [
-        (one.shape, one.dtype, one.layout, one.requires_grad, one.is_quantized)
-        for one in (first, second)
-    ]
+    facts = [(one.shape, one.dtype, one.layout, one.is_quantized) for one in (first, second)]
     if facts[0] != facts[1]:
         return False
     if first.layout is not torch.strided:
@@ -93,7 +86,8 @@ def with_dtype(dtype):
 VALUES = {
     "counter": lambda: Counter({3: 2, 1: 1.5}),
     "ordered": lambda: OrderedDict([("b", 1), ("a", 2), (3, 4)]),
-    "tuple as key": lambda: {(1, 2): "x", (True, None): 0.5},
+    "tuple as key": lambda: {(1, 2): torch.ones(1), (True, None): 0.5},
+    "odd keys": lambda: {frozenset({1}): [torch.ones(1)], "x": 2},
     "equal text and number": lambda: {1: torch.ones(1), "1": torch.zeros(1), "#1": torch.ones(2)},
     "dots": lambda: {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "a/b": torch.ones(3)},
     "bytes": lambda: [b"\x00\xff", bytearray(b"x")],
@@ -104,8 +98,6 @@ VALUES = {
     "numpy fields": lambda: numpy.ones(2, dtype=[("a", "<f4"), ("b", "<i2", (2,))]),
     "numpy scalars": lambda: [numpy.float64(0.1), numpy.str_("x"), numpy.bool_(True)],
     "module's state": lambda: nn.BatchNorm1d(2).state_dict(),
-    "parameter": lambda: nn.Parameter(torch.ones(2)),
-    "leaf": lambda: torch.ones(2, requires_grad=True),
     "conjugated": lambda: torch.tensor([1 + 2j]).conj(),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
@@ -132,14 +124,6 @@ def test_the_same_memory_is_saved_once_and_restored_as_the_same():
     assert found["again"][0] is found["first"]
 
 
-def test_nearly_the_deepest_values_are_read_again():
-    value = deepest = []
-    for _ in range(MOST_NESTED - 1):
-        deepest.append([])
-        deepest = deepest[0]
-    assert there_and_back(value) == value
-
-
 class Text(str):
     """A text with a class of its own."""
 
@@ -158,7 +142,7 @@ def endless():
 
 
 REFUSED = {
-    "an object": (object, r"run\[0\]\['x'\]: a object can't be saved; convert it to"),
+    "an object": (object, r"part.run/#0/x: a object can't be saved; convert it to"),
     "a named tuple": (lambda: Pair(1, 2), "a Pair"),
     "a subclass of text": (lambda: Text("x"), "a Text"),
     "a defaultdict": (lambda: defaultdict(list), "a defaultdict can't be saved"),
@@ -168,9 +152,9 @@ REFUSED = {
     "a masked array": (lambda: numpy.ma.array([1]), "a MaskedArray"),
     "an object in an array": (
         lambda: numpy.array([object()]),
-        r"run\[0\]\['x'\]: a ndarray of dtype object",
+        r"part.run/#0/x: a ndarray of dtype object",
     ),
-    "a tensor as key": (lambda: {torch.ones(1): 1}, r"a key of run\[0\]\['x'\]: a tensor"),
+    "an object as key": (lambda: {object(): 1}, r"part.run/#0/x: a dict can't be saved"),
     "an object in a set": (lambda: {object()}, "a set can't be saved"),
     "a class of tensors": (lambda: torch.ones(1).as_subclass(OwnTensor), "a OwnTensor, a tensor"),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(1)]), "a nested tensor"),
@@ -189,4 +173,4 @@ def test_what_can_not_be_restored_is_refused_with_its_path(name):
 
 def test_a_tensor_that_is_not_saved_is_damage():
     with pytest.raises(DamagedCheckpoint, match="can't be read"):
-        decode([Stored("gone")])
+        decode([Stored("gone")], {})

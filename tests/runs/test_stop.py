@@ -174,9 +174,11 @@ def test_a_loader_keeps_its_own_start_of_workers(tmp_path):
     run.close()
 
 
-def test_a_stop_after_a_step_saves_it(tmp_path, later):
+def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):
     before = threading.active_count()  # other libraries' threads may stay in the process
     run = run_of(tmp_path)
     assert train(run, batches(), stop_after=3) == 128 + signal.SIGTERM
     assert SavedRun(tmp_path).latest().step == 3
+    assert "SIGTERM after step 3: saved at step 3, in " in caplog.text
+    assert "start again to go on" in caplog.text
     assert threading.active_count() == before

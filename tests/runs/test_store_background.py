@@ -26,12 +26,6 @@ def threads():
     return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
 
 
-@pytest.fixture
-def store(tmp_path):
-    with Store(tmp_path) as opened:
-        yield opened
-
-
 def test_training_continues_while_a_save_is_written(tmp_path):
     """Write to a slow disk, where later steps would tear a save that reads live tensors."""
     state = new_state()
@@ -42,9 +36,9 @@ def test_training_continues_while_a_save_is_written(tmp_path):
     ):
         expected = tensors_of(state)
         saver.save("rollback", 2, state)
-        thread = saver._thread
+        running = saver._running
         trained = 0
-        while thread.is_alive():
+        while not running.done():
             train(state, 1)
             trained += 1
         saved = saver.finish()
@@ -125,7 +119,7 @@ def test_an_error_of_a_save_is_raised_at_the_next_step(tmp_path):
     state = new_state()
     with failing(tmp_path) as store, BackgroundSaver(store) as saver:
         saver.save("rollback", 1, state)
-        saver._thread.join()
+        assert saver._running.exception()
         with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*No space left"):
             train(state, 1)
         train(state, 1)  # the error is reported once
@@ -162,7 +156,7 @@ import sys, time
 sys.path[:0] = {paths}
 from curry_train.runs import BackgroundSaver, Store
 from store_models import CountedFiles, new_state
-store = Store({root!r}, files=CountedFiles({root!r}, ask=lambda operation: time.sleep(0.02)))
+store = Store({root!r}, files=CountedFiles({root!r}, ask=lambda operation: time.sleep(0.005)))
 saver = BackgroundSaver(store)
 saver.save("rollback", 1, new_state())
 """

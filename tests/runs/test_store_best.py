@@ -10,7 +10,8 @@ from store_models import new_state, tensors_of, train
 from torch import nn
 
 from curry_train.runs import Store
-from curry_train.runs.format import SAFETENSORS_DTYPES
+from curry_train.runs.format import NOT_IN_SAFETENSORS
+from curry_train.runs.values import PLAIN_DTYPES
 
 METRIC = ("dev_loss", 0.25)
 
@@ -25,14 +26,17 @@ def holding(tensors):
 def of_every_dtype():
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for dtype, letters in SAFETENSORS_DTYPES.items():
+    for number, dtype in enumerate(sorted(PLAIN_DTYPES - NOT_IN_SAFETENSORS, key=str)):
         data = torch.randint(0, 2, (2, 3, 8), generator=generator, dtype=torch.uint8)
-        found[f"t_{letters}"] = data.to(dtype)
+        found[f"t_{number}"] = data.to(dtype)
+    both = torch.randn(6)
     return {
         **found,
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
         "turned": torch.randn(4, 3).t(),
+        "overlapping": both[:4],
+        "with it": both[2:],
     }
 
 

@@ -125,7 +125,7 @@ def piped(folder):
         (hidden_whitespace, "own hash does not match"),
         (swapped, "bytes, and|another hash"),
         (linked, "state.pt is a link"),
-        (piped, "state.pt is a link or a device"),
+        (piped, "state.pt is a link or device"),
     ],
 )
 def test_a_checkpoint_that_changed_does_not_count(saved, damage, message):
@@ -149,6 +149,6 @@ def test_a_link_in_place_of_a_checkpoint_is_not_followed(saved, tmp_path):
     store, found, folder = saved
     shutil.move(folder, tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
-    refused(store, found, "is a link or a device, not the folder")
+    refused(store, found, "is not the folder of a checkpoint")
     store.discard(found)
     assert (tmp_path / "elsewhere/manifest.json").is_file()

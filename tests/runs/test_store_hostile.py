@@ -226,15 +226,16 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name
 WRONG_VALUES = {
     "a step that is text": lambda values: values.update(step="7"),
     "a negative position": lambda values: values.update(position=-1),
-    "an optimizer without class": lambda values: values["optimizers"][0].pop("class"),
-    "a state of no parameter": lambda values: values["optimizers"][0]["parameters"].update(
-        {"gone": []}
+    "an optimizer without class": lambda values: values["content"]["optimizer.0"].pop("class"),
+    "a tensor that is not saved": lambda values: values["content"].update(
+        {"part.scheduler-0": Stored("part.gone")}
     ),
-    "a tensor that is not saved": lambda values: values["parts"].update(
-        {"scheduler-0": Stored("part.gone")}
+    "a part that its object refuses": lambda values: values["content"].update(
+        {"part.scheduler-0": 3}
     ),
-    "a part that its object refuses": lambda values: values["parts"].update({"scheduler-0": 3}),
-    "options that are no mapping": lambda values: values["optimizers"][0].update(options=[1]),
+    "options that are no mapping": lambda values: values["content"]["optimizer.0"].update(
+        options=[1]
+    ),
 }
 
 
@@ -262,7 +263,7 @@ def test_a_wrong_random_state_is_refused(saved, generator):
         content["ranks"][0]["random"][generator] = (1, 2)
         forge(store, found, "state.pt", dump(content))
     with pytest.raises((DamagedCheckpoint, StateMismatch)):
-        store.load(found, new_state(seed=1), strict=False)
+        store.load(found, new_state(seed=1))
 
 
 def test_a_best_checkpoint_with_a_false_header_is_damage(tmp_path):

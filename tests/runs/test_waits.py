@@ -94,9 +94,8 @@ def one_rank_ends(folder):
         if dist.get_rank():
             saver._staging.copy = lambda: os._exit(7)
         saver.save("rollback", 2, state)
-        saver._thread.join()
         # Written whole at once: the other process looks for it.
-        Path(folder, "new").write_text(str(saver._error))
+        Path(folder, "new").write_text(str(saver._running.exception()))
         Path(folder, "new").rename(Path(folder, "error"))
 
 

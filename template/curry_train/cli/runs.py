@@ -17,7 +17,7 @@ from ..core.wording import format_bytes
 from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
-from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs, read_manifest
+from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.store import SavedRun
 from .options import results_option
@@ -57,7 +57,7 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     for kind in CHECKPOINT_KINDS:
         for saved in run.committed(kind):
             metric = saved.metric
-            date = read_manifest(run.files, saved.folder).about.get("date", "")
+            date = saved.about.get("date", "")
             row = {"kind": kind, "folder": saved.folder, "step": saved.step, "date": str(date)}
             row |= {"bytes": saved.num_bytes}
             row |= {"metric": f"{metric.name} {metric.value:.6g}" if metric else None}

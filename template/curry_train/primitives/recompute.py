@@ -210,11 +210,7 @@ def run_checkpointed(
 
 
 def _end_hooks(error: BaseException) -> None:
-    """Take down the hooks of a checkpoint that has raised.
-
-    torch 2.11 keeps them as long as the error's frames live, and then they pack what the next
-    forward saves.
-    """
+    """Take down a checkpoint's hooks, which torch 2.11 keeps as long as the error's frames live."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("checkpoint") is checkpoint and "gen" in frame.f_locals:
             frame.f_locals["gen"].close()

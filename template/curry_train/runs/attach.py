@@ -55,7 +55,7 @@ from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks, report_in_one_line
 from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
-from .spike import AttachedWatch, Recoveries, Recovery, SampleStream, Spike
+from .spike import AttachedWatch, Recovery, SampleStream, Spike
 from .state import TrainingState, no_schedule_forgotten
 from .store import Store
 
@@ -76,7 +76,7 @@ class StepNotes:
     stepped: bool = True
 
 
-class AttachedJournal:
+class AttachedJournal(Journal):
     """The journal of one process: rank 0 writes it with its own loss, read at every step.
 
     Nothing is written or read where it is off.
@@ -95,7 +95,7 @@ class AttachedJournal:
         self._data = data
         self._on = on
         ranks = Ranks()
-        self._journal = Journal(policy.store.files.root, rank=ranks.rank if on else 1)
+        super().__init__(policy.store.files.root, rank=ranks.rank if on else 1)
         self.begin_step()
         if not on:
             return
@@ -108,13 +108,12 @@ class AttachedJournal:
             device=self._device,
             world_size=ranks.size,
         )
-        if resumed is None and self._journal.empty:
-            self._journal.start(facts=facts)
+        if resumed is not None:
+            facts |= {"checkpoint": resumed.saved.folder, "notes": resumed.report.notes}
+        elif self.empty:
+            self.start(facts=facts)
             return
-        if resumed is not None and resumed.report.notes:
-            facts["notes"] = list(resumed.report.notes)
-        checkpoint = None if resumed is None else resumed.saved.folder
-        self._journal.resume(state.step, facts=facts, checkpoint=checkpoint)
+        self.resume(state.step, facts=facts)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -123,14 +122,9 @@ class AttachedJournal:
 
     def read_rate(self) -> None:
         """Read the learning rate, because the loop may step its schedule before `after_step`."""
-        if not self._on:
-            return
-        rates = [
-            float(group["lr"])
-            for optimizer in self._state.optimizers
-            for group in optimizer.param_groups
-        ]
-        self._rate = rates[0] if rates else 0.0
+        if self._on:
+            groups = [group for one in self._state.optimizers for group in one.param_groups]
+            self._rate = float(groups[0]["lr"]) if groups else 0.0
 
     def after_step(self, notes: StepNotes) -> None:
         """Write the step and the evaluation that happened since the last call."""
@@ -152,60 +146,50 @@ class AttachedJournal:
             if epoch is not None:
                 figures["epoch"] = epoch
             figures |= notes.figures
-            self._journal.step(step, loss=number_of(notes.metrics["loss"]), **figures)
+            self.step(step, loss=number_of(notes.metrics["loss"]), **figures)
         if not notes.stepped:
-            self._journal.write(
+            self.write(
                 "skip", step=step, reason="a gradient was not finite, and the scale is lowered"
             )
         for name, value in notes.metrics.items():
             if name != "loss" and value is not None:
-                self._journal.write("eval", step=step, metric=name, value=number_of(value))
+                self.write("eval", step=step, metric=name, value=number_of(value))
 
     def spiked(self, spike: Spike, *, why: str | None = None) -> None:
         """Write a spike that the watchdog found; call after the journal has its step.
 
         `why` describes a step that was not finite, and so has no loss.
         """
-        self._journal.write(
-            "spike",
-            step=spike.step,
-            reason=why or spike.words,
-            loss=None if why else spike.loss,
-            first=spike.first,
-            baseline=spike.baseline,
-            limit=spike.limit,
-        )
+        facts = asdict(spike) | {"reason": why or spike.words}
+        self.write("spike", **(facts | {"loss": None} if why else facts))
 
     def went_back(self, spike: Spike, recovery: Recovery) -> None:
         """Write the rollback, and the positions of the data that are skipped from now on."""
         back_to = recovery.back_to
         number = recovery.attempt
-        self._journal.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
+        self.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
         places = {"start": recovery.start, "stop": recovery.stop}
         reason = (
             f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
             f"step {spike.step}"
         )
-        self._journal.write("skip", step=back_to, reason=reason, **places)
+        self.write("skip", step=back_to, reason=reason, **places)
 
     def ended(self, reason: str) -> None:
         """Write the last event."""
-        self._journal.write("stop", step=self._state.step, reason=reason[:1000])
-
-    def close(self) -> None:
-        self._journal.close()
+        self.write("stop", step=self._state.step, reason=reason[:1000])
 
     def saved(self, saved: Iterable[SavedCheckpoint], pruned: Iterable[SavedCheckpoint]) -> None:
         """Write an event for each committed checkpoint, and for each that retention deleted."""
         for checkpoint in saved:
-            self._journal.write(
+            self.write(
                 "save",
                 step=checkpoint.step,
                 checkpoint=checkpoint.folder,
                 num_bytes=checkpoint.num_bytes,
             )
         for checkpoint in pruned:
-            self._journal.write(
+            self.write(
                 "prune",
                 step=self._state.step,
                 checkpoint=checkpoint.folder,
@@ -271,7 +255,6 @@ def saving(
     stream: SampleStream | None = None,
     resume: str | int | None = "latest",
     keep_settings: bool = False,
-    trained_only: bool = False,
     in_background: bool = False,
     journal: bool = False,
     config: Mapping[str, Any] | None = None,
@@ -292,8 +275,7 @@ def saving(
     `stream` is data that resume from one integer, such as a `curry_train.data.Stream`; the loop
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
     keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
-    differ. `trained_only` saves adapters without their frozen base, of which a hash is saved: a
-    load onto another base is an error.
+    differ.
     """
     report_in_one_line()
     boxes: BoxConfig | Replay | None = None
@@ -312,7 +294,7 @@ def saving(
     if isinstance(data, DataPosition):
         saved_objects["data-position"] = data
     objects = {"config": config, "extra": saved_objects, "generators": generators}
-    state = TrainingState(model, optimizer, scheduler, scaler, trained_only=trained_only, **objects)
+    state = TrainingState(model, optimizer, scheduler, scaler, **objects)
     # Ctrl-C interrupts a loop over a DataLoader as before.
     stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
     store = Store(runs)
@@ -321,8 +303,17 @@ def saving(
         undo.callback(store.close)
         store.open(wait_seconds=WAIT_SECONDS)
         saver = BackgroundSaver(store) if in_background else None
-        run = AttachedRun(state, data, watch, SavingPolicy(store, policy_config, saver=saver), stop)
-        run.begin(resume, boxes, journal=journal, keep_settings=keep_settings)
+        run = AttachedRun(
+            state,
+            data,
+            watch,
+            SavingPolicy(store, policy_config, saver=saver),
+            stop,
+            resume=resume,
+            boxes=boxes,
+            journal=journal,
+            keep_settings=keep_settings,
+        )
         undo.pop_all()
     return run
 
@@ -341,11 +332,15 @@ class AttachedRun:
         watch: AttachedWatch,
         policy: SavingPolicy,
         stop: Stop,
+        *,
+        resume: str | int | None,
+        boxes: BoxConfig | Replay | None,
+        journal: bool,
+        keep_settings: bool,
     ) -> None:
         self.state = state
         self.policy = policy
         self.store = policy.store
-        self.resumed: Resumed | None = None
         self.ended_by: str | None = None
         self._watch = watch
         self._ranks = watch.ranks
@@ -355,34 +350,22 @@ class AttachedRun:
         self._stop = stop
         self._boxes: Boxes | Replay | None = None
         self._open = True
-        self._resuming = False
         self._by_epochs = False
         # With a DataLoader: the number of steps at which the loop ends.
         self._until: int | None = None
         self._in_epoch = False
         self._iterating = False
-        self._notes: StepNotes | None = None
-
-    def begin(
-        self,
-        resume: str | int | None,
-        boxes: BoxConfig | Replay | None,
-        *,
-        journal: bool,
-        keep_settings: bool,
-    ) -> None:
-        """Load the state to resume from, and open the journal and the boxes."""
-        state = self.state
+        self._notes = StepNotes()
         state.position = self._data.position
         self._keep_settings = keep_settings
         self.resumed = None if resume is None else self._load(resume)
         self._resuming = self.resumed is not None and self.resumed.saved.is_state
-        self._watch.begin(self.store.files)
+        watch.begin(self.store.files)
         if isinstance(boxes, Replay):
             self._boxes = boxes
             boxes.attach(state)
         elif boxes is not None and boxes.keep:
-            self._boxes = Boxes(boxes, self.store, state, patience=self._watch.config.patience)
+            self._boxes = Boxes(boxes, self.store, state, patience=watch.config.patience)
         if self._boxes is not None and hasattr(self._data, "on_batch"):
             self._data.on_batch = self._boxes.hand_out
         elif self._boxes is not None and not self._has_loader:
@@ -408,11 +391,6 @@ class AttachedRun:
     @property
     def steps(self) -> int:
         return self.state.step
-
-    @property
-    def recoveries(self) -> Recoveries:
-        """The rollbacks of this run, with the samples that each of them skips."""
-        return self._watch.recoveries
 
     @property
     def exit_status(self) -> int:
@@ -553,7 +531,7 @@ class AttachedRun:
         if isinstance(self._data, DataPosition):
             self._data.stepped()
 
-        notes = self._noted()
+        notes = self._notes
         notes.is_step = True
         notes.stepped = stepped
         notes.figures |= figures or {}
@@ -567,7 +545,7 @@ class AttachedRun:
 
         Inside a loop over epochs or batches it is enough to call this on one rank.
         """
-        self._noted().metrics.update(metrics)
+        self._notes.metrics.update(metrics)
         self._save_between()
 
     def not_finite(self, error: ArithmeticError) -> None:
@@ -628,10 +606,6 @@ class AttachedRun:
         self._data.position = self.state.position
         return resumed
 
-    def _noted(self) -> StepNotes:
-        self._notes = self._notes or StepNotes()
-        return self._notes
-
     def _save_between(self) -> bool:
         return True if self._iterating or self._in_epoch else self._save()
 
@@ -641,17 +615,16 @@ class AttachedRun:
         Without a stream a signal ends the process here.
         """
         notes = self._notes
-        self._notes = None
+        self._notes = StepNotes()
         name = self.policy.config.best_k_metric
-        measured_here = notes is not None and notes.metrics.get(name) is not None
+        measured_here = notes.metrics.get(name) is not None
         asked = self._stop.number if self._has_loader else 0
         stop, noted, measured_anywhere = self._ranks.highest(
-            [asked, notes is not None, measured_here]
+            [asked, notes.is_step or bool(notes.metrics), measured_here]
         )
 
         stands = True
         if noted:
-            notes = notes or StepNotes()
             if measured_anywhere and self._ranks.size > 1:
                 # Evaluation often runs on rank 0 alone, so every rank needs its result.
                 own = number_of(notes.metrics[name]) if measured_here else None
@@ -733,7 +706,6 @@ class AttachedRun:
                 self.policy.saver.__exit__(*(raised or (None, None, None)))
             self.store.close()
         finally:
-            if self._journal is not None:
-                self._journal.close()
+            self._journal.close()
             # Until here a signal must not end the process: the last save may be under way.
             self._stop.release()

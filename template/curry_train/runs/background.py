@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from itertools import zip_longest
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -39,6 +39,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
+        # Shape, dtype and whether it is pinned, of each buffer.
+        self._forms: list[tuple[Any, ...]] = []
         self._sources: Sequence[Tensor] = ()
         self._copied = threading.Event()
         self._copied.set()
@@ -89,13 +91,16 @@ class Staging:
     def release(self) -> None:
         """Free the buffers."""
         self._buffers = []
+        self._forms = []
 
     def _fit_buffers(self) -> None:
-        buffers = []
-        for source, buffer in zip_longest(self._sources, self._buffers[: len(self._sources)]):
-            reusable = buffer is not None and _fits(buffer, source)
-            buffers.append(buffer if reusable else _buffer(source))
-        self._buffers = buffers
+        forms = [(one.shape, one.dtype, one.is_cuda) for one in self._sources]
+        if forms != self._forms:
+            self._forms = forms
+            self._buffers = [
+                torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+                for shape, dtype, is_pinned in forms
+            ]
 
     def _copy_all(self, *, non_blocking: bool) -> None:
         for buffer, source in zip(self._buffers, self._sources, strict=True):
@@ -121,17 +126,6 @@ def _copy_with_one_thread(buffer: Tensor, source: Tensor) -> None:
         numpy.copyto(target, source.detach().reshape(-1).view(torch.uint8).numpy())
 
 
-def _fits(buffer: Tensor, source: Tensor) -> bool:
-    same_pinning = True
-    if torch.cuda.is_available():
-        same_pinning = buffer.is_pinned() == source.is_cuda
-    return buffer.shape == source.shape and buffer.dtype == source.dtype and same_pinning
-
-
-def _buffer(source: Tensor) -> Tensor:
-    return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-
-
 # Save checkpoints on a background thread while training continues.
 
 logger = logging.getLogger(__name__)
@@ -152,9 +146,9 @@ class BackgroundSaver:
         self._ranks = Ranks().apart(timeout)
         self.stalled = 0.0
         self._staging = Staging()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._saved: SavedCheckpoint | None = None
+        # A thread for each save, and its result.
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[SavedCheckpoint] | None = None
         self._hooks: dict[int, Any] = {}
 
     def __enter__(self) -> "BackgroundSaver":
@@ -166,7 +160,6 @@ class BackgroundSaver:
             return
 
         # After an exception the ranks may be at different places, so don't use collectives here.
-        self._join()
         self._release()
 
     def save(
@@ -182,16 +175,13 @@ class BackgroundSaver:
         Waits for the previous save, and raises its error.
         """
         began = time.perf_counter()
-        ranks = Ranks()
-        ranks.all_do(self._settle)
-        self._saved = None
-
+        Ranks().all_do(self._settle)
         writing = self.store.begin(kind, step, state, metric=metric)
-        optimizers = writing.optimizers
+        optimizers = writing.snapshot.optimizers
         self._hook(optimizers)
         self._staging.begin(writing.tensors)
-        self._thread = threading.Thread(target=self._run, args=(writing,), name=f"save step {step}")
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._running = self._pool.submit(self._run, writing)
         if not optimizers:
             # Without an optimizer hook nothing else waits before the tensors change.
             self._staging.wait()
@@ -204,8 +194,8 @@ class BackgroundSaver:
         self.stalled += time.perf_counter() - began
 
     def finish(self) -> SavedCheckpoint | None:
-        """Wait for the running save; return on every rank the checkpoint committed last."""
-        return Ranks().collect(self._settle, lambda _: self._saved)
+        """Wait for the running save, if there is one; return on every rank what it committed."""
+        return Ranks().collect(self._settle, lambda all_: all_[0])
 
     def close(self) -> None:
         """Finish the running save and release the thread, the hooks and the buffers."""
@@ -214,19 +204,17 @@ class BackgroundSaver:
         finally:
             self._release()
 
-    def _settle(self) -> None:
-        self._join()
-        if self._error is not None:
-            error = self._error
-            self._error = None
-            raise error
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _settle(self) -> SavedCheckpoint | None:
+        running = self._running
+        self._running = None
+        if running is None or self._pool is None:
+            return None
+        self._pool.shutdown()
+        return running.result()
 
     def _release(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -239,10 +227,10 @@ class BackgroundSaver:
 
     def _before_step(self, *_: Any) -> None:
         self.wait_copied()
-        if self._thread is not None and not self._thread.is_alive():
+        if self._running and self._running.done() and self._running.exception():
             self._settle()
 
-    def _run(self, writing: Writing) -> None:
+    def _run(self, writing: Writing) -> SavedCheckpoint:
         """Write and commit; runs on the background thread, like those of the other ranks."""
 
         def write() -> Part:
@@ -251,14 +239,11 @@ class BackgroundSaver:
             return writing.write(tensors)
 
         try:
-            self._saved = self._ranks.collect(
-                write, lambda parts: self.store.commit(writing, parts)
-            )
-        except Exception as error:  # noqa: BLE001 - it is raised on the training thread
-            self._error = self.store.failed(writing.ranks, writing.final, writing.folder, error)
-            self._error.__cause__ = error
+            return self.store.finish(writing, ranks=self._ranks, write=write)
+        except Exception as error:
             # No call may follow that raises it.
-            logger.error("%s", self._error)
+            logger.error("%s", error)
+            raise
 
 
 def _yield_to_training() -> None:

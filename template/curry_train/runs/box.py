@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.digest import digest
 from .files import Files
@@ -31,12 +31,12 @@ from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
 from .random_state import check_random_state, take_random_state
-from .ranks import DamagedCheckpoint, Ranks, RunError
+from .ranks import Ranks, RunError, reading
 from .retention import newest_first
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 from .store import Store
-from .values import CollectedTensors, Place, decode, dump, encode, load_foreign
+from .values import CollectedTensors, dump, encode, load_foreign
 
 logger = logging.getLogger(__name__)
 FOLDER = "boxes"
@@ -168,24 +168,25 @@ class Boxes:
     def _write_rank(self, part: str, step: int) -> None:
         # After a rollback there may be an older one of the same step.
         start = next((one for one in reversed(self._starts) if one.step == step), None)
-        tensors = CollectedTensors()
         content: dict[str, Any] = {"batches": None, "generators": None}
         try:
             if start is None:
                 raise ValueError("it began before this start of the process")
-            generators = encode(start.generators, Place("the generators", "generators"), tensors)
-            content["generators"] = generators
+            content["generators"] = start.generators
             if [versions_of(one) for one in start.batches] != start.versions:
                 raise ValueError("the loop has changed it in place")
-            content["batches"] = encode(start.batches, Place("batch", "batch"), tensors)
+            # Raises where a value could not be read back.
+            encode({"batches": start.batches}, CollectedTensors())
+            # A view would be written with all of its storage.
+            content["batches"] = tree_map_only(
+                Tensor, lambda one: one.detach().clone(), start.batches
+            )
         except ValueError as error:
             logger.warning(
                 "the batch of step %d is not in its box: %s. A replay takes it from the script's "
                 "own data",
                 *(step, error),
             )
-        # A view would be written with all of its storage.
-        content["tensors"] = {name: one.clone() for name, one in tensors.by_name.items()}
         data = readable(dump(content), MOST_BATCH_BYTES, "the batch of the step")
         self._files.write(f"{part}/rank-{self._ranks.rank}.pt", data)
 
@@ -229,7 +230,7 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
             f"{folder} is no box: give a folder that holds {FACTS_FILE_NAME}, such as "
             "runs/run-001/boxes/step-00000180"
         )
-    try:
+    with reading(f"{folder} is a damaged box"):
         data = Files(folder).read(FACTS_FILE_NAME, most_bytes=MOST_FACTS_BYTES)
         facts = read_fields(BoxFacts, json.loads(data))
         if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
@@ -238,8 +239,6 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
             raise ValueError(f"{facts.checkpoint!r:.60} is no checkpoint")
         for loss in facts.losses.values():
             float.fromhex(loss)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{folder} is a damaged box: {error!s:.200}") from error
     if facts.checkpoint is not None and not Path(folder, facts.checkpoint).is_dir():
         raise RunError(
             f"{folder} has lost its state {facts.checkpoint}: copy the whole folder of the box"
@@ -249,15 +248,12 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
 
 def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
     """Return `batches` and `generators` of a rank, None where they are not in the box."""
-    try:
+    with reading(f"{folder}: rank-{rank}.pt can't be read"):
         data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
         content = load_foreign(data)
-        tensors = content["tensors"]
-        found = {name: decode(content[name], tensors) for name in ("batches", "generators")}
-    except (OSError, LookupError, TypeError) as error:
-        raise DamagedCheckpoint(f"{folder}: rank-{rank}.pt can't be read ({error})") from error
-    if found["generators"] is not None:
-        check_random_state(found["generators"])
-    if not isinstance(found["batches"], list | None):
-        raise DamagedCheckpoint(f"{folder}: rank-{rank}.pt holds no list of batches")
+        found = {name: content[name] for name in ("batches", "generators")}
+        if found["generators"] is not None:
+            check_random_state(found["generators"])
+        if not isinstance(found["batches"], list | None):
+            raise TypeError("it holds no list of batches")
     return found

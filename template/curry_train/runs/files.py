@@ -108,14 +108,14 @@ class Files:
         return sorted(one.relative_to(path).as_posix() for one in found)
 
     def kind(self, key: str) -> str | None:
-        """Return "file", "folder" or "other" (a link, a device), or None if nothing exists."""
+        """Return "file", "folder" or "link or device", or None if nothing exists."""
         try:
             mode = self.path(key).lstat().st_mode
         except (FileNotFoundError, NotADirectoryError):
             return None
         if stat.S_ISREG(mode):
             return "file"
-        return "folder" if stat.S_ISDIR(mode) else "other"
+        return "folder" if stat.S_ISDIR(mode) else "link or device"
 
     def size(self, key: str) -> int:
         return self.path(key).lstat().st_size

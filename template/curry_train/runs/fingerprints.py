@@ -17,6 +17,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 from unittest import mock
@@ -41,7 +42,6 @@ from .rounding import Exchange
 
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
-FORMAT_VERSION = 1
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -76,53 +76,49 @@ def record_run(
         raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
-    enough = when_enough or (lambda: None)
-    recorder = Recorder(Path(folder), steps, level == "all", operations_in_step, enough, exchange)
+    recorder = Recorder(
+        Path(folder),
+        num_steps=steps,
+        records_all=level == "all",
+        operations_in_step=operations_in_step,
+        when_enough=when_enough or (lambda: None),
+        exchange=exchange,
+    )
     return recorder.running({"program": list(program) if program else None, "level": level})
 
 
+@dataclass(eq=False)
 class Recorder:
     """The replaced calls of torch, which write observations to a file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        num_steps: int,
-        records_all: bool,
-        operations_in_step: int | None,
-        when_enough: Callable[[], None],
-        exchange: Exchange | None = None,
-        *,
-        in_replay: bool = False,
-    ) -> None:
-        self.path = folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
-        self.num_steps = num_steps
-        self.records_all = records_all
-        self.operations_in_step = operations_in_step
-        self.when_enough = when_enough
-        self.exchange = exchange
-        # Whether `begin` begins each step, with all operations and the ranges of values.
-        self.in_replay = in_replay
-        self.is_on = False
-        # Whether digests are computed just now, which are no operations of the training.
-        self.is_noting = False
-        self.file: TextIO
-        # The step that is made now, from 1 on, and the steps of each optimizer.
-        self.step = 1
-        self.num_made = Counter[str]()
-        # Numbers of what happened in this step, by kind and place.
-        self.counts = Counter[tuple[str, str]]()
-        self.watched: dict[str, Tensor] = {}
-        # Names of modules, parameters, optimizers and loaders, by id.
-        self.names: dict[int, str] = {}
-        # All that has a name, so that nothing else gets its id.
-        self.known: list[Any] = []
-        # The calls of modules that run now, one inside of the other: path and number.
-        self.calls: list[tuple[str, int]] = []
-        self.in_backward = False
-        self.stepping = 0
-        # Buffers of modules, with their version when their digest was computed.
-        self.buffers: dict[tuple[str, str], tuple[Tensor, int, str]] = {}
+    folder: Path
+    num_steps: int = 1
+    records_all: bool = True
+    operations_in_step: int | None = None
+    when_enough: Callable[[], None] = lambda: None
+    exchange: Exchange | None = None
+    # Whether `begin` begins each step, with all operations and the ranges of values.
+    in_replay: bool = False
+    is_on: bool = False
+    # Whether digests are computed just now, which are no operations of the training.
+    is_noting: bool = False
+    # The step that is made now, from 1 on, and the steps of each optimizer.
+    step: int = 1
+    num_made: Counter[str] = field(default_factory=Counter)
+    # Numbers of what happened in this step, by kind and place.
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    watched: dict[str, Tensor] = field(default_factory=dict)
+    # Names of modules, parameters, optimizers and loaders, by id, which nothing else gets as long
+    # as they are held here.
+    names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    # The calls of modules that run now, one inside of the other: path and number.
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    in_backward: bool = False
+    stepping: int = 0
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
 
     @contextlib.contextmanager
     def running(self, facts: dict[str, Any]) -> Iterator[None]:
@@ -130,8 +126,8 @@ class Recorder:
             raise RunError(f"{self.path} is there already: give another folder, or remove this one")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            self.file = stack.enter_context(self.path.open("w", encoding="utf-8"))
-            self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
+            self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
+            self._write({"kind": "start", **facts, **_environment()})
             hooks = (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -160,7 +156,7 @@ class Recorder:
 
     def _end(self) -> None:
         self.is_on = False
-        self.known.clear()
+        self.names.clear()
         self.watched.clear()
 
     def _write(self, observation: Mapping[str, Any]) -> None:
@@ -169,16 +165,26 @@ class Recorder:
         self.file.flush()
 
     def _note(
-        self, kind: str, path: str, call: int, values: Mapping[str, Any], **facts: Any
+        self,
+        kind: str,
+        path: str,
+        values: Mapping[str, Any],
+        *,
+        call: int | None = None,
+        **facts: Any,
     ) -> dict[str, Tensor]:
-        """Write digests of tensors, and plain values as they are; return what takes their place."""
+        """Write digests of tensors, and plain values as they are; return what takes their place.
+
+        Without the number of a call the observations of this kind and path are counted.
+        """
+        call = self._count(kind, path) if call is None else call
         one = {"kind": kind, "step": self.step, "path": path, "call": call}
         one |= {"within": self._within(), **facts}
         tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
         replaced: dict[str, Tensor] = {}
         self.is_noting = True
         try:
-            digests = {name: self._digest(path, name, it) for name, it in tensors.items()}
+            digests = {name: digest(it) for name, it in tensors.items()}
             one["digests"] = digests
             if self.in_replay:
                 one["ranges"] = ranges_of(tensors)
@@ -197,17 +203,6 @@ class Recorder:
         self._write({**one, "values": others})
         return replaced
 
-    def _digest(self, path: str, name: str, tensor: Tensor) -> str:
-        """Return the digest of a tensor; of a mask in a buffer the last one, if it is unchanged."""
-        # Batch norm changes its buffers without a new version.
-        is_mask = name.startswith("buffer ") and not tensor.is_floating_point()
-        if not is_mask or tensor.is_inference():
-            return digest(tensor)
-        known = self.buffers.get((path, name))
-        if known is None or known[0] is not tensor or known[1] != tensor._version:
-            known = self.buffers[path, name] = tensor, tensor._version, digest(tensor)
-        return known[2]
-
     def _within(self) -> tuple[str, int] | None:
         return self.calls[-1] if self.calls else None
 
@@ -221,23 +216,22 @@ class Recorder:
         def run(batches: Any) -> Any:
             batch = fetch(batches)
             if self.is_on:
-                path = self._name_of(batches, "loader")
-                self._note("batch", path, self._count("batch", path), leaves_of(batch))
+                self.note_batch(batch, self._name_of(batches, "loader"))
             return batch
 
         return run
 
-    def note_batch(self, batch: Any) -> None:
-        """Note the batch that a box gives to its step."""
-        self._note("batch", "box", self._count("batch", "box"), leaves_of(batch))
+    def note_batch(self, batch: Any, path: str = "box") -> None:
+        self._note("batch", path, leaves_of(batch))
 
     def _name_of(self, owner: Any, kind: str) -> str:
         """Return a name for an object by the order in which objects of its kind appear."""
-        if id(owner) not in self.names:
-            number = sum(name.split("-")[0] == kind for name in self.names.values())
-            self.names[id(owner)] = f"{kind}-{number}" if number else kind
-            self.known.append(owner)
-        return self.names[id(owner)]
+        number = sum(name.split("-")[0] == kind for name, _ in self.names.values())
+        return self._named(owner, f"{kind}-{number}" if number else kind)
+
+    def _named(self, owner: Any, name: str) -> str:
+        """Return the name of an object, which is this one if it has none yet."""
+        return self.names.setdefault(id(owner), (name, owner))[0]
 
     # The forward pass.
 
@@ -258,13 +252,14 @@ class Recorder:
     ) -> Any:
         if not self.calls:
             self._note_root(inner)
-        path = self._path_of(inner)
+        parent = self.calls[-1][0] if self.calls else ""
+        path = self._named(inner, f"{parent}.({type(inner).__name__})")
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
         inputs = leaves_of({**dict(enumerate(args)), **options})
         facts = {"phase": phase, "generator": _generator(), "training": module.training}
-        self._note("enter", path, number, inputs, **facts)
+        self._note("enter", path, inputs, call=number, **facts)
         if phase == "forward":
             self._watch(inputs, path, number, is_output=False)
         self.calls.append((path, number))
@@ -274,19 +269,16 @@ class Recorder:
             self.calls.pop()
         found = leaves_of(output)
         if self.records_all:
-            buffers = {f"buffer {name}": one for name, one in inner._buffers.items()}
-            found |= {name: one for name, one in buffers.items() if one is not None}
-        self._note("exit", path, number, found, phase=phase, generator=_generator())
+            # Masks and counters are noted before the next step.
+            found |= {
+                f"buffer {name}": one
+                for name, one in inner._buffers.items()
+                if one is not None and one.is_floating_point()
+            }
+        self._note("exit", path, found, call=number, phase=phase, generator=_generator())
         if phase == "forward":
             self._watch(found, path, number, is_output=True)
         return output
-
-    def _path_of(self, module: nn.Module) -> str:
-        if id(module) not in self.names:
-            parent = self.calls[-1][0] if self.calls else ""
-            self.names[id(module)] = f"{parent}.({type(module).__name__})"
-            self.known.append(module)
-        return self.names[id(module)]
 
     def _note_root(self, root: nn.Module) -> None:
         """Name the modules and parameters of a module that is called first, and note its state."""
@@ -297,24 +289,22 @@ class Recorder:
             for inner, module in root.named_modules():
                 bare = bare_name(root, inner) if inner else ""
                 path = f"{name}.{bare}" if bare else name
-                if self.names.setdefault(id(module), path) == path:
+                if self._named(module, path) == path:
                     settings[path] = _settings(module)
-            self.known += root.modules()
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
-                is_new = self.names.setdefault(id(parameter), bare) == bare
+                is_new = self._named(parameter, bare) == bare
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
             self._write({"kind": "settings", "step": self.step, "settings": settings})
-        path = self.names[id(root)]
+        path = self.names[id(root)][0]
         if self.in_backward or self.counts["state", path]:
             return
         state = dict(root.named_parameters()) | dict(root.named_buffers())
         named = {f"{path}.{bare_name(root, inner)}": one for inner, one in state.items()}
         states = generator_digests()
-        number = self._count("state", path)
-        self._note("state", path, number, named if self.records_all else {}, generators=states)
+        self._note("state", path, named if self.records_all else {}, generators=states)
 
     # The backward pass.
 
@@ -352,9 +342,8 @@ class Recorder:
         def note(gradient: Tensor) -> Tensor | None:
             if not self.is_on or gradient is None:
                 return None
-            call = self._count("gradient", path) if number is None else number
             facts = {"made_in": None, **flow}
-            return self._note("gradient", path, call, {what: gradient}, **facts).get(what)
+            return self._note("gradient", path, {what: gradient}, call=number, **facts).get(what)
 
         tensor.register_hook(note)
 
@@ -369,7 +358,7 @@ class Recorder:
                 for name, one in losses.items()
                 if isinstance(one, Tensor) and one.numel() == 1
             }
-            self._note("loss", "loss", self._count("loss", "loss"), losses | values)
+            self._note("loss", "loss", losses | values)
             self.in_backward = True
             try:
                 backward(tensors, *args, **options)
@@ -381,8 +370,7 @@ class Recorder:
             norms = {}
             if self.in_replay:
                 norms = {name: float(one.double().norm()) for name, one in gradients.items()}
-            number = self._count("gradients", "loss")
-            self._note("gradients", "loss", number, gradients, norms=norms)
+            self._note("gradients", "loss", gradients, norms=norms)
 
         return run
 
@@ -422,7 +410,7 @@ class Recorder:
                 if one.grad is not None
             }
             found |= self._state_of(optimizer, path)
-        self._note("update", path, self._count("update", path), found)
+        self._note("update", path, found)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping -= 1
@@ -431,7 +419,7 @@ class Recorder:
         path = self._name_of(optimizer, type(optimizer).__name__)
         if self.records_all:
             found = self._parameters_of(optimizer, path) | self._state_of(optimizer, path)
-            self._note("updated", path, self._count("updated", path), found)
+            self._note("updated", path, found)
         if self.in_replay:
             return
         self.num_made[path] += 1
@@ -445,9 +433,7 @@ class Recorder:
 
     def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
         several = [one for group in optimizer.param_groups for one in group["params"]]
-        return {
-            self.names.get(id(one), f"{path}.{number}"): one for number, one in enumerate(several)
-        }
+        return {self._named(one, f"{path}.{number}"): one for number, one in enumerate(several)}
 
     def _state_of(self, optimizer: Optimizer, path: str) -> dict[str, Any]:
         return {
@@ -482,7 +468,6 @@ class Operations(TorchDispatchMode):
             facts["given"] = list(ranges_of(given).values())
         phase = "optimizer" if recorder.stepping else "forward"
         phase = "backward" if recorder.in_backward else phase
-        number = recorder._count("operation", phase)
         output = func(*args, **options)
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
         # What an operation of lists changes it does not return; new memory has any values.
@@ -496,7 +481,6 @@ class Operations(TorchDispatchMode):
         recorder._note(
             "operation",
             phase,
-            number,
             values | {f"result {k}": v for k, v in results.items()},
             **facts,
             phase=phase,
@@ -651,6 +635,6 @@ def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dic
         found = [json.loads(line) for line in lines[:-1]]
     except ValueError as error:
         raise RunError(f"{path} is damaged, record it again: {error}") from error
-    if not found or found[0].get("version") != FORMAT_VERSION:
-        raise RunError(f"{path} holds no record of a run in this version: record it again")
+    if not found:
+        raise RunError(f"{path} holds no record of a run: record it again")
     return found

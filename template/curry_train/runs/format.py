@@ -10,7 +10,6 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_hostile.
 
 import contextlib
 import dataclasses
-import json
 import math
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
@@ -38,8 +38,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files, StrPath
-from .layout import FileEntry, HashingStream, Manifest
-from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks, SaveError
+from .layout import FileEntry, HashingStream, Manifest, entry_of
+from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
@@ -103,15 +103,6 @@ def _without_sums() -> Iterator[None]:
 
 # Read a distributed checkpoint without running code from its files.
 
-# Errors that torch.load raises on forged bytes.
-FORGED_BYTES_ERRORS = (
-    IndexError,
-    KeyError,
-    ValueError,
-    TypeError,
-    EOFError,
-    AttributeError,
-)
 MOST_DIMENSIONS = 64
 # What torch's index names beside the classes of its metadata: all that `inspect` lets it build.
 INDEX_GLOBALS = {
@@ -122,17 +113,7 @@ INDEX_GLOBALS = {
 
 
 def checked_index(index: Any, manifest: Manifest) -> Metadata:
-    """Check what a checkpoint holds of its tensors, and return the index for torch's reader."""
-    try:
-        return _checked(index, manifest)
-    except (ArithmeticError, *FORGED_BYTES_ERRORS) as error:
-        raise DamagedCheckpoint(
-            f"the index of the tensors can't be read ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _checked(index: Any, manifest: Manifest) -> Metadata:
-    """Check every field of an index; its tensors take no more bytes than the files hold."""
+    """Return the index for torch's reader; its tensors take no more bytes than the files hold."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     left = {name: entry.bytes for name, entry in manifest.files.items()}
@@ -191,18 +172,9 @@ def read_tensors(
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
     plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])[0]
-    try:
+    errors = (RuntimeError, AssertionError, pickle.UnpicklingError)
+    with reading(f"{files.location(folder)}: tensors can't be read", *errors):
         reader.read_data(planner.finish_plan(plan), planner).wait()
-    except (
-        OSError,
-        RuntimeError,
-        AssertionError,
-        pickle.UnpicklingError,
-        *FORGED_BYTES_ERRORS,
-    ) as error:
-        raise DamagedCheckpoint(
-            f"{files.location(folder)}: tensors can't be read ({error})"
-        ) from error
 
 
 # Types that a training state and the store exchange: snapshots, contents and load reports.
@@ -277,23 +249,10 @@ class LoadReport:
 SAFETENSORS_FILE_NAME = "model.safetensors"
 # The entry of the header that is no tensor.
 SAFETENSORS_NOTES = "__metadata__"
-SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+# Dtypes of numbers that some version of the library can't write.
+NOT_IN_SAFETENSORS = {
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
 
 
@@ -301,8 +260,6 @@ class SafetensorsLayout:
     """The model's unsharded tensors, written by the first rank.
 
     What a safetensors file can't hold, by its dtype or name, is among the values of the state.
-
-    The widest dtypes come first, so that every tensor starts at a multiple of its item size.
     """
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
@@ -318,41 +275,36 @@ class SafetensorsLayout:
             bare = name.removeprefix(MODEL_PREFIX)
             if value is None:
                 continue
-            if value.dtype in SAFETENSORS_DTYPES and bare != SAFETENSORS_NOTES:
+            if value.dtype not in NOT_IN_SAFETENSORS and bare != SAFETENSORS_NOTES:
                 whole[bare] = value
             else:
                 self._others[bare] = value.detach().clone()
-        self._names = sorted(whole, key=lambda name: (-whole[name].dtype.itemsize, name))
-        self.tensors: list[Tensor] = [whole[name] for name in self._names]
+        self._names = list(whole)
+        self.tensors: list[Tensor] = list(whole.values())
 
     def write(self, tensors: Sequence[Tensor]) -> Mapping[MetadataIndex, Any]:
         """Write these values in place of `self.tensors`."""
-        if not self._first:
-            return {}
-
-        text = json.dumps(self._header(tensors), separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with self._folder.create(SAFETENSORS_FILE_NAME) as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors:
-                if tensor.numel():
-                    stream.write(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if self._first:
+            contents = {
+                name: _own_memory(one) for name, one in zip(self._names, tensors, strict=True)
+            }
+            path = self._folder.files.path(f"{self._folder.folder}/{SAFETENSORS_FILE_NAME}")
+            try:
+                save_file(contents, path, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise SaveError(str(error)) from error
+            self._folder.entries[SAFETENSORS_FILE_NAME] = entry_of(path, sync=True)
         return {}
-
-    def _header(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        header: dict[str, Any] = {SAFETENSORS_NOTES: {"format": "pt"}}
-        position = 0
-        for name, tensor in zip(self._names, tensors, strict=True):
-            end = position + tensor.nbytes
-            code = SAFETENSORS_DTYPES[tensor.dtype]
-            place = [position, end]
-            header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": place}
-            position = end
-        return header
 
     def join(self, parts: list[Part]) -> dict[str, Any]:
         """Return what the state holds of the tensors; called on the first rank."""
         return {"others": self._others}
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor on the host that shares its memory with no other, as the library wants."""
+    one = tensor.detach().cpu().contiguous()
+    return one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
@@ -369,13 +321,11 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
 def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, whose header the library checks, into memory."""
     where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
-    try:
+    with reading(f"{where}: the header can't be read", SafetensorError):
         with safe_open(where, "pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tensors = {MODEL_PREFIX + name: tensor for name, tensor in {**found, **others}.items()}
         return {name: tensor.detach() for name, tensor in tensors.items()}
-    except (OSError, SafetensorError, *FORGED_BYTES_ERRORS) as error:
-        raise DamagedCheckpoint(f"{where}: the header can't be read ({error})") from error
 
 
 def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/runs/test_journal_history.py tests/runs/test_jour
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import math
@@ -255,6 +256,7 @@ def peak_bytes(device: "torch.device") -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the version of every installed distribution, by normalised name."""
     # Of several distributions with one name, Python imports the first.
@@ -268,17 +270,14 @@ def git_state(folder: Path) -> dict[str, Any]:
     Uncommitted code is the changes to tracked files, and Python files that git does not track.
     """
     try:
-        revision = _git(folder, "rev-parse", "--verify", "--quiet", "HEAD").decode("ascii").strip()
+        revision = _git(folder, "rev-parse", "--verify", "HEAD").decode("ascii").strip()
         changes = _git(folder, "diff", "--no-ext-diff", "--no-color", "--no-textconv", "HEAD")
         added = _git(
             folder, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py"
         ).split(b"\0")[:-1]
     except (OSError, subprocess.SubprocessError) as error:
-        why = str(error)
-        if isinstance(error, subprocess.CalledProcessError):
-            words = error.stderr or b"nothing was committed yet"
-            why = words.decode().splitlines()[0]
-        return {"revision": None, "why": why}
+        words = getattr(error, "stderr", None) or str(error).encode()
+        return {"revision": None, "why": words.decode().splitlines()[0]}
     for name in added:
         changes += name
         # The file may have been removed in the meantime.
@@ -289,7 +288,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_PAGER": "cat"}
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(folder), *arguments]
     completed = subprocess.run(
         command, capture_output=True, check=True, timeout=GIT_SECONDS, env=environment

@@ -70,20 +70,9 @@ def encode_event(
     attempt: int,
 ) -> bytes:
     """Encode an event as a line with its newline."""
-    own = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step, "attempt": attempt}
-    if taken := {*EVENT_KEYS} & facts.keys():
-        raise ValueError(
-            f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
-        )
-    event = {**own, "kind": kind, **facts}
-    try:
-        line = _ENCODE_JSON(finite(event))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{kind} of step {step} can't be written as JSON ({error}): pass numbers, text, lists "
-            f"and mappings"
-        ) from error
-    return line.encode("ascii") + b"\n"
+    own: dict[str, Any] = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step}
+    own |= {"attempt": attempt, "kind": kind}
+    return _ENCODE_JSON(finite({**own, **facts} | own)).encode("ascii") + b"\n"
 
 
 def finite(value: Any) -> Any:
@@ -98,14 +87,9 @@ def finite(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert paths, mappings, and figures of torch and numpy for the JSON encoder."""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if callable(item := getattr(value, "item", None)):
-        return finite(item())
-    raise TypeError(f"it contains a {type(value).__name__}")
+    """Return a figure of torch or numpy as a number, and anything else as text."""
+    item = getattr(value, "item", None)
+    return finite(item()) if callable(item) else str(value)
 
 
 _ENCODE_JSON = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
@@ -205,7 +189,6 @@ class Journal:
         if self.writes:
             self._open()
         self.attempt = self._last.attempt if self._last else 0
-        self._begun = False
         # Whether the last event could not be written.
         self._is_losing = False
 
@@ -241,24 +224,16 @@ class Journal:
             )
         self._write("start", 0, facts or {})
 
-    def resume(
-        self,
-        step: int,
-        *,
-        facts: Mapping[str, Any] | None = None,
-        checkpoint: str | None = None,
-    ) -> None:
+    def resume(self, step: int, *, facts: Mapping[str, Any] | None = None) -> None:
         """Continue the run from the state of a step."""
-        origin = {} if checkpoint is None else {"checkpoint": checkpoint}
-        self._write("resume", step, {**origin, **(facts or {})})
+        self._write("resume", step, facts or {})
         if self._last and step > self._last.step:
             missing = f"steps {self._last.step + 1} to {step} are not in this journal"
             self.write("warning", step=step, reason=missing)
 
     def rollback(self, step: int, *, from_step: int, reason: str, **facts: Any) -> None:
         """Record that the run went back from `from_step` to its state at `step`."""
-        self._check_begun("rollback")
-        self._write("rollback", step, {"from_step": from_step, "reason": reason, **facts})
+        self.write("rollback", step=step, from_step=from_step, reason=reason, **facts)
 
     def step(
         self,
@@ -276,19 +251,16 @@ class Journal:
 
         An eval has `metric` and `value`; a spike, skip, warning or stop has `reason`.
         """
-        self._check_begun(kind)
+        if self.writes and self.empty:
+            raise JournalError(
+                f"{self.path}: {kind} before the run began: call start or resume first"
+            )
         self._write(kind, step, facts)
 
     def close(self) -> None:
         """Close the file. Write the event `stop` with its reason before this call."""
         if self.writes:
             self._file.close()
-
-    def _check_begun(self, kind: str) -> None:
-        if self.writes and not self._begun:
-            raise JournalError(
-                f"{self.path}: {kind} before the run began: call start or resume first"
-            )
 
     def _write(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
         if not self.writes:
@@ -297,10 +269,7 @@ class Journal:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
         attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
         line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt)
-        if self._file.closed:
-            raise JournalError(f"{self.path} is closed: {kind} of step {step} can't be written")
         self.attempt = attempt
-        self._begun = True
         self._append(line, sync=kind in SYNCED_EVENT_KINDS)
 
     def _append(self, line: bytes, *, sync: bool) -> None:

@@ -9,17 +9,18 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.p
 
 import functools
 import json
-import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from ..core.wording import nearest
 from .files import Files
-from .ranks import DamagedCheckpoint
+from .ranks import DamagedCheckpoint, reading
 
 # Names of the checkpoints in a run's folder.
 
@@ -30,68 +31,29 @@ CHECKPOINT_SUFFIX = ".dcp"
 # Number of existing runs that an error about a missing run names.
 MOST_NAMED_RUNS = 10
 
-_METRIC_PATTERN = re.compile(r"[A-Za-z]\w*")
 _FOLDER_PATTERN = re.compile(
     r"(?:rollback/|recovery/|best-k/[A-Za-z]\w*--?\d[\d.]*(?:e[+-]\d+)?-)step-(\d{8,18})\.dcp"
 )
 _LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """The figure that ranks checkpoints, such as dev_loss."""
 
     name: str
     value: float
 
-    def __post_init__(self) -> None:
-        if not _METRIC_PATTERN.fullmatch(self.name):
-            raise ValueError(
-                f"a metric's name is letters, digits and _, got {self.name!r}: rename it, "
-                f"for example to dev_loss"
-            )
-        if not math.isfinite(self.value):
-            raise ValueError(
-                f"{self.name} is {self.value}: a value that is not finite can't rank checkpoints, "
-                f"so don't save by it"
-            )
 
-
-@dataclass(frozen=True)
-class SavedCheckpoint:
-    """One committed checkpoint."""
-
-    kind: str
-    step: int
-    # Relative to the run's folder.
-    folder: str
-    # The path or URL that other tools open.
-    location: str
-    metric: Metric | None = None
-    num_bytes: int = 0
-    # The steps at which the run went back before it was saved, in their order.
-    branches: tuple[int, ...] = ()
-
-    @property
-    def is_state(self) -> bool:
-        """Whether training can resume from it: a rollback or a recovery."""
-        return self.kind in RESUMABLE_KINDS
-
-
-def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
+def folder_name(kind: str, step: int, metric: tuple[str, float] | None = None) -> str:
     """Return the folder of a checkpoint, relative to the run's folder."""
-    if kind not in CHECKPOINT_KINDS:
+    prefix = "{}-{:.6g}-".format(*metric) if metric else ""
+    name = f"{kind}/{prefix}step-{step:08d}{CHECKPOINT_SUFFIX}"
+    if step_of(name) is None:
         raise ValueError(
-            f"there is no kind of checkpoint {kind!r}: take one of {', '.join(CHECKPOINT_KINDS)}"
+            f"{name!r} is no name of a checkpoint: a step is a whole number from 0, and only a "
+            f"{BEST_KIND} has a metric, a word such as dev_loss with a finite value"
         )
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-        raise ValueError(f"a step is a whole number from 0, got {step!r}")
-    if (metric is None) == (kind == BEST_KIND):
-        raise ValueError(
-            f"{BEST_KIND} needs a metric, and other kinds take none: got {kind} with {metric}"
-        )
-    prefix = f"{metric.name}-{metric.value:.6g}-" if metric else ""
-    return f"{kind}/{prefix}step-{step:08d}{CHECKPOINT_SUFFIX}"
+    return name
 
 
 def step_of(folder: str) -> int | None:
@@ -135,6 +97,15 @@ def hash_stream(stream: BinaryIO) -> tuple[int, str]:
     return num_bytes, hasher.hexdigest()
 
 
+def entry_of(path: Path, *, sync: bool = False) -> "FileEntry":
+    """Return size and hash of a file, which is on the disk afterwards if `sync`."""
+    with path.open("rb") as stream:
+        entry = FileEntry(*hash_stream(stream))
+        if sync:
+            os.fsync(stream.fileno())
+    return entry
+
+
 class HashingStream:
     """A writable stream that passes bytes on to another one, and counts and hashes them."""
 
@@ -176,8 +147,7 @@ MANIFEST_FILE_NAME = "manifest.json"
 MOST_MANIFEST_BYTES = 2**24
 
 
-@dataclass(frozen=True)
-class FileEntry:
+class FileEntry(NamedTuple):
     bytes: int
     hash: str
 
@@ -199,11 +169,30 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
 
+    @property
+    def folder(self) -> str:
+        """The folder of the checkpoint, relative to the run's folder."""
+        return folder_name(self.kind, self.step, self.metric)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether training can resume from it: a rollback or a recovery."""
+        return self.kind in RESUMABLE_KINDS
+
     def render(self) -> bytes:
         """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
         content = asdict(self)
+        content.pop("location", None)
         content["hash"] = hash_bytes(_text(content))
         return _text(content)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint(Manifest):
+    """One committed checkpoint."""
+
+    # The path that other tools open.
+    location: str = ""
 
 
 def _text(content: Mapping[str, Any]) -> bytes:
@@ -213,36 +202,33 @@ def _text(content: Mapping[str, Any]) -> bytes:
 @functools.lru_cache(maxsize=256)
 def parse_manifest(data: bytes) -> Manifest:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
-    try:
+    with reading("the manifest can't be read"):
         content = json.loads(data)
         manifest = Manifest(
             kind=content["kind"],
             step=content["step"],
-            files={name: FileEntry(**entry) for name, entry in content["files"].items()},
-            metric=None if content["metric"] is None else Metric(**content["metric"]),
+            files={
+                name: FileEntry(int(size), str(text))
+                for name, (size, text) in content["files"].items()
+            },
+            metric=content["metric"] and Metric(*content["metric"]),
             about=content["about"],
             branches=tuple(map(int, content["branches"])),
         )
         is_canonical = manifest.render() == data
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(
-            f"the manifest can't be read ({type(error).__name__}: {error})"
-        ) from error
     if not is_canonical:
         raise DamagedCheckpoint("the manifest's own hash does not match it")
     return manifest
 
 
-def read_manifest(files: Files, folder: str) -> Manifest:
+def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
     """Read the manifest of a folder, and check its name and the sizes of its files.
 
     Does not read the files; see `verify_files`. Raises DamagedCheckpoint.
     """
     where = files.location(folder)
     if files.kind(folder) != "folder":
-        raise DamagedCheckpoint(
-            f"{where} is {_what(files.kind(folder))}, not the folder of a checkpoint"
-        )
+        raise DamagedCheckpoint(f"{where} is not the folder of a checkpoint")
     if files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
         raise DamagedCheckpoint(f"{where} has no {MANIFEST_FILE_NAME}: its save was not finished")
 
@@ -250,8 +236,8 @@ def read_manifest(files: Files, folder: str) -> Manifest:
         manifest = parse_manifest(
             files.read(f"{folder}/{MANIFEST_FILE_NAME}", most_bytes=MOST_MANIFEST_BYTES)
         )
-        name = folder_name(manifest.kind, manifest.step, manifest.metric)
-    except (DamagedCheckpoint, ValueError, OSError) as error:
+        name = manifest.folder
+    except (DamagedCheckpoint, AttributeError, TypeError, ValueError, OSError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
     if name != folder:
         raise DamagedCheckpoint(
@@ -259,7 +245,7 @@ def read_manifest(files: Files, folder: str) -> Manifest:
         )
 
     check_sizes(files, folder, manifest)
-    return manifest
+    return SavedCheckpoint(**vars(manifest), location=where)
 
 
 def check_sizes(files: Files, folder: str, manifest: Manifest) -> None:
@@ -272,28 +258,21 @@ def check_sizes(files: Files, folder: str, manifest: Manifest) -> None:
         if entry is None:
             raise DamagedCheckpoint(f"{where}: {name} is not in the manifest")
         if kind != "file":
-            raise DamagedCheckpoint(f"{where}: {name} is {_what(kind)}")
+            raise DamagedCheckpoint(f"{where}: {name} is {f'a {kind}' if kind else 'missing'}")
         if (size := files.size(f"{folder}/{name}")) != entry.bytes:
             raise DamagedCheckpoint(
                 f"{where}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
             )
 
 
-def _what(kind: str | None) -> str:
-    """Describe the kind of a directory entry for a message."""
-    return {None: "missing", "other": "a link or a device"}.get(kind, f"a {kind}")
-
-
 def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
     """Read these files and compare their sizes and hashes with the manifest."""
     for name in names:
-        try:
-            with files.open(f"{folder}/{name}" if folder else name) as stream:
-                num_bytes, file_hash = hash_stream(stream)
-        except OSError as error:
-            raise DamagedCheckpoint(
-                f"{files.location(folder)}: {name} can't be read ({error})"
-            ) from error
+        with (
+            reading(f"{files.location(folder)}: {name} can't be read"),
+            files.open(f"{folder}/{name}" if folder else name) as stream,
+        ):
+            num_bytes, file_hash = hash_stream(stream)
         if FileEntry(num_bytes, file_hash) != manifest.files[name]:
             raise DamagedCheckpoint(
                 f"{files.location(folder)}: {name} is not what was saved (another hash)"

@@ -27,12 +27,7 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Savable, Snapshot
-from .layout import (
-    BEST_KIND,
-    Metric,
-    SavedCheckpoint,
-    folder_name,
-)
+from .layout import BEST_KIND, SavedCheckpoint, folder_name
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
@@ -71,14 +66,12 @@ def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[st
 
     `automatic` is whether a rollback is due according to the automatic cadence.
     """
-
-    def is_due(every: int | str | None) -> bool:
-        if isinstance(every, str):
-            return automatic
-        return every is not None and step % every == 0
-
-    intervals = {"rollback": config.rollback_every, "recovery": config.recovery_every}
-    return tuple(kind for kind, every in intervals.items() if step > 0 and is_due(every))
+    every = {"rollback": config.rollback_every, "recovery": config.recovery_every}
+    return tuple(
+        kind
+        for kind, number in every.items()
+        if step > 0 and (automatic if isinstance(number, str) else number and step % number == 0)
+    )
 
 
 class Cadence:
@@ -111,12 +104,15 @@ class Cadence:
     def trained(self) -> None:
         """Call after each step; time spent waiting for a background save is charged to the save."""
         stalled = (self._saver.stalled if self._saver else 0.0) - self._stalled
-        self.stepped(time.perf_counter() - self._returned - stalled)
-        self.waited_later(stalled)
+        self.stepped(time.perf_counter() - self._returned - stalled, stalled=stalled)
 
-    def stepped(self, seconds: float) -> None:
+    def stepped(self, seconds: float, *, stalled: float = 0.0) -> None:
+        """Record a step, and for how long it waited for the last save, in the background."""
         self._steps.append(seconds)
         self._trained += seconds
+        self._paused += stalled
+        if self._saves:
+            self._saves[-1] += stalled
 
     def waited(self, seconds: float, *, save: bool = False) -> None:
         """Record a pause of training.
@@ -126,12 +122,6 @@ class Cadence:
         self._paused += seconds
         if save:
             self._saves.append(seconds)
-
-    def waited_later(self, seconds: float) -> None:
-        """Record a further pause for the last save, which runs in the background."""
-        self.waited(seconds)
-        if self._saves:
-            self._saves[-1] += seconds
 
     def too_costly(self) -> str:
         """Describe the cost of the saves so far and a better cadence; empty within the bound."""
@@ -291,7 +281,6 @@ class SavingPolicy:
         # Damaged states of this run that a resume has skipped; the first save deletes them.
         self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
-        self._pending = False
         self._entered = False
         self._begun = False
         self._by_design: frozenset[str] = frozenset()
@@ -381,15 +370,14 @@ class SavingPolicy:
             self._note(f"step {step} was not saved: {wrong}")
         return not wrong
 
-    def turn_back(self, step: int) -> list[SavedCheckpoint]:
-        """Delete the states of steps beyond `step`, and return them; best-Ks stay."""
+    def turn_back(self, step: int) -> None:
+        """Delete the states of steps beyond `step`; best-Ks stay."""
         self.finish()
         beyond = self._states_from(step + 1)
         self._discard(lambda: beyond)
         if self._last and self._last.step > step:
             self._last = None
         self._go_on_after(step)
-        return beyond
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
@@ -423,7 +411,7 @@ class SavingPolicy:
     def _save(
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
-        folder = folder_name(kind, step, None if metric is None else Metric(*metric))
+        folder = folder_name(kind, step, metric)
         if Ranks().agree(lambda: self.store.is_saved(folder)):
             self._note(f"{folder} was not saved: it already exists")
             return []
@@ -432,15 +420,11 @@ class SavingPolicy:
         if self.saver is None:
             return self._committed([self.store.save(kind, step, state, metric=metric)])
         self.saver.save(kind, step, state, metric=metric)
-        self._pending = True
         return []
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
-        if self.saver is None or not self._pending:
-            return []
-        self._pending = False
-        committed = self.saver.finish()
+        committed = None if self.saver is None else self.saver.finish()
         return self._committed([committed]) if committed else []
 
     def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:

@@ -6,6 +6,7 @@
 Proof: `python -m pytest tests/runs/test_policy_config.py tests/trainer/test_config.py`.
 """
 
+import contextlib
 import re
 import types
 import typing
@@ -25,6 +26,8 @@ TYPE_DESCRIPTIONS = {
     bool: "true or false",
     type(None): "null",
 }
+# YAML reads 3e-4 as text.
+ACCEPTED_TYPES: dict[Any, Any] = {float: (int, float, str), tuple: (list, tuple), dict: Mapping}
 
 
 def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: str = "") -> Tree:
@@ -78,9 +81,8 @@ def _read(kind: Any, value: Any, path: str) -> Any:
     if is_dataclass(kind) and isinstance(kind, type):
         return read_fields(kind, value, inside=path)
     for choice in _choices(kind):
-        done, result = _as(choice, value)
-        if done:
-            return result
+        with contextlib.suppress(ValueError):
+            return _converted(choice, value)
     raise ValueError(f"{path} must be {_accepted_values(kind)}; got {value!r}")
 
 
@@ -89,25 +91,21 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     return get_args(kind) if is_union else (kind,)
 
 
-def _as(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Return whether `value` is of this kind, and the converted value."""
-    if get_origin(kind) is Literal:
-        return value in get_args(kind), value
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list | tuple):
-            return False, value
-        items = [_as(get_args(kind)[0], item) for item in value]
-        if not all(fits for fits, _ in items):
-            return False, value
-        return True, tuple(item for _, item in items)
-    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            return True, float(value)  # YAML reads 3e-4 as text
-        except ValueError:
-            return False, value
-    if kind in (dict, Mapping) or get_origin(kind) in (dict, Mapping):
-        return isinstance(value, Mapping), value
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool)), value
+def _converted(kind: Any, value: Any) -> Any:
+    """Return a value as one of this kind; raise ValueError if it is not."""
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        fits = value in get_args(kind)
+    else:
+        fits = isinstance(value, ACCEPTED_TYPES.get(origin, origin))
+        fits &= origin is bool or not isinstance(value, bool)
+    if not fits:
+        raise ValueError(value)
+    if origin is float:
+        return float(value)
+    if origin is tuple:
+        return tuple(_converted(get_args(kind)[0], item) for item in value)
+    return value
 
 
 def _accepted_values(kind: Any) -> str:

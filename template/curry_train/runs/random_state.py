@@ -24,7 +24,7 @@ from ..core.generators import (
     seed_generators,
     set_generator_states,
 )
-from .ranks import DamagedCheckpoint
+from .ranks import reading
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
@@ -44,19 +44,19 @@ def restore_random_state(
 ) -> list[str]:
     """Restore every generator; return a note for each one that could not be restored."""
     here = take_random_state(generators).keys()
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    devices = {f"cuda-{index}" for index in range(num_devices)}
     own = {f"generator-{name}": one for name, one in (generators or {}).items()}
-    known = states.keys() & (here | devices | {"numpy"})
-    set_generator_states({name: states[name] for name in known - own.keys()})
-    for name in known & own.keys():
-        own[name].set_state(states[name])
-    notes = [
-        f"the generator {name} was saved, but does not exist here"
-        for name in sorted(states.keys() - known)
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    # NumPy may not be loaded yet, nor a GPU be in use.
+    known = {*here, "numpy", *(f"cuda-{index}" for index in range(num_devices))}
+    notes = []
+    for name, state in states.items():
+        if name in own:
+            own[name].set_state(state)
+        elif name in known:
+            set_generator_states({name: state})
         # Those of a loader are registered later.
-        if not name.startswith(f"generator-{DATA_PREFIX}")
-    ]
+        elif not name.startswith(f"generator-{DATA_PREFIX}"):
+            notes.append(f"the generator {name} was saved, but does not exist here")
     for name in sorted(here - states.keys()):
         notes.append(f"the generator {name.removeprefix('generator-')} was not saved")
     return notes
@@ -64,15 +64,10 @@ def restore_random_state(
 
 def check_random_state(states: Any) -> None:
     """Raise DamagedCheckpoint if the generators would refuse these states; none changes."""
-    try:
-        with generators_kept():
-            restore_random_state(states)
-            torch.set_rng_state(states["torch"])
-            random.setstate(states["python"])
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"the saved random state can't be restored ({type(error).__name__}: {error})"
-        ) from error
+    with reading("the saved random state can't be restored", RuntimeError), generators_kept():
+        restore_random_state(states)
+        torch.set_rng_state(states["torch"])
+        random.setstate(states["python"])
 
 
 def restore_threads(saved: int, *, may_restore: bool = True) -> str:
@@ -246,13 +241,15 @@ def spared_workers(loader: Any) -> Iterator[None]:
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:
     """Return the generators that belong to a loader and its samplers."""
-    places = {"loader": "", "sampler": "sampler", "batch-sampler": "batch_sampler"}
-    places["inner-sampler"] = "batch_sampler.sampler"
+    batches = getattr(loader, "batch_sampler", None)
+    owners = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch-sampler": batches,
+        "inner-sampler": getattr(batches, "sampler", None),
+    }
     found: dict[str, torch.Generator] = {}
-    for name, place in places.items():
-        owner = loader
-        for attribute in filter(None, place.split(".")):
-            owner = getattr(owner, attribute, None)
+    for name, owner in owners.items():
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator) and generator not in found.values():
             found[name] = generator

@@ -50,6 +50,23 @@ class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
 
 
+DAMAGE: tuple[type[Exception], ...] = (
+    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, RecursionError),
+    *(TypeError, ValueError),
+)
+
+
+@contextlib.contextmanager
+def reading(what: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise DamagedCheckpoint for errors that damaged or forged bytes raise; `others` are more."""
+    try:
+        yield
+    except (RunError, StateMismatch):
+        raise
+    except DAMAGE + others as error:
+        raise DamagedCheckpoint(f"{what} ({type(error).__name__}: {error!s:.200})") from error
+
+
 @functools.cache
 def report_in_one_line() -> None:
     """Print these errors without a traceback where a script does not catch them.
@@ -144,15 +161,22 @@ class Ranks:
 
         It takes one message in host memory, so it is cheap enough for every step.
         """
+        return list(map(int, self._reduced(numbers, "MAX")))
+
+    def mean(self, number: float) -> float:
+        """Return the mean of a number over the ranks."""
+        return self._reduced([number], "SUM")[0] / self.size
+
+    def _reduced(self, numbers: Sequence[float], operation: str) -> list[float]:
         if self.size == 1:
             return list(numbers)
         import torch
         import torch.distributed as dist
 
-        maxima = torch.tensor(numbers, dtype=torch.int64)
+        found = torch.tensor(numbers, dtype=torch.float64)
         with _other_ranks_answer():
-            dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.group)
-        return maxima.tolist()
+            dist.all_reduce(found, getattr(dist.ReduceOp, operation), group=self.group)
+        return found.tolist()
 
     def exchange(
         self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], list[ResultT]]

@@ -14,7 +14,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -59,7 +59,7 @@ class Replay:
         self._until = until
         self._end = end
         self._begun = 0
-        self._recorder = Recorder(record, 1, True, None, lambda: None, in_replay=True)
+        self._recorder = Recorder(record, in_replay=True)
         self._recording = contextlib.ExitStack()
         self._batches: list[Any] | None = None
         self.found: dict[str, Any] = {"steps": {}, "notes": [], "not finite": None}
@@ -216,17 +216,21 @@ def _last_norms(step: Sequence[Observation]) -> dict[str, float]:
     return next((one["norms"] for one in reversed(step) if one["kind"] == "gradients"), {})
 
 
-def _sizes(step: Sequence[Observation]) -> dict[str, list[float]]:
-    """Return the largest absolute input and output of each module."""
-    found: dict[str, list[float]] = {}
+def _sizes(step: Sequence[Observation], kind: str) -> dict[str, float]:
+    """Return the largest absolute input or output of each module, by the kind of observation."""
+    found: dict[str, float] = {}
     for one in step:
-        if one["kind"] in ("enter", "exit") and one["phase"] == "forward":
-            sizes = found.setdefault(_module([one["path"]]), [0.0, 0.0])
-            end = ("enter", "exit").index(one["kind"])
-            for name, ends in one["ranges"].items():
-                if not name.startswith("buffer "):
-                    sizes[end] = max(sizes[end], *map(abs, ends))
+        if one["kind"] == kind and one["phase"] == "forward":
+            path = _module([one["path"]])
+            ranges = [ends for name, ends in one["ranges"].items() if name[:7] != "buffer "]
+            found[path] = max(
+                [found.get(path, 0.0), *(abs(end) for ends in ranges for end in ends)]
+            )
     return found
+
+
+def _ratios(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    return {name: now[name] / one if one else 1.0 for name, one in before.items() if name in now}
 
 
 def growth(good: Sequence[Observation], bad: Sequence[Observation]) -> dict[str, Any]:
@@ -235,30 +239,24 @@ def growth(good: Sequence[Observation], bad: Sequence[Observation]) -> dict[str,
     Modules that hold this one grow as it does, so the innermost of those is named that have at
     least half of the growth, in powers of ten.
     """
-    sizes = _sizes(good), _sizes(bad)
-
-    def ratio(name: str, end: int) -> float:
-        before, now = (one[name][end] for one in sizes)
-        return now / before if before else 1.0
-
-    common = [name for name in sizes[1] if name in sizes[0]]
-    gains = {name: ratio(name, 1) / (ratio(name, 0) or 1.0) for name in common}
+    inputs = _ratios(_sizes(good, "enter"), _sizes(bad, "enter"))
+    sizes = _sizes(good, "exit"), _sizes(bad, "exit")
+    gains = {name: one / (inputs.get(name) or 1.0) for name, one in _ratios(*sizes).items()}
     least = math.sqrt(max(gains.values(), default=1.0))
-    grown = [name for name in common if gains[name] >= least]
+    grown = [name for name, gain in gains.items() if gain >= least]
     inner = [
         name
         for name in grown
         if not any(one != name and one.startswith(f"{name}." if name else "") for one in grown)
     ]
     named = max(inner, key=lambda name: gains[name], default="")
-    norms, before = _last_norms(bad), _last_norms(good)
-    gradients = {name: norm / before[name] for name, norm in norms.items() if before.get(name)}
+    gradients = _ratios(_last_norms(good), _last_norms(bad))
     largest = max(gradients, key=lambda name: gradients[name], default="")
     return {
         "module": named,
         "gain": gains.get(named, 1.0),
-        "sizes": [one.get(named, [0.0, 0.0])[1] for one in sizes],
-        "batch": ratio(common[0], 0) if common else 1.0,
+        "sizes": [one.get(named, 0.0) for one in sizes],
+        "batch": next(iter(inputs.values()), 1.0),
         "parameter": _module([largest]),
         "gradient": gradients.get(largest, 1.0),
     }

@@ -11,8 +11,9 @@ Proof: `python -m pytest tests/runs/test_resume.py`.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from .files import StrPath
 from .format import LoadReport
@@ -32,16 +33,15 @@ class NothingSaved(DamagedCheckpoint):
     """The run has no such checkpoint, not even a damaged one."""
 
 
-@dataclass(frozen=True)
-class ResumeChoice:
+class ResumeChoice(NamedTuple):
     """The checkpoints that a request may mean."""
 
+    # The folder of its run.
+    root: Path
     # In the order to try them; the first intact one is loaded.
     candidates: Sequence[SavedCheckpoint]
     # Folders whose manifests are damaged, with the reason.
-    damaged: Mapping[str, str] = field(default_factory=dict)
-    # The folder of another run; None for this run.
-    place: str | None = None
+    damaged: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def load_chosen(
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
     choice = Ranks().agree(lambda: choose(own, what, config=config))
-    chosen = own if choice.place is None else SavedRun(choice.place)
+    is_own = choice.root == own.files.root
+    chosen = own if is_own else SavedRun(choice.root)
 
     tried: dict[str, str] = {}
     for saved in choice.candidates:
@@ -97,7 +98,7 @@ def load_chosen(
                 for folder, reason in choice.damaged.items()
                 if (step_of(folder) or 0) >= saved.step
             }
-            return Resumed(saved, report, newer | tried, choice.place is None)
+            return Resumed(saved, report, newer | tried, is_own)
     raise DamagedCheckpoint(
         f"no requested checkpoint is intact: {'; '.join((tried | dict(choice.damaged)).values())}; "
         f"{_others(chosen)}"
@@ -128,20 +129,17 @@ def choose(
     path = Path(place)
     folder = f"{path.parent.name}/{path.name}"
     if step_of(folder) is not None:
-        place = str(path.parent.parent)
-        other = SavedRun(place)
+        other = SavedRun(path.parent.parent)
         kind = folder.partition("/")[0]
         candidates = [saved for saved in other.committed(kind) if saved.folder == folder]
         damaged = {name: why for name, why in other.damaged(kind).items() if name == folder}
-        choice = _found(other, candidates, damaged, f"no {folder}")
-    elif any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
-        choice = choose(SavedRun(place), inside or "latest", config=config)
-    else:
-        raise ValueError(
-            f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
-            f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
-        )
-    return replace(choice, place=place)
+        return _found(other, candidates, damaged, f"no {folder}")
+    if any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
+        return choose(SavedRun(place), inside or "latest", config=config)
+    raise ValueError(
+        f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
+        f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
+    )
 
 
 def split_request(text: str) -> tuple[str, str]:
@@ -169,7 +167,7 @@ def _found(
     """Raise NothingSaved with what is `missing` if there is not even a damaged candidate."""
     if not candidates and not damaged:
         raise NothingSaved(f"{run.files.location('')} holds {missing}; {_others(run)}")
-    return ResumeChoice(candidates, damaged)
+    return ResumeChoice(run.files.root, candidates, damaged)
 
 
 def _others(run: SavedRun) -> str:

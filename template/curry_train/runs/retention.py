@@ -6,13 +6,10 @@ Steps are compared as numbers, never as text. A recovery counts as a rollback to
 Proof: `python -m pytest tests/runs/test_retention.py`.
 """
 
+import math
 from collections.abc import Iterable
 
-from .layout import (
-    BEST_KIND,
-    Metric,
-    SavedCheckpoint,
-)
+from .layout import SavedCheckpoint
 from .policy_config import PolicyConfig
 
 # Retention: which checkpoints to keep and which to delete.
@@ -49,26 +46,30 @@ def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
 
 def best_first(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
     """Return the best-Ks of the configured metric, best first; the earlier one of equals."""
-    ranked = [
-        one for one in saved if one.kind == BEST_KIND and _metric(one) == config.best_k_metric
-    ]
-    return sorted(ranked, key=lambda one: _badness(one.metric, one.step, config))
+    ranked = [one for one in saved if _metric(one) == config.best_k_metric]
+    return sorted(
+        ranked, key=lambda one: _badness(one.metric and one.metric.value, one.step, config)
+    )
 
 
 def is_among_best(
     value: float, step: int, saved: Iterable[SavedCheckpoint], config: PolicyConfig
 ) -> bool:
     """Return whether a state with this value would be among the best K; never if not finite."""
-    if config.best_k == 0 or not float("-inf") < value < float("inf"):
+    if config.best_k == 0 or not math.isfinite(value):
         return False
-    own = _badness(Metric(config.best_k_metric, value), step, config)
-    ranked = [_badness(one.metric, one.step, config) for one in best_first(saved, config)]
-    return sum(other <= own for other in ranked) < config.best_k
+    # Of two equal ones the earlier is better.
+    better = [
+        one
+        for one in best_first(saved, config)
+        if one.metric
+        and _badness(one.metric.value, one.step, config) <= _badness(value, step, config)
+    ]
+    return len(better) < config.best_k
 
 
-def _badness(metric: Metric | None, step: int, config: PolicyConfig) -> tuple[float, int]:
-    assert metric is not None
-    return (metric.value if config.minimize else -metric.value), step
+def _badness(value: float | None, step: int, config: PolicyConfig) -> tuple[float, int]:
+    return (value or 0.0) * (1 if config.minimize else -1), step
 
 
 def _steps(line: list[SavedCheckpoint], count: int) -> list[SavedCheckpoint]:

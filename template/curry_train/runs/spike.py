@@ -15,6 +15,7 @@ at that step.
 Proof: `python -m pytest tests/runs/test_spike.py tests/runs/test_spike_recovery.py`.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -25,7 +26,6 @@ from typing import Any, Protocol
 
 import numpy
 import torch
-import torch.distributed as dist
 
 from .files import Files
 from .policy import number_of
@@ -65,19 +65,13 @@ class Spike:
 
 
 class SpikeWatchdog:
-    """Finds loss spikes in a sequence of losses.
-
-    `group` is a process group whose ranks have different losses: their mean is observed, equally on
-    all ranks. Without it, the loss has to be the same on all ranks already, like that of
-    `train_window`.
-    """
+    """Finds loss spikes in a sequence of losses, which has to be the same on all ranks."""
 
     # A run may resume from a state that was saved without a watchdog.
     may_be_new = True
 
-    def __init__(self, config: SpikeConfig | None = None, *, group: Any = None) -> None:
+    def __init__(self, config: SpikeConfig | None = None) -> None:
         self.config = config or SpikeConfig()
-        self.group = group
         self._accepted: deque[tuple[int, float]] = deque(maxlen=self.config.window)
         self._suspects: list[tuple[int, float]] = []
         self._began: float | None = None
@@ -90,7 +84,7 @@ class SpikeWatchdog:
         A spike is reported once: the losses after it form a new baseline, and NaN after NaN is the
         same spike.
         """
-        value = self._agreed(number_of(loss))
+        value = number_of(loss)
         baseline, limit = self.limit()
         if math.isfinite(value):
             self._reported = False
@@ -144,19 +138,10 @@ class SpikeWatchdog:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        accepted = [(int(step), float(loss)) for step, loss in state["accepted"]]
-        self._accepted = deque(accepted, self.config.window)
-        self._suspects = [(int(step), float(loss)) for step, loss in state["suspects"]]
-        self._began = None if state["began"] is None else float(state["began"])
-        self._reported = bool(state.get("told", False))
-
-    def _agreed(self, loss: float) -> float:
-        if self.group is None:
-            return loss
-        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        total = torch.tensor(loss, dtype=torch.float64, device=device)
-        dist.all_reduce(total, group=self.group)
-        return float(total) / dist.get_world_size(self.group)
+        self._accepted = deque(map(tuple, state["accepted"]), self.config.window)
+        self._suspects = list(map(tuple, state["suspects"]))
+        self._began = state["began"]
+        self._reported = state["told"]
 
 
 def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, float]:
@@ -279,10 +264,7 @@ class AttachedWatch:
         spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
         self.config = spike
         self.ranks = Ranks.on_the_host()
-        group = None
-        if self.ranks.size > 1:
-            group = self.ranks.group or dist.group.WORLD
-        self.watchdog = SpikeWatchdog(spike, group=group)
+        self.watchdog = SpikeWatchdog(spike)
         self._data = data
 
     def begin(self, files: Files) -> None:
@@ -300,7 +282,7 @@ class AttachedWatch:
                 "the watchdog needs the loss of each step: "
                 "call run.step(loss=loss), or leave spike out"
             )
-        spike = self.watchdog.observe(step, loss)
+        spike = self.watchdog.observe(step, self.ranks.mean(number_of(loss)))
         if spike is not None and not self.config.rolls_back and self.ranks.first:
             logger.warning(
                 "spike: %s; with spike.action=rollback the run rolls back and skips its samples",
@@ -350,16 +332,12 @@ class AttachedWatch:
 
 def _load_before(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
     """Load a state from before the first skipped step, or at least from before the spike."""
-    nothing_saved: NothingSaved | None = None
-    for step in dict.fromkeys((first, spike.first)):
-        try:
+    for step in (first, spike.first):
+        with contextlib.suppress(NothingSaved):
             resumed = load(f"{BEFORE_PREFIX}{step}")
-        except NothingSaved as error:
-            nothing_saved = error
-            continue
-        assert resumed is not None
-        return resumed
+            assert resumed is not None
+            return resumed
     raise SpikeNotRecovered(
-        f"{spike.words}: there is nothing to go back to ({nothing_saved}). Save earlier, with a "
-        "lower rollback_every, or set the spike's action to warn"
-    ) from nothing_saved
+        f"{spike.words}: there is nothing to go back to. Save earlier, with a lower "
+        "rollback_every, or set the spike's action to warn"
+    )

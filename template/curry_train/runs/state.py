@@ -1,6 +1,6 @@
 """Collect and restore the whole state of a training: model, optimizer, schedule, counters.
 
-`snapshot` returns it for the store, and `begin_load` restores it. By default, a missing or extra
+`snapshot` returns it for the store, and `Load` restores it. By default, a missing or extra
 key, or another shape or dtype, is an error before anything is changed.
 
 Torch's `get_state_dict` and `set_state_dict` (2.13) restore the same in most trainings, but: saving
@@ -12,9 +12,9 @@ no attributes, too. `tests/runs/test_torch_state.py` has the table.
 Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 """
 
-import contextlib
 import functools
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
-from .parameters import FrozenBase, bare_name, bare_names, parameter_names, require_base
+from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
     check_random_state,
     restore_random_state,
@@ -32,10 +32,9 @@ from .random_state import (
     seed_new_rank,
     take_random_state,
 )
-from .ranks import PARTIAL_LOAD_ADVICE, DamagedCheckpoint, Ranks, StateMismatch
+from .ranks import PARTIAL_LOAD_ADVICE, Ranks, StateMismatch, reading
 from .values import (
     CollectedTensors,
-    Place,
     Stored,
     decode,
     elements_of,
@@ -70,6 +69,8 @@ def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, An
 PART_PREFIX = "part."
 OPTIMIZER_PREFIX = "optimizer."
 EXTRA_STATE_SUFFIX = "_extra_state"
+# Names of the state that an optimizer has of its parameters.
+_OF_PARAMETERS = re.compile(r"optimizer\.\d+\.")
 
 
 class TrainingState:
@@ -78,8 +79,7 @@ class TrainingState:
     The loop sets two counters: `position` counts the samples consumed, `step` the optimizer's
     steps. Gradients are not saved: save between two steps. `extra` holds any other objects
     with `state_dict` and `load_state_dict`, by name. The first rank's state is saved; with an
-    attribute `of_each_rank = True`, the state of every rank. With `trained_only` the parameters
-    that do not train are a hash, and a load needs them in the model.
+    attribute `of_each_rank = True`, the state of every rank.
     """
 
     def __init__(
@@ -92,10 +92,8 @@ class TrainingState:
         config: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
-        trained_only: bool = False,
     ) -> None:
         self.model = model
-        self.base = FrozenBase(model) if trained_only else None
         self.config = dict(config or {})
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
 
@@ -122,69 +120,47 @@ class TrainingState:
         own_parts = {
             name for name in self.parts if getattr(self.parts[name], "of_each_rank", False)
         }
-        values = self.encoded(tensors, self.base, self.parts.keys() - own_parts)
-        parts = self._encoded_parts(tensors, own_parts, f"rank-{ranks.rank}.")
-        place = Place("the generators", f"rank-{ranks.rank}.random")
-        random = encode(take_random_state(self.generators), place, tensors)
+        content = encode(self.content(self.parts.keys() - own_parts), tensors)
+        prefix = f"rank-{ranks.rank}."
+        own = {"random": take_random_state(self.generators), **self._of_parts(own_parts)}
+        own = encode({prefix + name: one for name, one in own.items()}, tensors)
 
         # An average of weights changes only after a step; a loader's state may change at once.
         averages = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
-        stays = (OPTIMIZER_PREFIX, *(f"{_part_name(name)}/" for name in averages))
+        stays = tuple(f"{PART_PREFIX}{name}/" for name in averages)
         parameters = {MODEL_PREFIX + name for name in parameter_names(self.model).values()}
         taken = {
-            name: tensor if name in parameters or name.startswith(stays) else tensor.clone()
+            name: tensor
+            if name in parameters or name.startswith(stays) or _OF_PARAMETERS.match(name)
+            else tensor.clone()
             for name, tensor in tensors.by_name.items()
         }
         for name in self.buffer_names() & taken.keys() if ranks.rank else ():
             if not hasattr(taken[name], "to_local"):
-                taken[f"rank-{ranks.rank}.{name}"] = taken[name]
+                taken[prefix + name] = taken[name]
 
-        values |= {
+        values = {
+            "content": content,
             "step": self.step,
             "position": self.position,
             "config": _as_json(self.config),
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
         }
-        if self.base is not None:
-            values["base"] = self.base.content()
-        rank_values = {"random": random, "parts": parts}
-        return Snapshot(taken, values, rank_values, tensors.inline, self.optimizers, parameters)
+        of_rank = {name.removeprefix(prefix): one for name, one in own.items()}
+        return Snapshot(taken, values, of_rank, tensors.inline, self.optimizers, parameters)
 
-    def encoded(
-        self, tensors: CollectedTensors, base: FrozenBase | None, parts: Collection[str]
-    ) -> dict[str, Any]:
-        """Return the model, the optimizers and these parts; their tensors go into `tensors`."""
+    def content(self, parts: Collection[str]) -> dict[str, Any]:
+        """Return what is saved of the model, the optimizers and these parts, by its names."""
         named = bare_names(self.model, self.model.state_dict())
-        model = {}
-        for name, value in (named if base is None else base.leave_out(named)).items():
-            stored = MODEL_PREFIX + name
-            model[stored] = encode(_once(value), Place(stored, stored), tensors)
+        found = {MODEL_PREFIX + name: _once(value) for name, value in named.items()}
         names = parameter_names(self.model)
-        optimizers = [
-            _encoded_optimizer(one, names, number, tensors)
-            for number, one in enumerate(self.optimizers)
-        ]
-        held = self._encoded_parts(tensors, parts)
-        return {"model": model, "optimizers": optimizers, "parts": held}
+        for number, optimizer in enumerate(self.optimizers):
+            found |= _of_optimizer(optimizer, names, f"{OPTIMIZER_PREFIX}{number}")
+        return found | self._of_parts(parts)
 
-    def _encoded_parts(
-        self, tensors: CollectedTensors, names: Collection[str], prefix: str = ""
-    ) -> dict[str, Any]:
-        found = {}
-        for name in sorted(names):
-            shown = f"{name.replace('extra-', 'extra.', 1)}.state_dict()"
-            place = Place(shown, prefix + _part_name(name))
-            found[name] = encode(self.parts[name].state_dict(), place, tensors)
-        return found
-
-    def begin_load(self, contents: Contents, *, strict: bool = True) -> "Load":
-        """Match a checkpoint with this state.
-
-        Raises StateMismatch or DamagedCheckpoint before anything is changed.
-        """
-        with _state_of_a_training():
-            return Load(self, contents, strict=strict)
+    def _of_parts(self, names: Collection[str]) -> dict[str, Any]:
+        return {PART_PREFIX + name: self.parts[name].state_dict() for name in sorted(names)}
 
     def restore_random(self) -> list[str]:
         """Restore the loaded generators' states once more.
@@ -205,55 +181,40 @@ class TrainingState:
         return {MODEL_PREFIX + name for name in names}
 
 
-def _part_name(name: str) -> str:
-    return PART_PREFIX + name_component(name, 0)
-
-
-def _encoded_optimizer(
-    optimizer: Optimizer, names: Mapping[Any, str], number: int, tensors: CollectedTensors
-) -> dict[str, Any]:
-    """Return an optimizer's state by the names of parameters; its tensors go into `tensors`."""
+def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> dict[str, Any]:
+    """Return an optimizer's groups by `place`, and its state of a parameter by the name of that."""
     kind = type(optimizer).__name__
     if additional := set(optimizer.state_dict()) - {"state", "param_groups"}:
         raise ValueError(
             f"{kind} keeps {', '.join(sorted(map(str, additional)))} besides its state and groups, "
             f"which would be lost: save it under TrainingState(extra=...)"
         )
-    groups = []
-    options = []
-    parameters = {}
+    groups: list[list[str]] = []
+    found = {}
     for index, group in enumerate(optimizer.param_groups):
-        place = Place(f"{kind}.param_groups[{index}]", f"options.{number}-{index}")
-        given = {key: value for key, value in group.items() if key != "params"}
-        options.append(encode(given, place, tensors))
-        members: list[str] = []
-        groups.append(members)
+        groups.append([])
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
                     f"group {index} of {kind} has a parameter of shape {list(parameter.shape)} "
                     f"that the model does not have: save the module that holds it"
                 )
-            name = names[parameter]
-            members.append(name)
-            entries = optimizer.state.get(parameter)
-            if entries:
+            groups[-1].append(names[parameter])
+            if entries := optimizer.state.get(parameter):
                 # A load makes tensors like the parameter of its class again.
-                plain = dict(entries)
-                for key, value in entries.items():
-                    if isinstance(value, Tensor) and value.shape == parameter.shape:
-                        plain[key] = elements_of(value)
-                stored = f"{OPTIMIZER_PREFIX}{number}.{name_component(name, 0)}"
-                parameters[name] = encode(plain, Place(f"{kind}.state[{name!r}]", stored), tensors)
+                found[f"{place}.{names[parameter]}"] = {
+                    key: elements_of(value)
+                    if isinstance(value, Tensor) and value.shape == parameter.shape
+                    else value
+                    for key, value in entries.items()
+                }
+    options = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    place = Place(f"{kind}.state", f"{OPTIMIZER_PREFIX}{number}/state")
-    return {
-        "class": kind,
-        "groups": groups,
-        "options": options,
-        "parameters": parameters,
-        "others": encode(others, place, tensors),
-    }
+    whole = {"class": kind, "groups": groups, "options": options, "others": others}
+    return {place: whole, **found}
 
 
 def _as_json(config: Any) -> Any:
@@ -271,161 +232,143 @@ def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
         yield f"{key}: {saved!r:.60} -> {current!r:.60}"
 
 
-@contextlib.contextmanager
-def _state_of_a_training() -> Iterator[None]:
-    """Raise DamagedCheckpoint where values do not have the form of a training state."""
-    try:
-        yield
-    except (AttributeError, LookupError, RecursionError, TypeError) as error:
-        raise DamagedCheckpoint(
-            f"the saved state is not that of a training run ({type(error).__name__}: {error})"
-        ) from error
-
-
 # Match a checkpoint with the state of a training, and restore it.
 
 # The description of state that may have another form at each save.
 FREE = "free"
+_NO_STATE = "the saved state is not that of a training run"
 
 
 class Load:
-    """A load that passed its checks: fill `targets`, and call `finish`."""
+    """A load that passed its checks: fill `targets`, and call `finish`.
+
+    One that is not strict is for a new run: it takes the model's tensors that fit, and no other
+    state.
+    """
 
     def __init__(self, state: TrainingState, contents: Contents, *, strict: bool) -> None:
-        values = contents.values
-        for name in ("step", "position", "threads", "world_size"):
-            if type(values[name]) is not int or values[name] < 0:
-                raise TypeError(f"{name} is {values[name]!r:.40}")
         self._state = state
         self._contents = contents
         self._ranks = Ranks()
+        self._model_only = contents.model_only or not strict
         self.report = LoadReport()
         # This state's own tensors where they fit, and new ones.
         self.targets: dict[str, Tensor] = {}
-        # A rank that was not there at the save loads the values of rank 0.
-        self._is_new_rank = self._ranks.rank >= values["world_size"]
-        source = 0 if self._is_new_rank else self._ranks.rank
-        self._of_rank = contents.rank_values[source] if contents.rank_values else {"parts": {}}
-        self._parts = {**values["parts"], **self._of_rank["parts"]}
-
-        base = state.base if "base" in values else None
-        if "base" in values and strict:
-            require_base(values["base"], base)
         own = CollectedTensors()
         self._modules = [name for name, one in state.parts.items() if isinstance(one, nn.Module)]
         try:
-            current = state.encoded(own, base, self._modules)
+            current = encode(state.content(self._modules), own)
         except ValueError as error:
             raise StateMismatch(f"nothing can be loaded into this model: {error}") from error
         # This state's own tensors, by the names under which they would be saved.
         self._own = own.by_name
-        self._match(current)
-        if strict and not self.report.exact:
-            raise StateMismatch(_describe(self.report))
-        self._choose_tensors()
+        with reading(_NO_STATE):
+            self._saved = self._chosen(self._of_this_rank())
+            self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
+            if strict and not self.report.exact:
+                raise StateMismatch(_describe(self.report))
+            self._choose_tensors()
+
+    def _of_this_rank(self) -> dict[str, Any]:
+        """Return what is saved for this rank, by its names."""
+        values = self._contents.values
+        for name in ("step", "position", "threads", "world_size"):
+            if type(values[name]) is not int or values[name] < 0:
+                raise TypeError(f"{name} is {values[name]!r:.40}")
+        # A rank that was not there at the save loads the values of rank 0.
+        self._is_new_rank = self._ranks.rank >= values["world_size"]
+        ranks = self._contents.rank_values or [{}]
+        return {**values["content"], **ranks[0 if self._is_new_rank else self._ranks.rank]}
+
+    def _chosen(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: one
+            for name, one in content.items()
+            if name.startswith(MODEL_PREFIX) or not self._model_only
+        }
 
     def _match(self, current: Mapping[str, Any]) -> None:
         """Compare what is saved with the current state, and report what differs."""
-        was = self._sections(self._contents.values, self._parts, self._contents.tensors)
-        parts = {**dict.fromkeys(self._state.parts), **current["parts"]}
-        now = self._sections(current, parts, self._own)
-        report = self.report
-        new = {name for name, one in self._state.parts.items() if hasattr(one, "may_be_new")}
-        report.missing += sorted(now.keys() - was.keys() - new)
-        report.extra += sorted(was.keys() - now.keys())
-        for section in [name for name in was if name in now]:
-            before = was[section]
-            after = now[section]
-            report.missing += sorted(after.keys() - before.keys())
-            report.extra += sorted(before.keys() - after.keys())
-            report.different += [
-                f"{name} was {before[name]} and is {after[name]}"
-                for name in sorted(before.keys() & after.keys())
-                if before[name] != after[name]
-            ]
-        # The optimizers and parts that fit; the others are not loaded.
-        self._fitting = {section for section in was if was[section] == now.get(section)}
-        model = was["model"]
-        fitting = {name for name in model if model[name] == now["model"].get(name)}
-        report.wanted = len(now["model"].keys() | model.keys())
-        report.matched = len(fitting)
-        # Names that fit, each with the name of its tensor; and the model's other state.
-        saved = self._contents.values["model"]
-        self._filled = {
-            name: saved[name].name
-            for name in fitting
-            if isinstance(saved[name], Stored) and model[name] != FREE
+        was = self._descriptions(self._saved, self._contents.tensors)
+        now = self._descriptions(current, self._own)
+        new = {
+            PART_PREFIX + name
+            for name, one in self._state.parts.items()
+            if hasattr(one, "may_be_new")
         }
-        self._extras = {name: saved[name] for name in fitting - self._filled.keys()}
+        fitting = [name for name in was if was[name] == now.get(name)]
+        report = self.report
+        report.matched = len(fitting)
+        report.wanted = len(was.keys() | now.keys())
+        report.missing = [name for name in now if name not in was and name not in new]
+        report.extra = [name for name in was if name not in now]
+        report.different = [
+            f"{name} was {was[name]} and is {now[name]}"
+            for name in was
+            if name in now and was[name] != now[name]
+        ]
+        # Names of the model that fit, each with the name of its tensor.
+        self._filled = {
+            name: self._saved[name].name
+            for name in fitting
+            if isinstance(self._saved.get(name), Stored) and was[name] != FREE
+        }
+        if self._model_only:
+            others = [name for name in fitting if name not in self._filled]
+            self._saved = {name: self._saved[name] for name in others}
 
-    def _sections(
-        self, values: Mapping[str, Any], parts: Mapping[str, Any], tensors: Mapping[str, Any]
-    ) -> dict[str, dict[str, str]]:
-        """Describe what has to be equal of the model, the optimizers, and of parts."""
-        sections = {"model": _descriptions(values["model"], tensors)}
-        if self._contents.model_only:
-            return sections
-        for number, one in enumerate(values["optimizers"]):
-            shown = f"optimizer {number}"
-            sections[shown] = {shown: one["class"]}
-            for index, group in enumerate(one["groups"]):
-                sections[shown] |= {f"{name} of {shown}": f"in group {index}" for name in group}
-            for name in one["parameters"]:
-                if f"{name} of {shown}" not in sections[shown]:
-                    raise LookupError(f"{name:.80} is in no group of {shown}")
-        for name, content in parts.items():
-            place = Place(name, _part_name(name))
-            entries = content if name in self._modules else {}
-            placed = {place.inner(key, 0).name: item for key, item in entries.items()}
-            sections[name] = _descriptions(placed, tensors)
-        return sections
+    def _descriptions(
+        self, content: Mapping[str, Any], tensors: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """Describe what has to be equal: shapes, dtypes, ties, groups and parts."""
+        found: dict[str, str] = {}
+        for name, item in content.items():
+            if name.startswith(MODEL_PREFIX):
+                found[name] = _description(name, item, tensors)
+            elif name.startswith(PART_PREFIX):
+                found[name] = "saved"
+                is_module = name.removeprefix(PART_PREFIX) in self._modules
+                for key, entry in item.items() if is_module else ():
+                    inner = f"{name}/{name_component(key)}"
+                    found[inner] = _description(inner, entry, tensors)
+            elif name.startswith(OPTIMIZER_PREFIX) and not _OF_PARAMETERS.match(name):
+                found[name] = item["class"]
+                for index, group in enumerate(item["groups"]):
+                    found |= {f"{one} of {name}": f"in group {index}" for one in group}
+        return found
 
     def _choose_tensors(self) -> None:
         """Find the tensors to fill."""
         state = self._state
-        values = self._contents.values
         self.targets |= {stored: self._own[stored] for stored in self._filled.values()}
-        self._add(self._extras)
-        if not self._contents.model_only:
-            for optimizer, saved in self._optimizers():
-                for parameter, group, name, entries in self._entries(optimizer, saved):
-                    was_moved = values["model"][name].device is not None
+        if not self._model_only:
+            for number in range(len(state.optimizers)):
+                for parameter, group, name, entries in self._entries(number, self._saved):
+                    was_moved = self._saved[MODEL_PREFIX + name].device is not None
                     # Torch keeps `step` on the host, except with capturable or fused.
                     keeps_step = not (group.get("capturable") or group.get("fused"))
                     for key, item in entries.items():
                         on_host = was_moved or (key == "step" and keeps_step)
                         self._add(item, functools.partial(_new_entry, parameter, on_host))
-                self._add([saved["others"], saved["options"]])
-            self._add([self._parts[name] for name in self._part_names()])
-            self._add(self._of_rank["random"])
-            _as_json(values["config"])
-        if values["world_size"] == self._ranks.size and self._ranks.rank:
+            _as_json(self._contents.values["config"])
+        self._add(self._saved)
+        if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
             for name in state.buffer_names() & self.targets.keys():
                 own_name = f"rank-{self._ranks.rank}.{name}"
                 if own_name in self._contents.tensors:
                     self.targets[own_name] = self.targets.pop(name)
 
-    def _part_names(self) -> list[str]:
-        return [name for name in self._state.parts if name in self._fitting]
-
-    def _optimizers(self) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
-        """Yield each optimizer that fits, and its saved state."""
-        pairs = zip(self._state.optimizers, self._contents.values["optimizers"], strict=False)
-        for number, pair in enumerate(pairs):
-            if f"optimizer {number}" in self._fitting:
-                yield pair
-
     def _entries(
-        self, optimizer: Optimizer, saved: Mapping[str, Any]
+        self, number: int, content: Mapping[str, Any]
     ) -> Iterator[tuple[Tensor, Mapping[str, Any], str, Mapping[Any, Any]]]:
-        """Yield each parameter that fits and has state: its group, its name, the saved state."""
+        """Yield each parameter of an optimizer that has state: its group, name and the state."""
         names = parameter_names(self._state.model)
-        for group in optimizer.param_groups:
+        for group in self._state.optimizers[number].param_groups:
             for parameter in group["params"]:
-                entries = saved["parameters"].get(names[parameter])
-                name = MODEL_PREFIX + names[parameter]
-                if entries is not None and name in self._filled:
+                name = names[parameter]
+                entries = content.get(f"{OPTIMIZER_PREFIX}{number}.{name}")
+                if entries is not None:
                     yield parameter, group, name, entries
 
     def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
@@ -435,7 +378,12 @@ class Load:
             current = self._own.get(found.name)
             if found.name in self.targets:
                 continue
-            if current is not None and _has(current, saved) and not is_expanded(current):
+            form = saved.shape, saved.dtype
+            if (
+                current is not None
+                and (current.shape, current.dtype) == form
+                and not is_expanded(current)
+            ):
                 self.targets[found.name] = current
             else:
                 self.targets[found.name] = (make or _new_tensor)(found, saved)
@@ -444,29 +392,29 @@ class Load:
         """Restore everything from the filled tensors and the saved values."""
         state = self._state
         notes = self.report.notes
-        tensors = {**self._own, **self.targets}
-        self._finish_model(tensors)
-        if self._contents.model_only:
+        found = decode(self._saved, {**self._own, **self.targets})
+        self._finish_model(found)
+        if self._model_only:
             notes.append("parameters only: optimizer, generators and position are as they were")
             return
-        with _state_of_a_training():
-            for optimizer, saved in self._optimizers():
+        with reading(_NO_STATE):
+            for number, optimizer in enumerate(state.optimizers):
+                saved = found[f"{OPTIMIZER_PREFIX}{number}"]
                 entries = {
-                    parameter: {**decode(item, tensors)}
-                    for parameter, _, _, item in self._entries(optimizer, saved)
+                    parameter: {**entry} for parameter, _, _, entry in self._entries(number, found)
                 }
-                entries |= decode(saved["others"], tensors)
+                entries |= saved["others"]
                 optimizer.state.clear()
                 optimizer.state.update(entries)
                 for group, options in zip(optimizer.param_groups, saved["options"], strict=True):
-                    group.update(decode(options, tensors))
+                    group.update(options)
         for parameter in state.model.parameters():
             parameter.grad = None
-        for name in self._part_names():
-            part = state.parts[name]
-            content = decode(self._parts[name], tensors)
+        for name, part in state.parts.items():
+            if PART_PREFIX + name not in found:
+                continue
             try:
-                part.load_state_dict(content)
+                part.load_state_dict(found[PART_PREFIX + name])
             except Exception as error:
                 raise StateMismatch(
                     f"load_state_dict of {name} ({type(part).__name__}) refused its saved state "
@@ -475,19 +423,18 @@ class Load:
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
         notes += self._changes_of_the_run()
-        random = decode(self._of_rank["random"], tensors)
-        check_random_state(random)
-        state.loaded_random = (random, self._is_new_rank)
+        check_random_state(found["random"])
+        state.loaded_random = (found["random"], self._is_new_rank)
         notes += state.restore_random()
 
-    def _finish_model(self, tensors: Mapping[str, Tensor]) -> None:
+    def _finish_model(self, found: Mapping[str, Any]) -> None:
         """Load what was not filled in the model's own memory."""
         model = self._state.model
         late = {}
         for full, value in model.state_dict().items():
             name = MODEL_PREFIX + bare_name(model, full)
-            if name in self._extras:
-                late[full] = decode(self._extras[name], tensors)
+            if name in found and name not in self._filled:
+                late[full] = found[name]
             elif name in self._filled:
                 filled = self._own[self._filled[name]]
                 if memory_of(_once(value)) != memory_of(filled) and filled.numel():
@@ -513,22 +460,17 @@ class Load:
         return notes
 
 
-def _descriptions(content: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Describe what has to be equal of each entry: a shape, a dtype, or a tie."""
-    found = {}
-    for name, item in content.items():
-        if name.endswith(EXTRA_STATE_SUFFIX):
-            found[name] = FREE
-        elif isinstance(item, Stored):
-            held = tensors[item.name]
-            found[name] = f"{list(held.shape)}, {held.dtype}"
-            if item.name != name:
-                found[name] = f"one tensor with {item.name}"
-        elif isinstance(item, Tensor):
-            found[name] = f"{list(item.shape)}, {item.dtype}, {item.layout}"
-        else:
-            found[name] = f"a {type(item).__name__}"
-    return found
+def _description(name: str, item: Any, tensors: Mapping[str, Any]) -> str:
+    """Describe what has to be equal of an entry: a shape and dtype, or a tie."""
+    if name.endswith(EXTRA_STATE_SUFFIX):
+        return FREE
+    if isinstance(item, Stored):
+        held = tensors[item.name]
+        tied = item.name != name
+        return f"one tensor with {item.name}" if tied else f"{list(held.shape)}, {held.dtype}"
+    if isinstance(item, Tensor):
+        return f"{list(item.shape)}, {item.dtype}, {item.layout}"
+    return f"a {type(item).__name__}"
 
 
 def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -> Tensor:
@@ -546,10 +488,6 @@ def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
     is_cuda = found.device == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else None
     return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
-
-
-def _has(tensor: Tensor, saved: Tensor) -> bool:
-    return tensor.shape == saved.shape and tensor.dtype == saved.dtype
 
 
 def _once(value: Any) -> Any:

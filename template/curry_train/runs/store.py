@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/runs/test_store_kill.py tests/runs/test_store.py`
 """
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import functools
@@ -41,7 +42,6 @@ from .layout import (
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
     MOST_MANIFEST_BYTES,
-    RESUMABLE_KINDS,
     Manifest,
     Metric,
     SavedCheckpoint,
@@ -59,9 +59,10 @@ from .ranks import (
     RunError,
     SaveError,
     StepExists,
+    reading,
 )
 from .retention import newest_first
-from .state import TrainingState
+from .state import Load, TrainingState
 from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
@@ -78,28 +79,20 @@ class Writing:
         self,
         store: "Store",
         ranks: Ranks,
-        kind: str,
-        step: int,
-        metric: Metric | None,
+        saved: SavedCheckpoint,
         snapshot: Snapshot,
         *,
         folder: str,
     ) -> None:
         self.files = store.files
-        self.branches = store.branches
         self.ranks = ranks
-        self.kind = kind
-        self.step = step
-        self.metric = metric
-        self.final = folder_name(kind, step, metric)
+        # What is committed in the end, without its files.
+        self.saved = saved
+        self.snapshot = snapshot
         self.folder = folder
-
         self._new = HashingFolder(self.files, self.folder)
-        layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
+        layout = SafetensorsLayout if saved.kind == BEST_KIND else ShardedLayout
         self._layout = layout(snapshot, self._new, ranks)
-        self._values = snapshot.values
-        self._rank_values = snapshot.rank_values
-        self.optimizers = snapshot.optimizers
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -109,12 +102,12 @@ class Writing:
     def write(self, tensors: Sequence[Tensor] | None = None) -> Part:
         """Write this rank's files, from the live tensors or from copies of them."""
         places = self._layout.write(self.tensors if tensors is None else tensors)
-        return Part(self._new.entries, places, self._rank_values)
+        return Part(self._new.entries, places, self.snapshot.rank_values)
 
-    def commit(self, parts: list[Part]) -> Manifest:
+    def commit(self, parts: list[Part]) -> SavedCheckpoint:
         """Write the manifest and rename the folder; called on the first rank after all parts."""
         content = {
-            "values": self._values,
+            "values": self.snapshot.values,
             "ranks": [part.values for part in parts],
             **self._layout.join(parts),
         }
@@ -124,31 +117,26 @@ class Writing:
         entries = dict(self._new.entries)
         for part in parts:
             entries |= part.files
-
-        about = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__.split("+")[0],
-            "world_size": self.ranks.size,
-        }
-        manifest = Manifest(self.kind, self.step, entries, self.metric, about, self.branches)
-        rendered = readable(manifest.render(), MOST_MANIFEST_BYTES, "the manifest")
+        saved = dataclasses.replace(self.saved, files=entries)
+        rendered = readable(saved.render(), MOST_MANIFEST_BYTES, "the manifest")
         self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
 
         self._rename()
         # From here on the checkpoint is committed, and an error does not undo it.
-        with committed_anyway(self.files.location(self.final)):
-            self.files.sync_folder(self.kind)
-        return manifest
+        with committed_anyway(saved.location):
+            self.files.sync_folder(saved.kind)
+        return saved
 
     def _rename(self) -> None:
         """Give the folder its final name; one that was given up is renamed just before."""
-        removed = removed_name(self.final)
-        is_in_the_way = self.files.kind(self.final) is not None
+        final = self.saved.folder
+        removed = removed_name(final)
+        is_in_the_way = self.files.kind(final) is not None
         if is_in_the_way:
-            self.files.rename(self.final, removed)
-        self.files.rename(self.folder, self.final)
+            self.files.rename(final, removed)
+        self.files.rename(self.folder, final)
         if is_in_the_way:
-            with committed_anyway(self.files.location(self.final)):
+            with committed_anyway(self.saved.location):
                 self.files.remove_folder(removed)
 
 
@@ -201,7 +189,7 @@ class SavedRun:
         for folder in [f"{kind}/{name}" for name in self.files.names(kind)]:
             if step_of(folder) is not None:
                 try:
-                    found[folder] = self._saved(folder, read_manifest(self.files, folder))
+                    found[folder] = read_manifest(self.files, folder)
                 except DamagedCheckpoint as error:
                     found[folder] = str(error)
         return found
@@ -230,7 +218,7 @@ class SavedRun:
             if any(saved.step > after for after in branches[len(saved.branches) :])
         ]
 
-    def verify(self, checkpoint: Which) -> Manifest:
+    def verify(self, checkpoint: Which) -> SavedCheckpoint:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
         folder = self.folder_of(checkpoint)
         manifest = read_manifest(self.files, folder)
@@ -259,7 +247,7 @@ class SavedRun:
             return self.open_content(folder, manifest)
 
         contents, fill = ranks.all_do(check)
-        loading = ranks.all_do(lambda: state.begin_load(contents, strict=strict))
+        loading = ranks.all_do(lambda: Load(state, contents, strict=strict))
 
         ranks.all_do(lambda: fill(loading.targets))
         ranks.all_do(loading.finish)
@@ -274,7 +262,8 @@ class SavedRun:
             best = read_best(self.files, folder, found.get("others"))
             contents = Contents(best, found["values"], found["ranks"], model_only=True)
             return contents, lambda targets: copy_into(targets, best)
-        metadata = checked_index(found.get("index"), manifest)
+        with reading("the index of the tensors can't be read"):
+            metadata = checked_index(found.get("index"), manifest)
         contents = Contents(shapes_of(metadata), found["values"], found["ranks"])
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
@@ -304,27 +293,11 @@ class SavedRun:
 
     def _values(self, folder: str) -> dict[str, Any]:
         key = f"{folder}/{STATE_FILE_NAME}"
-        try:
+        with reading(f"{self.files.location(key)} can't be read"):
             found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
             if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
                 raise ValueError("it does not hold the values of a state")
-        except (DamagedCheckpoint, OSError, ValueError, LookupError, TypeError) as error:
-            raise DamagedCheckpoint(
-                f"{self.files.location(key)} can't be read ({error})"
-            ) from error
-        return dict(found)
-
-    def _saved(self, folder: str, manifest: Manifest) -> SavedCheckpoint:
-        location = self.files.location(folder)
-        return SavedCheckpoint(
-            manifest.kind,
-            manifest.step,
-            folder,
-            location,
-            manifest.metric,
-            manifest.num_bytes,
-            manifest.branches,
-        )
+            return dict(found)
 
 
 def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:
@@ -402,11 +375,7 @@ class Store(SavedRun):
         metric: tuple[str, float] | None = None,
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
-        writing = self.begin(kind, step, state, metric=metric)
-        try:
-            return Ranks().collect(writing.write, lambda parts: self.commit(writing, parts))
-        except (OSError, RuntimeError) as error:
-            raise self.failed(writing.ranks, writing.final, writing.folder, error) from error
+        return self.finish(self.begin(kind, step, state, metric=metric))
 
     def begin(
         self,
@@ -418,34 +387,51 @@ class Store(SavedRun):
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
-        name = f"the {kind} of step {step}"
+        about = {
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "torch": torch.__version__.split("+")[0],
+            "world_size": ranks.size,
+        }
+        name = f"{kind}/step-{step:08d}"
         folder = ""
 
-        def take() -> tuple[Metric | None, str, Snapshot]:
-            checked_metric = None if metric is None else Metric(*metric)
-            return checked_metric, folder_name(kind, step, checked_metric), state.snapshot()
+        def take() -> tuple[str, Snapshot]:
+            return self.files.location(folder_name(kind, step, metric)), state.snapshot()
 
         try:
             # An error on one rank must reach the others before they wait for it in a collective.
-            checked_metric, name, snapshot = ranks.all_do(take)
+            location, snapshot = ranks.all_do(take)
             self.open()
-            folder = ranks.agree(lambda: self._prepare(name))
-            return Writing(self, ranks, kind, step, checked_metric, snapshot, folder=folder)
-        except Exception as error:
-            failed = self.failed(ranks, name, folder, error)
-            if isinstance(error, OSError | OtherRank):
-                raise failed from error
-            raise
+            own_metric = metric and Metric(*metric)
+            saved = SavedCheckpoint(kind, step, {}, own_metric, about, self.branches, location)
+            folder = ranks.agree(lambda: self._prepare(saved.folder))
+            return Writing(self, ranks, saved, snapshot, folder=folder)
+        except (OSError, OtherRank) as error:
+            raise self.failed(ranks, name, folder, error) from error
+
+    def finish(
+        self,
+        writing: Writing,
+        *,
+        ranks: Ranks | None = None,
+        write: Callable[[], Part] | None = None,
+    ) -> SavedCheckpoint:
+        """Let each rank `write` its part, and commit the checkpoint."""
+        ranks = ranks or writing.ranks
+        try:
+            return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
+        except (OSError, RuntimeError) as error:
+            raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
 
     def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:
         """Commit a checkpoint and update `latest`; called on the first rank."""
         # After a takeover: the new writer has removed the folder, or this raises.
         self._lock.require_held()
-        manifest = writing.commit(parts)
-        if writing.kind in RESUMABLE_KINDS:
-            with committed_anyway(self.files.location(writing.final)):
+        saved = writing.commit(parts)
+        if saved.is_state:
+            with committed_anyway(saved.location):
                 self._point()
-        return self._saved(writing.final, manifest)
+        return saved
 
     def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -35,7 +34,7 @@ from .layout import (
     FileEntry,
     Manifest,
     check_sizes,
-    hash_stream,
+    entry_of,
     parse_manifest,
     verify_files,
 )
@@ -81,12 +80,12 @@ def commit_folder(folder: StrPath) -> Commit:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
     names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
-    entries = {name: _entry_of(path / name, sync=True) for name in names}
+    entries = {name: entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
-        _sync_folder(below)
+        Files(below).sync_folder("")
     manifest = _manifest(entries)
-    _write_manifest(path / MANIFEST_FILE_NAME, manifest)
-    _sync_folder(path.parent)
+    Files(path).write(MANIFEST_FILE_NAME, manifest.render())
+    Files(path.parent).sync_folder("")
     return Commit(path, manifest)
 
 
@@ -112,16 +111,16 @@ def _final_of(path: Path) -> Path:
 
 def commit_file(staged: Path, final: Path) -> Commit:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    entry = _entry_of(staged, sync=True)
+    entry = entry_of(staged, sync=True)
     manifest = _manifest({final.name: entry})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        old = dataclasses.asdict(before.manifest.files[final.name]) | {"time": before.time}
+        old = [*before.manifest.files[final.name], before.time]
         manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
-    _write_manifest(_manifest_of(final), manifest)
+    Files(final.parent).write(_manifest_of(final).name, manifest.render())
     staged.replace(final)
-    _sync_folder(final.parent)
+    Files(final.parent).sync_folder("")
     _sweep(final)
     return Commit(final, manifest)
 
@@ -169,10 +168,10 @@ def read_commit(path: Path) -> Commit:
     before = manifest.about.get("before")
     # A crash between manifest and rename leaves the file that was there before.
     if before is not None and path.is_file():
-        old = FileEntry(before["bytes"], before["hash"])
-        if _entry_of(path) == old:
-            about = {"time": before["time"]}
-            manifest = dataclasses.replace(manifest, files={path.name: old}, about=about)
+        *old, moment = before
+        if entry_of(path) == tuple(old):
+            files = {path.name: FileEntry(*old)}
+            manifest = dataclasses.replace(manifest, files=files, about={"time": moment})
     return Commit(path, manifest)
 
 
@@ -186,22 +185,6 @@ def _manifest_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{MANIFEST_FILE_NAME}")
 
 
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    Files(path.parent).write(path.name, manifest.render())
-
-
-def _entry_of(path: Path, *, sync: bool = False) -> FileEntry:
-    with path.open("rb") as stream:
-        entry = FileEntry(*hash_stream(stream))
-        if sync:
-            os.fsync(stream.fileno())
-    return entry
-
-
-def _sync_folder(path: Path) -> None:
-    Files(path).sync_folder("")
-
-
 def _show(path: Path) -> Path:
     """Give a committed checkpoint its name, in place of another one; return its path."""
     final = _final_of(path)
@@ -210,7 +193,7 @@ def _show(path: Path) -> Path:
         if final.exists():
             _remove(final)
         path.rename(final)
-        _sync_folder(final.parent)
+        Files(final.parent).sync_folder("")
     return final
 
 
@@ -311,7 +294,9 @@ class _HuggingFaceCommits:
     def __init__(self, trainer: Any) -> None:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
-        self._limit: int | None = None
+        # The Trainer would delete older checkpoints before the new one is committed.
+        self._limit = trainer.args.save_total_limit
+        trainer.args.save_total_limit = None
         self._save = trainer.save_model
         trainer.save_model = self._save_model
 
@@ -320,11 +305,6 @@ class _HuggingFaceCommits:
         return Ranks.on_the_host()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer would delete older checkpoints before the new one is committed.
-        # None is what an earlier training of this process left, if it ended with an error.
-        if args.save_total_limit is not None:
-            self._limit = args.save_total_limit
-        args.save_total_limit = None
         step = state.global_step
         if step >= state.max_steps > 0 and state.is_world_process_zero:
             logger.warning(
@@ -334,9 +314,6 @@ class _HuggingFaceCommits:
                 state.max_steps,
                 step + 1,
             )
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        args.save_total_limit = self._limit
 
     def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the first files of a checkpoint, or those that the user asks for."""
@@ -445,21 +422,19 @@ def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None 
     from an older checkpoint; under Accelerate it ends with a RunError. Hugging Face logs a NaN only
     with `logging_nan_inf_filter=False`. Returns what it was given.
     """
-    otherwise = "call saving(..., journal=True) in the loop"
-    library = library_of(trainer, otherwise=otherwise)
-    record = _Record(Path(folder), watch)
+    library = library_of(trainer, otherwise="call saving(..., journal=True) in the loop")
     if library == "accelerate":
-        _AcceleratorJournal(trainer, record)
+        _AcceleratorJournal(folder, watch).attach(trainer)
     else:
-        add_callback(trainer, JOURNALS[library], record)
+        add_callback(trainer, JOURNALS[library], folder, watch)
     return trainer
 
 
-class _Record:
+class _WatchedJournal:
     """The journal of a training, and the watchdog over its losses."""
 
-    def __init__(self, folder: Path, watch: SpikeConfig | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: StrPath, watch: SpikeConfig | None) -> None:
+        self._folder = Path(folder)
         self._watchdog = SpikeWatchdog(watch or SpikeConfig(action="none"))
         # The journal, from the first step to the end of a training.
         self.journal: Any = None
@@ -495,42 +470,37 @@ class _Record:
         self.reason = None
 
 
-class _HuggingFaceJournal:
+class _HuggingFaceJournal(_WatchedJournal):
     """Records what a Trainer of Hugging Face logs."""
-
-    def __init__(self, record: _Record) -> None:
-        self._record = record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         rank = 0 if state.is_world_process_zero else 1
-        self._record.begin(state.global_step, rank=rank, config=args.to_sanitized_dict())
+        self.begin(state.global_step, rank=rank, config=args.to_sanitized_dict())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step = state.global_step
         if "loss" in logs:
             rate = logs.get("learning_rate", 0.0)
-            self._record.step(step, logs["loss"], rate, logs.get("grad_norm"))
-            control.should_training_stop |= self._record.reason is not None
+            self.step(step, logs["loss"], rate, logs.get("grad_norm"))
+            control.should_training_stop |= self.reason is not None
         if "eval_loss" in logs:
             value = float(logs["eval_loss"])
-            self._record.journal.write("eval", step=step, metric="eval_loss", value=value)
+            self.journal.write("eval", step=step, metric="eval_loss", value=value)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._record.end(state.global_step)
+        self.end(state.global_step)
 
 
-class _LightningJournal:
+class _LightningJournal(_WatchedJournal):
     """Records the loss of each optimizer step of Lightning's Trainer."""
 
-    def __init__(self, record: _Record) -> None:
-        self._record = record
-        self._seen = 0
-        self._loss: Any = 0.0
+    _seen = 0
+    _loss: Any = 0.0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._seen = trainer.global_step
         config = {"max_steps": trainer.max_steps, "precision": trainer.precision}
-        self._record.begin(trainer.global_step, rank=trainer.global_rank, config=config)
+        self.begin(trainer.global_step, rank=trainer.global_rank, config=config)
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -548,29 +518,29 @@ class _LightningJournal:
         if trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self._record.step(self._seen, loss, rate)
-        trainer.should_stop |= self._record.reason is not None
+        self.step(self._seen, loss, rate)
+        trainer.should_stop |= self.reason is not None
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self._record.end(trainer.global_step)
+        self.end(trainer.global_step)
 
 
 # Accelerate counts no steps, so its checkpoints hold their number in this file.
 STEP_FILE_NAME = "journal_step.json"
 
 
-class _AcceleratorJournal:
+class _AcceleratorJournal(_WatchedJournal):
     """Records the loss of each optimizer step of a loop that trains with an Accelerator."""
 
-    def __init__(self, accelerator: Any, record: _Record) -> None:
+    _step = 0
+    _loss: Any = None
+    _norm: Any = None
+    _has_hook = False
+
+    def attach(self, accelerator: Any) -> None:
         if accelerator.state.deepspeed_plugin is not None:
             raise ValueError("DeepSpeed steps inside of its engine: write the journal in the loop")
         self._accelerator = accelerator
-        self._record = record
-        self._step = 0
-        self._loss: Any = None
-        self._norm: Any = None
-        self._has_hook = False
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
         replaced: dict[str, Callable[..., Any]] = {
@@ -604,28 +574,28 @@ class _AcceleratorJournal:
             loss = self._accelerator.reduce(loss.clone(), reduction="mean")
         self._begin()
         self._step += 1
-        self._record.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
+        self.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
         self._loss = None
         self._norm = None
-        if (reason := self._record.reason) is not None:
-            self._record.end(self._step)
+        if (reason := self.reason) is not None:
+            self.end(self._step)
             raise RunError(f"{reason}: start again from an older checkpoint")
 
     def _begin(self) -> None:
-        if self._record.journal is None:
+        if self.journal is None:
             accelerator = self._accelerator
             config = {
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
                 "mixed_precision": str(accelerator.mixed_precision),
             }
-            self._record.begin(self._step, rank=accelerator.process_index, config=config)
+            self.begin(self._step, rank=accelerator.process_index, config=config)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._begin()
         place = Path(folder).resolve()
         if self._accelerator.is_main_process:
             (place / STEP_FILE_NAME).write_text(json.dumps(self._step))
-        self._record.journal.write("save", step=self._step, checkpoint=str(_final_of(place)))
+        self.journal.write("save", step=self._step, checkpoint=str(_final_of(place)))
 
     def _load(self, models: Any, folder: str) -> None:
         """Go on from the step that a state was saved at."""
@@ -634,10 +604,10 @@ class _AcceleratorJournal:
             self._step = int(json.loads(found.read_text()))
         else:
             logger.warning("%s was saved without a journal: its steps count on", folder)
-        self._record.end(self._step, "another state is loaded")
+        self.end(self._step, "another state is loaded")
 
     def _end(self, end: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._record.end(self._step)
+        self.end(self._step)
         return end(*args, **options)
 
 

@@ -1,9 +1,9 @@
 """Save Python values beside the tensors of a checkpoint, and read them without running code.
 
     tensors = CollectedTensors()
-    content = encode(part.state_dict(), Place("extra.stats", "part.extra-stats"), tensors)
+    content = encode({"part.stats": part.state_dict()}, tensors)
     data = dump(content)
-    part.load_state_dict(decode(load(data), tensors.by_name))
+    part.load_state_dict(decode(load(data), tensors.by_name)["part.stats"])
 
 `torch.save` writes them, and `torch.load(weights_only=True)` reads them with a list of allowed
 classes. A value that could not come back is refused with its path, before anything is written.
@@ -12,51 +12,40 @@ Tensors stay out of the file, under names that no two of them share.
 Proof: `python -m pytest tests/runs/test_state_values.py`.
 """
 
-import copy
 import io
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import (
+    MappingKey,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from ..core.unpickle import DAMAGE, PickleReader
-from .ranks import DamagedCheckpoint
+from .ranks import reading
 
 # Where a value is, and the tensors that were found in values.
 
-# Containers inside of containers; reading takes a few Python frames for each.
-MOST_NESTED = 100
 # Longer integers are refused by torch.load.
 MOST_INTEGER_BITS = 2000
 
 
-@dataclass(frozen=True)
-class Place:
-    """The path of a value for a person, and the name under which its tensors are saved."""
-
-    shown: str
-    name: str
-    depth: int = 0
-
-    def inner(self, key: Any, number: int) -> "Place":
-        """Return the place of an element, by its key and its number in the container."""
-        name = f"{self.name}/{name_component(key, number)}"
-        return Place(f"{self.shown}[{key!r:.60}]", name, self.depth + 1)
-
-
-def name_component(key: Any, number: int) -> str:
+def name_component(key: Any) -> str:
     """Return a text for the key of an element; no other key of its container has the same."""
-    if type(key) is int:
-        return f"#{key}"
+    text = key if type(key) is str else f"{key!r}"
+    text = text.replace("~", "~0").replace("/", "~1")
     if type(key) is not str:
-        return f"##{number}"
-    text: str = key.replace("~", "~0").replace("/", "~1")
+        return f"#{text}"
     return f"~2{text[1:]}" if text.startswith("#") else text
 
 
@@ -69,18 +58,16 @@ class CollectedTensors:
         self.inline: dict[str, Tensor] = {}
         self._names: dict[Any, str] = {}
 
-    def add(self, tensor: Tensor, place: Place) -> str:
+    def add(self, tensor: Tensor, name: str) -> str:
         """Add a tensor, and return the name under which this memory is saved."""
         identity = memory_of(tensor)
         if identity in self._names:
             return self._names[identity]
-        if place.name in self.by_name:
-            raise ValueError(
-                f"{place.shown} would be saved as {place.name}, like another tensor: rename it"
-            )
-        self._names[identity] = place.name
-        self.by_name[place.name] = tensor
-        return place.name
+        if name in self.by_name:
+            raise ValueError(f"two tensors would be saved as {name}: rename one of them")
+        self._names[identity] = name
+        self.by_name[name] = tensor
+        return name
 
 
 def memory_of(tensor: Tensor) -> Any:
@@ -102,12 +89,15 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 CONVERT_ADVICE = "convert it to numbers, text, lists, mappings, arrays of numbers or tensors"
-BASE_ADVICE = "if it is of a quantised base below adapters, pass trained_only=True"
+BASE_ADVICE = (
+    "if it is of a quantised base below adapters, pass the parameters that train as the model: "
+    "torch.nn.ParameterList(one for one in model.parameters() if one.requires_grad)"
+)
 
 
-def refuse_value(place: Place, what: str, *, advice: str = CONVERT_ADVICE) -> NoReturn:
+def refuse_value(name: str, what: str, *, advice: str = CONVERT_ADVICE) -> NoReturn:
     """Raise the error about a value that can't be restored."""
-    raise ValueError(f"{place.shown}: {what} can't be saved; {advice}")
+    raise ValueError(f"{name}: {what} can't be saved; {advice}")
 
 
 # What stands in the file of the values for a tensor.
@@ -120,8 +110,6 @@ class Stored:
     name: str
     # The kind of its device, if that is not the host.
     device: str | None = None
-    is_parameter: bool = False
-    requires_grad: bool = False
 
 
 # Tensors: those in a plain layout go into the snapshot, others into the file of the values.
@@ -165,128 +153,94 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
-def _encode_tensor(tensor: Tensor, place: Place, tensors: CollectedTensors | None) -> Any:
-    if tensors is None:
-        refuse_value(place, "a tensor in this place")
+def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
+    if not isinstance(tensor, Tensor):
+        return _came_back(tensor, name)
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
-        advice = BASE_ADVICE if place.shown.startswith("model.") else CONVERT_ADVICE
-        what = f"a {type(tensor).__name__}, a tensor of its own class,"
-        refuse_value(place, what, advice=advice)
+        advice = BASE_ADVICE if name.startswith("model.") else CONVERT_ADVICE
+        refuse_value(name, f"a {type(tensor).__name__}, a tensor of its own class,", advice=advice)
     if tensor.is_nested or tensor.is_meta:
         what = "a nested tensor" if tensor.is_nested else "a tensor without values (device meta)"
-        refuse_value(place, what)
+        refuse_value(name, what)
     if not is_plain(tensor):
         if tensor.layout is not torch.strided:
             is_coo = tensor.layout is torch.sparse_coo
-            tensors.inline[place.name] = tensor._values() if is_coo else tensor.values()
-        return _came_back(tensor.detach(), place)
-    return Stored(
-        tensors.add(tensor.detach().resolve_conj().resolve_neg(), place),
-        None if tensor.device.type == "cpu" else tensor.device.type,
-        isinstance(tensor, nn.Parameter),
-        tensor.requires_grad and tensor.is_leaf,
-    )
+            tensors.inline[name] = tensor._values() if is_coo else tensor.values()
+        return _came_back(tensor.detach(), name)
+    stored = tensors.add(tensor.detach().resolve_conj().resolve_neg(), name)
+    return Stored(stored, None if tensor.device.type == "cpu" else tensor.device.type)
 
 
 # Values of other types.
 
-_SEQUENCES = (list, tuple)
-_MAPPINGS = (dict, OrderedDict, Counter)
+_CONTAINERS = (list, tuple, dict, OrderedDict)
 # Immutable, and read by torch.load as they are.
 _SIMPLE_TYPES = frozenset(
     {type(None), bool, float, complex, str, bytes, range, torch.Size, torch.dtype, torch.device}
 )
 
 
-def encode(value: Any, place: Place, tensors: CollectedTensors | None = None) -> Any:
-    """Return a copy of a value that `dump` can write; its tensors go into `tensors`.
+def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, Any]:
+    """Return a copy of named values that `dump` can write; their tensors go into `tensors`.
 
     Raises ValueError, with the path, for a value that could not be restored.
     """
-    kind = type(value)
-    is_short = kind is int and value.bit_length() <= MOST_INTEGER_BITS
-    if is_short or kind in _SIMPLE_TYPES:
-        return value
-    if isinstance(value, Tensor):
-        return _encode_tensor(value, place, tensors)
-    if place.depth >= MOST_NESTED:
-        refuse_value(place, f"a value that contains itself, or {MOST_NESTED} others around it,")
-    if kind in _SEQUENCES:
-        return kind(
-            encode(item, place.inner(number, number), tensors) for number, item in enumerate(value)
-        )
-    if kind in _MAPPINGS:
-        key_place = Place(f"a key of {place.shown}", "", place.depth + 1)
-        items = {
-            encode(key, key_place): encode(item, place.inner(key, number), tensors)
-            for number, (key, item) in enumerate(value.items())
-        }
-        return _mapping_like(value, items)
-    return _came_back(value, place)
+    try:
+        found, structure = tree_flatten_with_path({**content}, is_leaf=_is_leaf)
+    except RecursionError as error:
+        raise ValueError("a value that contains itself can't be saved") from error
+    leaves = [
+        leaf if _is_simple(leaf) else _encode_leaf(leaf, _name_of(path), tensors)
+        for path, leaf in found
+    ]
+    encoded: dict[str, Any] = tree_unflatten(leaves, structure)
+    return encoded
 
 
-def _mapping_like(value: Any, items: dict[Any, Any]) -> Any:
-    made = type(value)(items)
-    # Versions of modules that `nn.Module.state_dict` leaves in an attribute.
-    if hasattr(value, "_metadata"):
-        made._metadata = copy.deepcopy(value._metadata)
-    return made
+def _name_of(path: Sequence[Any]) -> str:
+    first, *keys = [one.key if isinstance(one, MappingKey) else one.idx for one in path]
+    return "/".join([first, *map(name_component, keys)])
 
 
-def _came_back(value: Any, place: Place) -> Any:
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping) and not all(map(_is_simple, value)):
+        return True
+    return type(value) not in _CONTAINERS or _is_simple(value)
+
+
+def _is_simple(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_simple, value))
+    is_short = type(value) is int and value.bit_length() <= MOST_INTEGER_BITS
+    return is_short or type(value) in _SIMPLE_TYPES
+
+
+def _came_back(value: Any, name: str) -> Any:
     """Return the copy of a value that a file gives back, of the same type."""
     try:
         found = load(dump(value))
     except Exception as error:
         dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
         what = f"a {type(value).__name__}{dtype}"
-        raise ValueError(f"{place.shown}: {what} can't be saved; {CONVERT_ADVICE}") from error
+        raise ValueError(f"{name}: {what} can't be saved; {CONVERT_ADVICE}") from error
     if type(found) is not type(value):
-        refuse_value(place, f"a {type(value).__name__}")
+        refuse_value(name, f"a {type(value).__name__}")
     return found
 
 
-def decode(content: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
-
-    def tensor_of(stored: Stored) -> Tensor:
-        tensor = (tensors or {})[stored.name]
-        if stored.is_parameter:
-            return nn.Parameter(tensor, stored.requires_grad)
-        return tensor.requires_grad_() if stored.requires_grad else tensor
-
-    try:
-        return _with_tensors(content, tensor_of)
-    except (
-        AttributeError,
-        LookupError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise DamagedCheckpoint(
-            f"saved value {content!r:.80} can't be read ({type(error).__name__}: {error})"
-        ) from error
+    with reading("a saved value can't be read"):
+        return tree_map(
+            lambda one: tensors[one.name] if type(one) is Stored else one,
+            content,
+            is_leaf=_is_leaf,
+        )
 
 
 def references(content: Any) -> list[Stored]:
     """Return the tensors that an encoded value names."""
-    found: list[Stored] = []
-    _with_tensors(content, found.append)
-    return found
-
-
-def _with_tensors(content: Any, tensor_of: Callable[[Stored], Any]) -> Any:
-    kind = type(content)
-    if kind is Stored:
-        return tensor_of(content)
-    if kind in _SEQUENCES:
-        return kind(_with_tensors(item, tensor_of) for item in content)
-    if kind in _MAPPINGS:
-        items = {key: _with_tensors(item, tensor_of) for key, item in content.items()}
-        return _mapping_like(content, items)
-    return content
+    return [one for one in tree_leaves(content) if type(one) is Stored]
 
 
 # The file.
@@ -327,7 +281,7 @@ def _here(storage: Any, location: str) -> Any:
 
 def load_foreign(data: bytes) -> Any:
     """Read a file that somebody else may have forged; raise DamagedCheckpoint."""
-    try:
+    with reading("the values can't be read", zipfile.BadZipFile, *DAMAGE, RuntimeError):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(record.file_size for record in archive.infolist()) > len(data):
                 raise ValueError("its records are compressed")
@@ -335,7 +289,3 @@ def load_foreign(data: bytes) -> Any:
             # In bounded memory and time, before torch reads it without bounds.
             PickleReader(archive.read(name)).all()
         return load(data)
-    except (zipfile.BadZipFile, *DAMAGE, RuntimeError) as error:
-        raise DamagedCheckpoint(
-            f"the values can't be read ({type(error).__name__}: {error!s:.200})"
-        ) from error
