@@ -6,7 +6,7 @@
     make evidence-cuda ARGS='--compare evidence/cuda_memory.json'  # anywhere, in four minutes
 
 Each record is a command of its own that writes FOLDER/NAME.json: the gates of the built-in models,
-savings and step times of Llama-like models, a plan whose step is measured, and rows of memory with
+step times of Llama-like models, a plan whose step is measured, and rows of memory with
 their traces. Memory and gates may be recorded together; times want the machine for themselves.
 `--compare` predicts the rows of memory from shapes, and replays their traces.
 Proof: `python -m pytest tests/benchmarks/test_evidence_cuda.py`.
@@ -23,9 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
 
@@ -59,22 +59,14 @@ def llama_8b(length: int = 4096) -> Workload:
     return quickly_built(transformer(length=length, vocabulary=128_256, **sizes))
 
 
-class WithoutDraws(TorchFunctionMode):
-    """Leave weights as they are allocated, whatever initialisation they ask for."""
-
-    def __torch_function__(
-        self, call: Any, types: Any, positional: Any = (), named: Any = None
-    ) -> Any:
-        if getattr(call, "__module__", "") == "torch.nn.init":
-            return named["tensor"]
-        return call(*positional, **(named or {}))
-
-
 def quickly_built(workload: Workload) -> Workload:
     """Return the workload with weights that repeat one draw: 8B random numbers take a minute."""
 
+    def keep(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor
+
     def build() -> torch.nn.Module:
-        with WithoutDraws():
+        with mock.patch.multiple(torch.nn.init, kaiming_uniform_=keep, normal_=keep):
             model = workload.build()
         noise = 0.02 * torch.randn(2**20)
         for parameter in model.parameters():
@@ -242,23 +234,20 @@ def compare_memory(folder: Path) -> dict[str, Any]:
         record = json.loads(path.read_text())
         config = MEMORY_CONFIGS[path.stem]
         trace = record["measured"].pop("trace")
-        row = {
-            "name": path.stem.removeprefix("memory-"),
-            **{name: record[name] for name in ("device", "torch", "date")},
-            "measured": record["measured"],
-            "predicted": predicted(config.workload, config, card=record["device"]),
-            "replayed": cuda_traces.replay(trace).exact,
+        row = {name: record[name] for name in ("device", "torch", "date", "measured")}
+        row["name"] = config.name
+        row["predicted"] = predicted(config.workload, config, card=record["device"])
+        row["replayed"] = cuda_traces.replay(trace).exact
+        row["percent"] = {
+            one: 100 * (row["predicted"][one] / record["measured"][one] - 1) for one in FIGURES
         }
-        for figure in FIGURES:
-            row[f"{figure}_error"] = row["predicted"][figure] / row["measured"][figure] - 1
-        print(f"{row['name']:<42} " + "  ".join(f"{row[f'{one}_error']:+.3%}" for one in FIGURES))
+        print(config.name, *(f"{percent:+.3f}%" for percent in row["percent"].values()))
         rows.append(row)
-    worst = {one: max(abs(row[f"{one}_error"]) for row in rows) for one in FIGURES}
     return {
         "rows": len(rows),
         "replayed_exactly": sum(row["replayed"] for row in rows),
-        "reserved_exactly": sum(row["reserved_bytes_error"] == 0 for row in rows),
-        "worst_percent": {name: 100 * error for name, error in worst.items()},
+        "reserved_exactly": sum(row["percent"]["reserved_bytes"] == 0 for row in rows),
+        "worst_percent": {one: max(abs(row["percent"][one]) for row in rows) for one in FIGURES},
         "trainings": rows,
     }
 
@@ -266,7 +255,7 @@ def compare_memory(folder: Path) -> dict[str, Any]:
 # The records, each by a command of its own.
 
 
-def records(place: str, *, dry: bool) -> dict[str, list[str]]:
+def records(*, dry: bool) -> dict[str, list[str]]:
     """Return the words behind `curry-train` for each record, in the order of their worth."""
     device = ["--device", "cpu" if dry else "cuda"]
     dtype = [] if dry else ["--dtype", "bfloat16"]
@@ -287,11 +276,6 @@ def records(place: str, *, dry: bool) -> dict[str, list[str]]:
     ):
         words = ["bench", "--model", model, "--batch-size", "2", *device, *dtype, *rounds]
         found[f"times-{name}"] = words + [word for lever in levers for word in ("--lever", lever)]
-    size = ["--repeats", "2" if dry else "6", "--batch-size", "2"]
-    strategies = ["full", "selective", "offload", "sac", "sac_every_second", "regions"]
-    chosen = [word for strategy in strategies for word in ("--strategy", strategy)]
-    out = ["--out", f"{place}/savings"]
-    found["savings"] = ["savings", "--model", small, *device, *dtype, *size, *chosen, *out]
     return found
 
 
@@ -319,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     place = os.path.relpath(folder, ROOT)
     jobs = {
         name: [sys.executable, "scripts/curry_train.py", *words, "--json", f"{place}/{name}.json"]
-        for name, words in records(place, dry=options.dry_run).items()
+        for name, words in records(dry=options.dry_run).items()
     }
     if not options.dry_run:
         own = [sys.executable, "benchmarks/evidence_cuda.py", "--folder", place]

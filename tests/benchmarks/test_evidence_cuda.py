@@ -4,6 +4,7 @@ python -m pytest tests/benchmarks/test_evidence_cuda.py
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import cuda_traces
 import evidence_cuda
 from curry_train.plan.cuda_step import TrainingReplay, cuda_memory
 from curry_train.plan.estimate import Sketch
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_numbers_of_a_history_are_replayed_exactly():
@@ -51,10 +54,22 @@ def test_a_call_goes_on_where_the_last_one_stopped(tmp_path):
     assert evidence_cuda.main([*words, "--minutes", "0"]) == 0
 
 
+def test_what_an_h200_reserved_is_predicted_from_shapes():
+    record = json.loads((ROOT / "evidence/cuda_memory.json").read_text())
+    name = "memory-llama_1b-2048-none-adamw"
+    (row,) = [row for row in record["trainings"] if row["name"] == name]
+    config = evidence_cuda.MEMORY_CONFIGS[name]
+    found = evidence_cuda.predicted(config.workload, config, card=row["device"])
+    measured = row["measured"]
+    assert found["reserved_bytes"] == measured["reserved_bytes"]
+    assert found["first_step_reserved_bytes"] == measured["first_step_reserved_bytes"]
+    assert found["allocated_bytes"] == pytest.approx(measured["allocated_bytes"], rel=1e-5)
+
+
 @pytest.mark.long
 def test_every_record_is_written_at_toy_size(tmp_path):
     words = ["--dry-run", "--folder", str(tmp_path), "--minutes", "20"]
     assert evidence_cuda.main(words) == 0
     written = {path.stem for path in tmp_path.glob("*.json")}
-    assert written == set(evidence_cuda.records("dry", dry=True))
+    assert written == set(evidence_cuda.records(dry=True))
     assert all(json.loads(path.read_text()) for path in tmp_path.glob("*.json"))

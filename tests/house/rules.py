@@ -32,9 +32,9 @@ BUDGETS = {
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,
-    PACKAGE: 302,
-    "tests": 322,
-    "benchmarks": 70,
+    PACKAGE: 298,
+    "tests": 316,
+    "benchmarks": 71,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(

@@ -229,7 +229,7 @@ def _newest_checkpoint(log: str) -> Path | None:
 # The command.
 
 
-@click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=4")
+@click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=16")
 @program_option(otherwise="train")
 @steps_option(12, 3)
 @number_option(

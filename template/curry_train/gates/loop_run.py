@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 from unittest import mock
 
+import click
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -203,7 +204,9 @@ def run_watched(
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         is_memory = is_memory or "can't allocate memory" in str(error)
         advice = SMALLER if is_memory else where_to_look(error)
-        end({"error": f"{error_in_a_line(error)}: {advice}"})
+        failure = f"{error_in_a_line(error)}: {advice}"
+        # A command's own refusal says what to change.
+        end({"error": error.message if isinstance(error, click.ClickException) else failure})
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,10 @@ class RecomputeOptions:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.determinism_check not in ("default", "none"):
-            raise ValueError(
-                f"determinism_check must be one of default, none; got {self.determinism_check!r}"
-            )
+            raise ValueError(f"determinism_check: default or none, not {self.determinism_check!r}")
         if self.use_reentrant and (self.debug or self.context_fn is not None):
             raise ValueError(
-                "reentrant checkpointing takes no context_fn and no debug: leave use_reentrant at "
-                "False"
+                "reentrant checkpointing takes no context_fn and no debug: turn use_reentrant off"
             )
 
 
@@ -167,7 +164,7 @@ def remove_recompute(model: nn.Module) -> list[str]:
     return restore(model, Recompute, RECOMPUTE_ATTRIBUTE)
 
 
-# One checkpointed call, on top of `torch.utils.checkpoint`.
+# One checkpointed call, on top of torch's.
 
 
 def run_checkpointed(
@@ -180,12 +177,10 @@ def run_checkpointed(
 ) -> Any:
     """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls."""
     if options.use_reentrant and not _gradients_flow(run, modules, args, kwargs):
-        # No gradient is needed, so nothing would be saved for backward.
         return run(*args, **kwargs)
 
-    names = ["use_reentrant", "preserve_rng_state"]
-    if not options.use_reentrant:
-        names += ["determinism_check", "debug", "early_stop"]
+    later = [] if options.use_reentrant else ["determinism_check", "debug", "early_stop"]
+    names = ["use_reentrant", "preserve_rng_state", *later]
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     if torch.compiler.is_compiling():
         # Compiled code saves every tensor, and notices changes in place. Keywords are bound here,
@@ -246,8 +241,7 @@ class FlatCall:
     def take_tensors(self) -> list[Tensor]:
         """Return all tensors and release those that are not in dataclasses.
 
-        The tensors of dataclasses come last. They stay in their dataclass, and are returned so that
-        changes in place are detected.
+        Those of dataclasses come last, and are returned so that changes in place are detected.
         """
         tensors = []
         for index, leaf in enumerate(self.leaves):
