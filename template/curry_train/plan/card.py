@@ -1,6 +1,6 @@
 """Predict how much memory a step needs on a device, and how much of it is there for the step.
 
-    card = Card(find_profile("h100"), margin=0.014)
+    card = Card(find_profile("h100"), margin=0.019)
     card.bytes_needed(sketch.step(4)) <= card.limit()[0]
 
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_fewest.py`.
@@ -14,8 +14,8 @@ from .cuda_step import CudaMemory, StepTrace, context_of, cuda_memory, workspace
 from .device import DeviceProfile
 from .estimate import StepEstimate
 
-# No reserved peak of a recorded CUDA program is off by more: evidence/cuda_traces.json has 0.53%.
-WORST_RESERVED_ERROR = 0.014
+# No reserved peak of a recorded CUDA program is off by more: evidence/cuda_memory.json has 1.82%.
+WORST_RESERVED_ERROR = 0.019
 
 
 @dataclass(frozen=True)

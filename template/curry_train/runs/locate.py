@@ -307,7 +307,7 @@ class Comparison:
 
     def _note_generators(self, one: Observation, other: Observation) -> None:
         states = [it.get("generators") or {"torch": it.get("generator")} for it in (one, other)]
-        for name in states[0].keys() & states[1].keys():
+        for name in sorted(states[0].keys() & states[1].keys()):
             if states[0][name] != states[1][name]:
                 since = f"after {_call(self.last)}" if self.last else "from the start"
                 where = f"{since}, at {_call(one)} of step {one['step']}"
