@@ -230,7 +230,10 @@ def record_memory(name: str, path: Path) -> None:
 def compare_memory(folder: Path) -> dict[str, Any]:
     """Compare all recorded memory with predictions from shapes, and replay the traces."""
     rows = []
-    for path in sorted(folder.glob("memory-*.json")):
+    paths = sorted(folder.glob("memory-*.json"))
+    if not paths:
+        raise SystemExit(f"{folder} has no record of memory: make them by --only memory on a GPU")
+    for path in paths:
         record = json.loads(path.read_text())
         config = MEMORY_CONFIGS[path.stem]
         trace = record["measured"].pop("trace")

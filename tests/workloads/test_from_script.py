@@ -161,6 +161,33 @@ def test_flattened_targets_belong_to_their_rows(folder, monkeypatch):
     assert torch.allclose(sum(parts), workload.loss(module, whole))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "F.cross_entropy(model(inputs, None), torch.arange(5), weight=torch.ones(10))",
+        "model(inputs, torch.zeros(10, 10)).sum()",
+        "model(torch.tensor(0.5), inputs).sum()",
+    ],
+)
+def test_what_only_happens_to_be_longer_is_no_flattened_target(folder, call):
+    (folder / "train.py").write_text(f"""
+from shared import *
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 10)
+    def forward(self, x, other):
+        return self.head(other if x.dim() == 0 else x)
+
+model, inputs = Model(), torch.randn(5, 6)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{call}.backward()
+optimizer.step()
+""")
+    assert "flatten" not in load_workload("script=train.py").factory
+
+
 NOTES = {
     "gan": "this is the first that steps, and the others (Adam) train other parameters",
     "own_batches": "it uses compile, which is left out",

@@ -417,8 +417,11 @@ def requested_bytes(device: torch.device, *, peak: bool = False) -> int:
     What it has allocated is more: it rounds up to 512 bytes, and a large block may keep up to 1 MiB
     that it can't split off, which depends on the blocks that were free.
     """
+    # The allocator of cudaMallocAsync does not count what was asked for.
+    is_native = torch.cuda.get_allocator_backend() == "native"
+    counted = "requested_bytes" if is_native else "allocated_bytes"
     which = "peak" if peak else "current"
-    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{which}"])
+    return int(torch.cuda.memory_stats(device)[f"{counted}.all.{which}"])
 
 
 def _measure_storages(module: nn.Module, batch: Any, loss: Loss) -> Memory:

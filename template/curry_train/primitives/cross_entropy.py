@@ -165,7 +165,7 @@ def check_chunk_size(chunk_tokens: int | None) -> None:
     """Raise an error unless the size is None or a positive whole number."""
     if chunk_tokens is not None and (type(chunk_tokens) is not int or chunk_tokens < 1):
         raise ValueError(
-            "chunk_tokens must be a whole number of at least 1, or None for at most 64 MiB, "
+            "chunk_tokens must be a whole number of at least 1, or None to choose one, "
             f"got {chunk_tokens!r}"
         )
 

@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/primitives/test_recompu
 
 import contextlib
 import functools
+import inspect
 import logging
 import sys
 import traceback
@@ -206,8 +207,8 @@ def run_checkpointed(
 
 def _end_hooks(error: BaseException) -> None:
     """Take down a checkpoint's hooks, which torch 2.11 keeps as long as the error's frames live."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("checkpoint") is checkpoint and "gen" in frame.f_locals:
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_code is inspect.unwrap(checkpoint).__code__ and "gen" in frame.f_locals:
             frame.f_locals["gen"].close()
 
 

@@ -480,19 +480,21 @@ class LossSource:
             return f'module.get_{of}("{self.tensors[id(value)]}")'
         if isinstance(value, Tensor) and value.requires_grad:
             self.unknown.append(f"a tensor of shape {tuple(value.shape)}")
-        if id(value) in self._entries:
-            return self._entries[id(value)]
+        given = id(value)
+        if given in self._entries:
+            return self._entries[given]
         key = name
         while key in self.batch:
             key = f"{key}_2"
         entry = f'batch["{key}"]'
-        rows = batch_size(self.batch) if self.batch else 0
-        if isinstance(value, Tensor) and _is_flattened(value, rows):
+        # Targets are often flattened outside of the module, one row after the other.
+        leaves = [one for one in tree_iter(self.batch) if isinstance(one, Tensor) and one.dim()]
+        rows = leaves[0].size(0) if leaves else 0
+        if name == "target" and isinstance(value, Tensor) and _is_longer(value, rows):
             entry += ".flatten(0, 1)"
-            self.batch[key] = value.unflatten(0, (rows, -1))
-        else:
-            self.batch[key] = value
-        self._entries[id(value)] = entry
+            value = value.unflatten(0, (rows, -1))
+        self.batch[key] = value
+        self._entries[given] = entry
         return entry
 
     def _other(self, value: Any) -> str:
@@ -547,8 +549,8 @@ class LossSource:
         return f'module.get_submodule("{name}")' if name else "module"
 
 
-def _is_flattened(tensor: Tensor, rows: int) -> bool:
-    """Return whether a tensor seems to hold a few entries of each row, one row after the other."""
+def _is_longer(tensor: Tensor, rows: int) -> bool:
+    """Return whether a tensor has several entries for each row."""
     size = tensor.size(0) if tensor.dim() else 0
     return 1 < rows < size and size % rows == 0
 
