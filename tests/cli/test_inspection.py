@@ -292,6 +292,13 @@ def saved(value):
     return stream.getvalue()
 
 
+def with_two_records_of_a_name():
+    stream = io.BytesIO(saved(torch.ones(2)))
+    with zipfile.ZipFile(stream, "a") as archive:
+        archive.writestr("archive/data/1", b"other")
+    return stream.getvalue().replace(b"data/1", b"data/0")
+
+
 BOMBS = {
     "a header of 2**63 bytes": struct.pack("<Q", 2**63) + b"{" + b" " * 100,
     "a header nested deep": safetensors(b'{"a":' + b"[" * 100_000),
@@ -299,6 +306,7 @@ BOMBS = {
         {"a": {"dtype": "F32", "shape": [2**61], "data_offsets": [0, 2**63]}}
     ),
     "a compressed record": deflated("archive/data.pkl"),
+    "two records of a name": with_two_records_of_a_name(),
     "a list that contains itself": saved((lambda one: one.append([one, 1]) or one)([])),
     "lists that contain each other often": saved(doubled(40)),
 }

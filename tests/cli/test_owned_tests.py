@@ -17,7 +17,7 @@ from curry_train.cli.ownership import Kind, find_bundle, technique_files
 BUNDLE = find_bundle()
 OWNED = {one.name: one for one in BUNDLE.techniques if one.kind is Kind.OWNED}
 GENERATORS_LEFT_AS_THEY_ARE = (
-    'settings["preserve_rng_state"] = False\n    output = checkpoint(call,'
+    'settings["preserve_rng_state"] = False\n        output = checkpoint(call,'
 )
 ACTIVE = "(module is None or module.training) and torch.is_grad_enabled()"
 

@@ -20,6 +20,7 @@ from curry_train.plan.cuda_step import (
     StepTrace,
     TrainingReplay,
     cuda_memory,
+    in_order_of_moving,
     workspace_of,
 )
 from curry_train.plan.estimate import Sketch
@@ -60,6 +61,12 @@ def test_the_trace_of_a_linear_step_by_hand():
     assert made.count(LAYER_BYTES) == 1
     assert made[0] == x
     assert len(trace.products) == 2
+
+
+def test_tensors_are_given_in_the_order_in_which_a_module_moves_them():
+    module, moved = nn.Sequential(nn.BatchNorm1d(2), nn.PReLU()), []
+    module._apply(lambda tensor: moved.append(tensor) or tensor)
+    assert list(map(id, in_order_of_moving(module))) == list(map(id, moved))
 
 
 def torch_sgd(module):

@@ -269,7 +269,8 @@ class Neuron(nn.Module):
 
     def forward(self, x):
         self.kept["potential"] = 0.5 * self.kept["potential"] + self.linear(x)
-        return torch.sigmoid(self.kept["potential"])
+        self.sum = getattr(self, "sum", 0.0) + self.kept["potential"]
+        return torch.sigmoid(self.sum)
 
 
 class Spiking(nn.Module):
@@ -280,6 +281,7 @@ class Spiking(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             layer.kept["potential"] = 0.0
+            vars(layer).pop("sum", None)
         for _ in range(3):
             for layer in self.layers:
                 x = layer(x)

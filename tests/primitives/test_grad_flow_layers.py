@@ -297,17 +297,20 @@ def test_the_scale_of_a_scaler_is_removed_and_an_unnamed_scaler_is_reported(fuse
     assert norms[1] == pytest.approx(1024 * norms[0], rel=1e-6)
 
 
-def test_two_optimizers_end_a_step_together():
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_optimizers_end_a_step_together(order):
     model = build()
     first = torch.optim.SGD(model[0].parameters(), lr=0.1)
     second = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.1)
-    with GradFlow(model, [first, second], every=2) as flow:
+    optimizers = [first, second]
+    with GradFlow(model, optimizers, every=2) as flow:
         for _ in range(3):
             model(batch()).sum().backward()
-            for optimizer in (first, second):
-                optimizer.step()
-                optimizer.zero_grad()
-    assert [record.step for record in flow.records] == [0, 2]
+            for number in order:
+                optimizers[number].step()
+                optimizers[number].zero_grad()
+    found = [(record.step, record.gradients_read) for record in flow.records]
+    assert found == [(0, AFTER_BACKWARD), (2, AFTER_BACKWARD)]
     assert all(flow.records[0].layers[name].update.distance > 0 for name in ("0.0", "1.0", "2.0"))
 
 

@@ -141,6 +141,15 @@ class Iterated(nn.Module):
         return x
 
 
+class WarmedUp(Iterated):
+    """Refines without gradients first, as models of recurrent depth do."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = super().forward(x)
+        return super().forward(x)
+
+
 def mean_square(model, batch):
     return model(batch).square().mean()
 
@@ -167,6 +176,7 @@ EXPECTED = {
     Stages: IN_STAGES,
     UNet: ("first", "down", "last"),
     Iterated: ("update",),
+    WarmedUp: ("update",),
 }
 
 

@@ -12,7 +12,7 @@ from attached_scripts import PLAIN, attached, flip_a_bit, on_ranks, start
 from warm_python import warm_python
 
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.runs import SavedRun, saving
+from curry_train.runs import SavedRun, attach, saving
 from curry_train.runs.ranks import Ranks
 
 STEPS = 4  # steps per epoch: 11 samples per rank, 3 per batch
@@ -147,21 +147,24 @@ def signalled_at_every_collective(folder):
     cases = [((None, number), bool(number % 2)) for number in range(1, whole.calls)]
     cases += [((number, None), False) for number in range(1, whole.calls, 5)]
     cases += [((number, number + 3), False) for number in range(1, 26, 4)]
-    found = []
+    found, told = [], []
     for index, (numbers, after) in enumerate(cases):
         with pytest.MonkeyPatch.context() as patched:
             SignalAt(patched, numbers[own], after=after)
+            patched.setattr(attach.logger, "warning", lambda *words: told.append(words[-1]))
             steps, status = train_three_steps(f"{folder}/{index}")
         newest = SavedRun(f"{folder}/{index}").latest()
         found.append((numbers, after, steps, status, newest.step if newest else 0))
-    return found
+    return found, told
 
 
 def test_a_signal_at_any_collective_stops_both_ranks_after_the_same_step(tmp_path):
-    first, second = run_on_ranks(
+    (first, told), (second, told_again) = run_on_ranks(
         f"{__file__}:signalled_at_every_collective", folder=str(tmp_path), timeout=90
     )
     assert first == second
+    assert told
+    assert not told_again
     assert len(first) > 25
     assert {status for *_, status, _ in first} <= {0, 128 + signal.SIGTERM}
     assert all(steps == saved for *_, steps, _, saved in first), first

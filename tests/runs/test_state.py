@@ -187,6 +187,7 @@ SCHEDULERS = {
     "in turn": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
     ),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, o.param_groups[0]["lr"], 30),
 }
 
 
@@ -194,6 +195,7 @@ SCHEDULERS = {
 def test_every_schedule_continues_bit_equal(store, name):
     def make(seed):
         state = new_state(seed)
+        state.optimizers[0].param_groups[0]["lr"] = 0.1 + seed
         state.parts["scheduler-0"] = SCHEDULERS[name](state.optimizers[0])
         return state
 

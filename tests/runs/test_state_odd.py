@@ -325,6 +325,10 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
             r"part.extra-stats/x/#0: a object can't be saved",
         ),
         (
+            lambda s: s.optimizers[0].register_state_dict_post_hook(lambda _, all: all | {"k": 1}),
+            r"AdamW keeps k besides its state and groups",
+        ),
+        (
             lambda s: s.optimizers[0].state["k"].append(print),
             r"optimizer.0/others/k/#0: a builtin",
         ),

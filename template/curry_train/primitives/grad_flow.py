@@ -286,6 +286,7 @@ class GradFlow:
 
     def _begin(self) -> None:
         """Install the hooks if the next step is probed; other steps run without hooks."""
+        self._ended: set[int] = set()
         self._probing = self._is_open and self.next_step % self.every == 0
         if not self._probing:
             return
@@ -303,7 +304,6 @@ class GradFlow:
         self._parameters.start()
         self._read_at = ""
         self._began: set[int] = set()
-        self._ended: set[int] = set()
         self._overflowed: list[Tensor] = []
 
     def _next(self) -> None:
@@ -350,22 +350,19 @@ class GradFlow:
         self._parameters.before_step(optimizer, updates=self.updates, scale=scale)
 
     def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        if not self._probing:
-            if optimizer is self.optimizers[-1]:
-                self._next()
-            return
-        # True after an optimizer that evaluates the model inside its step.
-        if not self._parameters.were_read():
-            self._read(AT_THE_STEP, None)
-        self._parameters.after_step(optimizer)
-
-        overflowed = getattr(optimizer, "found_inf", None)
-        if overflowed is not None:
-            self._overflowed.append(overflowed)
-
         self._ended.add(id(optimizer))
-        if len(self._ended) == len(self.optimizers):
-            self._close(stepped=True)
+        is_last = len(self._ended) == len(self.optimizers)
+        if self._probing:
+            # True after an optimizer that evaluates the model inside its step.
+            if not self._parameters.were_read():
+                self._read(AT_THE_STEP, None)
+            self._parameters.after_step(optimizer)
+            overflowed = getattr(optimizer, "found_inf", None)
+            if overflowed is not None:
+                self._overflowed.append(overflowed)
+            if is_last:
+                self._close(stepped=True)
+        if is_last:
             self._next()
 
     def _close(self, *, stepped: bool) -> None:

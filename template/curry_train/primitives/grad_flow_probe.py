@@ -441,8 +441,8 @@ class ParameterSums:
         return {name for name, parameter in self._named.items() if parameter.grad is not None}
 
     def were_read(self) -> bool:
-        """Return whether the same parameters have gradients as at the last `read`."""
-        return self.with_gradient == self.that_have()
+        """Return whether every gradient that is there now was there at the last `read`."""
+        return self.with_gradient is not None and self.that_have() <= self.with_gradient
 
     def are_gone(self) -> bool:
         """Return whether the last `read` found gradients and there are none now."""

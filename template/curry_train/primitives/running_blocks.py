@@ -283,7 +283,7 @@ class _Cuts:
         refused = (name == other or name.startswith(f"{other}.") for other in self.record.refused)
         return (
             any(call.trains and call.end > call.start for call in calls)
-            and not any(call.writes_input or call.hides for call in calls)
+            and not any(call.trains and (call.writes_input or call.hides) for call in calls)
             and not self._runs_inside(name, {name})
             and not any(refused)
         )
