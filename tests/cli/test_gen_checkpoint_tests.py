@@ -270,6 +270,13 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkeypatch):
+    monkeypatch.setattr("curry_train.cli.testgen.LIBRARY_FOLDERS", [repository / "src"])
+    out = "tests/test_installed.py"
+    assert run("--model", "theirs.models:healthy", "--out", out).exit_code == 0
+    assert '/ "src"' not in (repository / out).read_text()
+
+
 @pytest.mark.parametrize(
     ("script", "shown"),
     [

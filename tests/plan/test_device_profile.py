@@ -113,6 +113,15 @@ def test_a_card_with_a_data_sheet_has_its_profile_and_a_similar_one_is_measured(
     assert profile_of("cuda") == PROFILES.get(known, plain_profile())
 
 
+def test_the_cpu_is_measured_once_for_each_number_of_threads(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "measure_profile", calls.append)
+    for number in (1001, 1002, 1001):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        profile_of("cpu")
+    assert len(calls) == 2
+
+
 def test_a_device_that_is_not_there_or_has_no_profile_is_refused(monkeypatch):
     with pytest.raises(
         ValueError, match="there is no profile of the device 'meta': give 'cpu' or 'cuda'"

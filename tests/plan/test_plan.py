@@ -15,6 +15,7 @@ import pytest
 import torch
 from plan_models import measured, net
 from torch import nn
+from torch.nn import functional as F
 
 from curry_train.gates.same_training import same_training
 from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
@@ -98,6 +99,17 @@ def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
     assert rows[1].split()[0] == "2"
     assert rows[1].endswith("too large  your own setting")
     assert Plan.from_json(found.to_json()).options == found.options
+
+
+def test_the_loss_runs_in_chunks_of_the_planned_size():
+    """Compare peaks of plans without blocks, for a model that is a head alone."""
+
+    def loss(head, x):
+        return F.cross_entropy(head(x), torch.zeros(len(x), dtype=torch.long))
+
+    workload = Workload("head", lambda: nn.Linear(8, 64), lambda size: torch.randn(size, 8), loss)
+    alone = replace(plans("mlp")[1], options={}, fingerprint={}, chunk_tokens=64, microbatch=64)
+    assert peak_of(workload, replace(alone, chunk_tokens=1)) < peak_of(workload, alone)
 
 
 def test_messages_of_a_long_search_name_the_time_left(monkeypatch):

@@ -377,6 +377,14 @@ def test_wrong_input_is_refused(build, message):
         build()
 
 
+def test_a_lack_of_memory_is_not_taken_for_wrong_input():
+    def loss(model, sample):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        profile(nn.Linear(2, 2), torch.ones(2, 2), loss=loss)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)

@@ -99,7 +99,7 @@ def test_a_module_that_can_not_be_wrapped_is_refused(block, make, message):
     [
         ({"enabled": "yes"}, "enabled must be True or False"),
         ({"early_stop": 1}, "early_stop must be True or False"),
-        ({"determinism_check": "all"}, "determinism_check: default or none, not"),
+        ({"determinism_check": "all"}, "default or none, not 'all'"),
     ],
 )
 def test_options_are_checked(block, options, message):

@@ -86,6 +86,21 @@ def test_early_stop_ends_the_second_run_or_lets_it_finish(lever, early_stop, exp
     assert len(ENDS) == (expected + 1 if lever == "segments" else 2 * expected)
 
 
+def test_debug_lists_the_operations_where_the_second_run_differs(monkeypatch):
+    # Torch would look up frames of C++, which takes seconds.
+    monkeypatch.setattr("platform.system", str)
+
+    class Unsteady(Block):
+        def forward(self, x):
+            ENDS.append(1)
+            return super().forward(x if len(ENDS) == 1 else x[:3])
+
+    block = Recompute(Unsteady(), debug=True)
+    ENDS.clear()
+    with pytest.raises(RuntimeError, match="layer_norm"):
+        block(X).sum().backward()
+
+
 @pytest.mark.parametrize("option", [{"debug": True}, {"context_fn": contextlib.nullcontext}])
 def test_reentrant_takes_no_contexts_and_policies_take_the_place_of_them(option):
     with pytest.raises(ValueError, match="takes no context_fn and no debug"):

@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.fault = fault if is_here else ""
         self.ln = nn.LayerNorm(16, eps=1e-6 if self.fault == "epsilon" else 1e-5)
         up = nn.Linear(16, 32)
-        if fault == "renamed":
+        if "renamed" in fault:
             self.widen = up
         else:
             self.up = up
@@ -89,8 +89,9 @@ def train(fault="", *, steps=3):
             torch.rand(1)
         if is_second and fault == "same samples":
             x, y = x.flip(0), y.flip(0)
-        if is_second and fault == "stale weight":
-            model.h[0].ln.weight.data[3] += 1e-3
+        if is_second and "stale weight" in fault:
+            _, up, *_ = model.h[0].children()
+            up.weight.data[3] += 1e-3
         loss = F.cross_entropy(model(x), y, label_smoothing=0.1 if fault == "loss" else 0.0)
         loss.backward()
         if fault == "clipped":

@@ -20,7 +20,7 @@ FAULTS = [
     ("kernel", 1, "forward", "model.h.1", "another input 0 of model.h.1.down, call 0"),
     ("backward", 1, "backward", "model.h.1", "another gradient of output 0 of model.h.1.up"),
     ("weight", 1, "state", "model.h.1.down.weight", "before the first step (initialisation"),
-    ("stale weight", 2, "state", "model.h.0.ln.weight", "since the step before (initialisation"),
+    ("stale weight", 2, "state", "model.h.0.up.weight", "since the step before (initialisation"),
     ("optimizer", 1, "optimizer", "model.h.0.ln.weight", "eps of group 0 of AdamW is 1e-08 in A"),
     ("flipped moment", 2, "optimizer", "model.head.weight", "exp_avg of model.head.weight differs"),
     ("clipped", 1, "gradients", "model.h.0.ln.weight", "clipping or scaling"),

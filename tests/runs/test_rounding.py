@@ -75,7 +75,7 @@ def test_sums_in_bfloat16_are_no_difference(with_tolerance, monkeypatch):
 FAULTS = [
     ("epsilon", 1, "forward", "model.h.1.ln"),
     ("backward", 1, "backward", "model.h.1"),
-    ("stale weight", 2, "state", "model.h.0.ln.weight"),
+    ("stale weight, renamed", 2, "state", "model.h.0.up.weight"),
     ("flipped moment", 2, "optimizer", "model.head.weight"),
     ("hooked", 1, "gradients", "model.head.bias"),
     ("renamed", 0, "", ""),

@@ -12,7 +12,6 @@ import os
 import re
 import shlex
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,7 +33,15 @@ from .options import (
     seed_option,
     settle_blocks,
 )
-from .screen import WORDS_KEY, ScreenCommand, UnusableInput, literal, render_template, write_output
+from .screen import (
+    LIBRARY_FOLDERS,
+    WORDS_KEY,
+    ScreenCommand,
+    UnusableInput,
+    literal,
+    render_template,
+    write_output,
+)
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -98,8 +105,7 @@ def is_rendered(text: str) -> bool:
 
 def _import_roots(names: list[str]) -> Iterator[Path]:
     """Yield the folders that modules are imported from, except where the environment has them."""
-    kinds = ("purelib", "platlib", "stdlib", "platstdlib")
-    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in kinds}
+    installed = {Path(folder).resolve() for folder in LIBRARY_FOLDERS}
     for name in names:
         top = sys.modules[name.partition(".")[0]]
         location = next(iter(getattr(top, "__path__", [])), top.__file__)

@@ -215,8 +215,6 @@ def _wrap(block: nn.Module) -> None:
         holder = vars(holder[SEGMENT_ATTRIBUTE])
         name = "options"
     options = holder[name]
-    if options.use_reentrant:
-        raise ValueError("routing is repeated by contexts: leave use_reentrant at False")
     holder[name] = dataclasses.replace(options, context_fn=_around(options.context_fn))
 
 
