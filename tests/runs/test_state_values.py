@@ -57,6 +57,8 @@ def same(first, second):
     if isinstance(first, float | complex):
         return repr(first) == repr(second)
     if isinstance(first, dict):
+        if getattr(first, "_metadata", None) != getattr(second, "_metadata", None):
+            return False
         return same(list(first.items()), list(second.items()))
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))

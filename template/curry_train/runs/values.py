@@ -12,6 +12,7 @@ Tensors stay out of the file, under names that no two of them share.
 Proof: `python -m pytest tests/runs/test_state_values.py`.
 """
 
+import copy
 import io
 import warnings
 import zipfile
@@ -194,7 +195,17 @@ def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, A
         for path, leaf in found
     ]
     encoded: dict[str, Any] = tree_unflatten(leaves, structure)
+    _copy_versions({**content}, encoded)
     return encoded
+
+
+def _copy_versions(given: Any, made: Any) -> None:
+    """Copy the versions of modules, which `nn.Module.state_dict` leaves in an attribute."""
+    if hasattr(given, "_metadata"):
+        made._metadata = copy.deepcopy(given._metadata)
+    if not _is_leaf(given):
+        for key in given if isinstance(given, dict) else range(len(given)):
+            _copy_versions(given[key], made[key])
 
 
 def _name_of(path: Sequence[Any]) -> str:
@@ -231,11 +242,13 @@ def _came_back(value: Any, name: str) -> Any:
 def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
     with reading("a saved value can't be read"):
-        return tree_map(
+        found = tree_map(
             lambda one: tensors[one.name] if type(one) is Stored else one,
             content,
             is_leaf=_is_leaf,
         )
+        _copy_versions(content, found)
+        return found
 
 
 def references(content: Any) -> list[Stored]:
