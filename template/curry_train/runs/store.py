@@ -392,7 +392,7 @@ class Store(SavedRun):
             "torch": torch.__version__.split("+")[0],
             "world_size": ranks.size,
         }
-        name = f"the {kind} of step {step}"
+        name = f"{kind}/step-{step!s:0>8}"
         folder = ""
 
         def take() -> tuple[str, Snapshot]:
