@@ -148,7 +148,7 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def fail(error: OSError) -> Callable[[], None]:
+def fail(error: Exception) -> Callable[[], None]:
     def act() -> None:
         raise error
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from attached_scripts import PLAIN, attached, flip_a_bit, start
 from torch import nn
+from torch.utils.data import DataLoader
 from warm_python import warm_python
 
 from curry_train.loop import run_training_steps
@@ -112,6 +113,13 @@ def test_any_iterable_works_as_a_loader_and_a_with_statement_closes_the_run(tmp_
     with attach(tmp_path) as run:
         assert run.resumed.saved.step == run.steps == 4
         assert go(run, "abcdef") == ["e", "f"]
+
+
+def test_a_loader_whose_resume_is_not_exact_is_named_once_in_a_run(tmp_path, caplog):
+    loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
+    with attach(tmp_path) as run:
+        go(run, loader, epochs=3)
+    assert caplog.text.count("persistent_workers keep") == 1
 
 
 def test_a_loader_that_became_shorter_is_an_error(tmp_path):

@@ -8,6 +8,7 @@ import io
 import logging
 
 import pytest
+import torch
 from journals import lines_of, plant
 
 from curry_train.runs.journal import Journal, JournalError, read_events
@@ -21,6 +22,22 @@ from curry_train.runs.journal import Journal, JournalError, read_events
             lambda j: j.write("save", step=1.0),
             ValueError,
             r"a step is a whole number from 0, got 1\.0",
+        ),
+        (
+            lambda j: j.write("save", step=1, attempt=3),
+            ValueError,
+            "save of step 1 can't have facts called attempt: rename them",
+        ),
+        (
+            lambda j: j.step(1, loss=1.0, learning_rate=0.1, time=3.0, v=1),
+            ValueError,
+            "facts called time, v: rename them",
+        ),
+        (lambda j: j.write("save", step=1, by={("a", 1): 2}), ValueError, "written as JSON"),
+        (
+            lambda j: j.step(1, loss=torch.ones(2), learning_rate=0.1),
+            ValueError,
+            "step of step 1 can't be written as JSON",
         ),
         (
             lambda j: j.start(),
@@ -50,6 +67,16 @@ def test_an_event_before_the_run_is_an_error(tmp_path):
                 JournalError, match="before the run began: call start or resume first"
             ):
                 act()
+
+
+def test_a_journal_that_is_opened_again_takes_no_event_before_a_resume(tmp_path):
+    plant(tmp_path / "run", last=2)
+    with Journal(tmp_path / "run") as journal:
+        with pytest.raises(JournalError, match="step before the run began: call start or resume"):
+            journal.step(3, loss=1.0, learning_rate=1.0)
+        journal.resume(2)
+        journal.step(3, loss=1.0, learning_rate=1.0)
+    assert lines_of(tmp_path / "run")[-1]["attempt"] == 2
 
 
 @pytest.mark.parametrize(

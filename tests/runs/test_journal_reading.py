@@ -51,7 +51,7 @@ def test_a_line_accepts_numbers_of_torch_and_numpy_and_writes_the_rest_as_text()
     import numpy
     import torch
 
-    facts = {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3), "v": 2}
+    facts = {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3)}
     line = encode_event("step", facts | {"place": Path("x")}, **AT)
     assert parse_event(line).facts == {"loss": "nan", "a": 2.0, "n": 3, "place": "x"}
 

@@ -119,5 +119,7 @@ def test_a_loader_that_draws_a_batch_ahead_is_named():
 
     accelerator = Accelerator(cpu=True)
     ahead = accelerator.prepare(DataLoader(range(4)))
-    assert inexact(ahead).startswith("Accelerate draws each batch one step early")
+    why = inexact(ahead)
+    assert why.startswith("Accelerate draws each batch one step early")
+    assert why.endswith("Give the DataLoader num_workers of at least 1")
     assert inexact(accelerator.prepare(DataLoader(range(4), num_workers=1))) is None

@@ -57,6 +57,8 @@ def same(first, second):
     if isinstance(first, float | complex):
         return repr(first) == repr(second)
     if isinstance(first, dict):
+        if getattr(first, "_metadata", None) != getattr(second, "_metadata", None):
+            return False
         return same(list(first.items()), list(second.items()))
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
@@ -64,7 +66,10 @@ def same(first, second):
 
 
 def same_tensor(first, second):
-    facts = [(one.shape, one.dtype, one.layout, one.is_quantized) for one in (first, second)]
+    facts = [
+        (one.shape, one.dtype, one.layout, one.requires_grad, one.is_quantized)
+        for one in (first, second)
+    ]
     if facts[0] != facts[1]:
         return False
     if first.layout is not torch.strided:
@@ -98,6 +103,9 @@ VALUES = {
     "numpy fields": lambda: numpy.ones(2, dtype=[("a", "<f4"), ("b", "<i2", (2,))]),
     "numpy scalars": lambda: [numpy.float64(0.1), numpy.str_("x"), numpy.bool_(True)],
     "module's state": lambda: nn.BatchNorm1d(2).state_dict(),
+    "parameter": lambda: nn.Parameter(torch.ones(2)),
+    "frozen parameter": lambda: nn.Parameter(torch.ones(2), requires_grad=False),
+    "leaf": lambda: torch.ones(2, requires_grad=True),
     "conjugated": lambda: torch.tensor([1 + 2j]).conj(),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse rows": lambda: torch.eye(3).to_sparse_csr(),

@@ -15,6 +15,7 @@ from warm_python import warm_python
 
 from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
+from curry_train.runs.store import Writing
 
 
 def slowly(operation):
@@ -138,6 +139,30 @@ def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
         with pytest.raises(SaveError, match="No space left"):
             getattr(saver, call)(*arguments)
         saver.close()
+
+
+def saved_by(store, background):
+    if background:
+        with BackgroundSaver(store) as saver:
+            saver.save("rollback", 1, new_state())
+    else:
+        store.save("rollback", 1, new_state())
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError])
+def test_any_error_of_a_save_leaves_no_folder(store, monkeypatch, error, background):
+    monkeypatch.setattr(Writing, "write", lambda *_: fail(error("odd"))())
+    with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*odd"):
+        saved_by(store, background)
+    assert not [*store.files.names("rollback")]
+
+
+def test_an_error_before_a_save_leaves_no_folder(store, monkeypatch):
+    monkeypatch.setattr("curry_train.runs.store.Writing", lambda *_, **__: fail(KeyError("odd"))())
+    with pytest.raises(KeyError):
+        store.save("rollback", 1, new_state())
+    assert not [*store.files.names("rollback")]
 
 
 def test_an_error_of_the_training_is_not_hidden_by_one_of_the_save(tmp_path, caplog):

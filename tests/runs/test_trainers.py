@@ -230,6 +230,24 @@ def test_older_checkpoints_are_deleted_after_the_commit(tmp_path, monkeypatch):
     assert folders(tmp_path) == ["checkpoint-6", "checkpoint-8"]
 
 
+def test_a_limit_that_is_set_later_counts_and_is_given_back(tmp_path, monkeypatch):
+    trainer = commit_checkpoints(hugging_face(tmp_path))
+    trainer.args.save_total_limit = 1
+
+    def commit(path):
+        dies_at(4, trainer)()
+        return commit_folder(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("curry_train.runs.trainers.commit_folder", commit)
+        with pytest.raises(Killed):
+            train(trainer)
+    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
+    train(trainer)
+    assert folders(tmp_path) == ["checkpoint-6"]
+    assert trainer.args.save_total_limit == 1
+
+
 # Accelerate.
 
 

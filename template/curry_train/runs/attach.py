@@ -355,6 +355,8 @@ class AttachedRun:
         self._until: int | None = None
         self._in_epoch = False
         self._iterating = False
+        # Whether the log says already that a resume may not be exact.
+        self._warned = False
         self._notes = StepNotes()
         state.position = self._data.position
         self._keep_settings = keep_settings
@@ -447,8 +449,9 @@ class AttachedRun:
         self._check_loop_over_batches(position)
         # End here if a signal came before the first step, which can take minutes.
         self._save()
-        if position.batch == 0 and (why := inexact(loader)):
+        if position.batch == 0 and not self._warned and (why := inexact(loader)):
             logger.warning("%s", why)
+            self._warned = True
         self.state.generators |= {
             f"{DATA_PREFIX}{name}": generator for name, generator in generators_of(loader).items()
         }

@@ -72,7 +72,17 @@ def encode_event(
     """Encode an event as a line with its newline."""
     own: dict[str, Any] = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step}
     own |= {"attempt": attempt, "kind": kind}
-    return _ENCODE_JSON(finite({**own, **facts} | own)).encode("ascii") + b"\n"
+    if taken := own.keys() & facts.keys():
+        raise ValueError(
+            f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"
+        )
+    try:
+        return _ENCODE_JSON(finite({**own, **facts})).encode("ascii") + b"\n"
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{kind} of step {step} can't be written as JSON ({error}): pass numbers, text, lists "
+            f"and mappings"
+        ) from error
 
 
 def finite(value: Any) -> Any:
@@ -189,6 +199,8 @@ class Journal:
         if self.writes:
             self._open()
         self.attempt = self._last.attempt if self._last else 0
+        # Whether this process has called start or resume.
+        self._begun = False
         # Whether the last event could not be written.
         self._is_losing = False
 
@@ -251,7 +263,7 @@ class Journal:
 
         An eval has `metric` and `value`; a spike, skip, warning or stop has `reason`.
         """
-        if self.writes and self.empty:
+        if self.writes and not self._begun:
             raise JournalError(
                 f"{self.path}: {kind} before the run began: call start or resume first"
             )
@@ -270,6 +282,7 @@ class Journal:
         attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
         line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt)
         self.attempt = attempt
+        self._begun = True
         self._append(line, sync=kind in SYNCED_EVENT_KINDS)
 
     def _append(self, line: bytes, *, sync: bool) -> None:

@@ -46,6 +46,8 @@ class Metric(NamedTuple):
 
 def folder_name(kind: str, step: int, metric: tuple[str, float] | None = None) -> str:
     """Return the folder of a checkpoint, relative to the run's folder."""
+    if type(step) is not int:
+        raise ValueError(f"a step is a whole number from 0, got {step!r}: pass an int")
     prefix = "{}-{:.6g}-".format(*metric) if metric else ""
     name = f"{kind}/{prefix}step-{step:08d}{CHECKPOINT_SUFFIX}"
     if step_of(name) is None:
@@ -158,9 +160,9 @@ class Manifest:
 
     kind: str
     step: int
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, FileEntry] = field(hash=False)
     metric: Metric | None = None
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict, hash=False)
     # The steps at which the run went back before this was saved, in their order: of the states of
     # fewer branches, those after the step of a later one are given up.
     branches: tuple[int, ...] = ()

@@ -274,6 +274,6 @@ def inexact(loader: Any) -> str | None:
         return (
             "Accelerate draws each batch one step early, before the numbers that the step before "
             "draws: random augmentation in the dataset will differ after a resume within an epoch; "
-            "the order of the samples will not. Give the loader from before prepare() instead"
+            "the order of the samples will not. Give the DataLoader num_workers of at least 1"
         )
     return None

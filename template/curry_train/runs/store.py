@@ -392,7 +392,7 @@ class Store(SavedRun):
             "torch": torch.__version__.split("+")[0],
             "world_size": ranks.size,
         }
-        name = f"{kind}/step-{step:08d}"
+        name = f"{kind}/step-{step!s:0>8}"
         folder = ""
 
         def take() -> tuple[str, Snapshot]:
@@ -406,8 +406,11 @@ class Store(SavedRun):
             saved = SavedCheckpoint(kind, step, {}, own_metric, about, self.branches, location)
             folder = ranks.agree(lambda: self._prepare(saved.folder))
             return Writing(self, ranks, saved, snapshot, folder=folder)
-        except (OSError, OtherRank) as error:
-            raise self.failed(ranks, name, folder, error) from error
+        except Exception as error:
+            failed = self.failed(ranks, name, folder, error)
+            if isinstance(error, OSError | OtherRank):
+                raise failed from error
+            raise
 
     def finish(
         self,
@@ -420,7 +423,7 @@ class Store(SavedRun):
         ranks = ranks or writing.ranks
         try:
             return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
 
     def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:

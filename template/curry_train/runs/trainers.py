@@ -294,9 +294,7 @@ class _HuggingFaceCommits:
     def __init__(self, trainer: Any) -> None:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
-        # The Trainer would delete older checkpoints before the new one is committed.
-        self._limit = trainer.args.save_total_limit
-        trainer.args.save_total_limit = None
+        self._limit: int | None = None
         self._save = trainer.save_model
         trainer.save_model = self._save_model
 
@@ -305,6 +303,11 @@ class _HuggingFaceCommits:
         return Ranks.on_the_host()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The Trainer would delete older checkpoints before the new one is committed.
+        # None is what an earlier training of this process left, if it ended with an error.
+        if args.save_total_limit is not None:
+            self._limit = args.save_total_limit
+        args.save_total_limit = None
         step = state.global_step
         if step >= state.max_steps > 0 and state.is_world_process_zero:
             logger.warning(
@@ -314,6 +317,9 @@ class _HuggingFaceCommits:
                 state.max_steps,
                 step + 1,
             )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.save_total_limit = self._limit
 
     def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the first files of a checkpoint, or those that the user asks for."""

@@ -12,6 +12,7 @@ Tensors stay out of the file, under names that no two of them share.
 Proof: `python -m pytest tests/runs/test_state_values.py`.
 """
 
+import copy
 import io
 import warnings
 import zipfile
@@ -110,6 +111,8 @@ class Stored:
     name: str
     # The kind of its device, if that is not the host.
     device: str | None = None
+    is_parameter: bool = False
+    requires_grad: bool = False
 
 
 # Tensors: those in a plain layout go into the snapshot, others into the file of the values.
@@ -168,7 +171,9 @@ def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
             tensors.inline[name] = tensor._values() if is_coo else tensor.values()
         return _came_back(tensor.detach(), name)
     stored = tensors.add(tensor.detach().resolve_conj().resolve_neg(), name)
-    return Stored(stored, None if tensor.device.type == "cpu" else tensor.device.type)
+    device = None if tensor.device.type == "cpu" else tensor.device.type
+    is_leaf = tensor.requires_grad and tensor.is_leaf
+    return Stored(stored, device, isinstance(tensor, nn.Parameter), is_leaf)
 
 
 # Values of other types.
@@ -194,7 +199,17 @@ def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, A
         for path, leaf in found
     ]
     encoded: dict[str, Any] = tree_unflatten(leaves, structure)
+    _copy_versions({**content}, encoded)
     return encoded
+
+
+def _copy_versions(given: Any, made: Any) -> None:
+    """Copy the versions of modules, which `nn.Module.state_dict` leaves in an attribute."""
+    if hasattr(given, "_metadata"):
+        made._metadata = copy.deepcopy(given._metadata)
+    if not _is_leaf(given):
+        for key in given if isinstance(given, dict) else range(len(given)):
+            _copy_versions(given[key], made[key])
 
 
 def _name_of(path: Sequence[Any]) -> str:
@@ -230,12 +245,19 @@ def _came_back(value: Any, name: str) -> Any:
 
 def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
-    with reading("a saved value can't be read"):
-        return tree_map(
-            lambda one: tensors[one.name] if type(one) is Stored else one,
-            content,
-            is_leaf=_is_leaf,
-        )
+
+    def read(one: Any) -> Any:
+        if type(one) is not Stored:
+            return one
+        tensor = tensors[one.name]
+        if one.is_parameter:
+            return nn.Parameter(tensor, one.requires_grad)
+        return tensor.requires_grad_() if one.requires_grad else tensor
+
+    with reading("a saved value can't be read", RuntimeError):
+        found = tree_map(read, content, is_leaf=_is_leaf)
+        _copy_versions(content, found)
+        return found
 
 
 def references(content: Any) -> list[Stored]:
