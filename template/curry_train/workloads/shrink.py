@@ -3,7 +3,8 @@
     factory = Shrink(2).factory(build)  # what build returns, with two layers
 
 A model that has a configuration is built with fewer layers in it, and its large weights are never
-made. Of others the first and last blocks of each run of equal blocks stay.
+made. Of others, and of one whose factory raises on the small one, the first and last blocks of each
+run of equal blocks stay.
 
 Proof: `python -m pytest tests/workloads/test_shrink.py`.
 """
@@ -61,8 +62,12 @@ class Shrink:
 
     def _made(self, make: Callable[[], Any]) -> Any:
         """Call the user's function, keep its module with so many layers, and return the rest."""
-        notes: list[str] = []
-        with shrunk_configurations(self.num_layers, notes):
+        made, notes = None, list[str]()
+        with contextlib.suppress(Exception), shrunk_configurations(self.num_layers, notes):
+            made = make()
+        if made is None:
+            # It may need all layers, as the weights of a checkpoint do.
+            notes.clear()
             made = make()
         module = made[0] if isinstance(made, tuple) and made else made
         # The caller names what is wrong with anything else.
@@ -84,6 +89,9 @@ class Shrink:
                         delattr(container, name)
                 _number_again(container)
                 notes.append(f"{len(kept)} of {len(run)} {type(container[0]).__name__}")
+                # It has no configuration, or one that can't be changed.
+                with contextlib.suppress(AttributeError, TypeError):
+                    _with_fewer_layers(module.config, len(run), self.num_layers)
         if not notes:
             raise WorkloadError(
                 f"--shrink {self.num_layers}: {type(module).__name__} has no ModuleList or "
@@ -113,16 +121,16 @@ def _with_fewer_layers(config: Any, depth: int, num_layers: int) -> list[str]:
 def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
     """Give modules that are built inside so many layers, where a configuration has their number.
 
-    Each configuration that was changed adds a note. The large model is built on the meta device
-    alone, to see how many blocks it has.
+    Each configuration that was changed adds a note, and is as before if an error ends this. The
+    large model is built on the meta device alone, to see how many blocks it has.
     """
-    known: dict[int, Any] = {}
+    known: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def make(kind: type[nn.Module], *args: Any, **options: Any) -> Any:
         for config in (*args, *options.values()):
             is_object = hasattr(config, "__dict__") and not isinstance(config, nn.Module | type)
             if is_object and id(config) not in known:
-                known[id(config)] = config
+                known[id(config)] = config, dict(vars(config))
                 look(kind, config, args, options)
         return object.__new__(kind)
 
@@ -140,6 +148,10 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
     patched.__new__ = make
     try:
         yield
+    except Exception:
+        for config, before in known.values():
+            vars(config).update(before)
+        raise
     finally:
         # Deleted, it would leave an `object.__new__` that takes no arguments.
         patched.__new__ = lambda kind, *_, **__: object.__new__(kind)
