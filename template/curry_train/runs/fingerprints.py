@@ -637,8 +637,6 @@ def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dic
         found = [json.loads(line) for line in lines[:-1]]
     except ValueError as error:
         raise RunError(f"{path} is damaged, record it again: {error}") from error
-    if not found:
-        raise RunError(f"{path} holds no record of a run: record it again")
-    if found[0].get("version") != FORMAT_VERSION:
-        raise RunError(f"{path} was recorded by another version; record it again")
+    if not found or found[0].get("version") != FORMAT_VERSION:
+        raise RunError(f"{path} is empty, or was recorded by another version; record it again")
     return found
