@@ -75,6 +75,12 @@ def test_the_fewest_gpus_state_what_the_worst_routing_lacks():
     assert "where all choose those of one GPU, it needs 780 MiB, 60.0 MiB too much." in text
 
 
+def test_one_gpu_states_no_worst_routing_of_a_model_that_is_measured():
+    found = fewest_gpus(routed(), PROFILES["h100"], global_batch=64, most=1)
+    assert found.best.worst_routing_bytes is None
+    assert "spread evenly" not in found.table()
+
+
 def test_a_rank_whose_shapes_depend_on_other_values_is_refused_in_one_line():
     def positive(module, batch):
         rows = module(batch)

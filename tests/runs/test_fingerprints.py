@@ -66,6 +66,15 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
         read_fingerprints(tmp_path / "a")
 
 
+def test_a_record_of_another_version_is_refused(tmp_path):
+    first, *others = recorded(tmp_path / "a")
+    path = tmp_path / "a" / "rank-0.jsonl"
+    lines = [json.dumps(one) for one in ({**first, "version": 1}, *others)]
+    path.write_text("\n".join([*lines, ""]))
+    with pytest.raises(RunError, match="was recorded by another version; record it again"):
+        read_fingerprints(tmp_path / "a")
+
+
 def test_lines_are_in_the_file_while_training_runs(tmp_path):
     with record_run(tmp_path / "a"):
         Model("")(torch.randn(2, 16))

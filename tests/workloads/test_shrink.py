@@ -82,6 +82,49 @@ def test_what_a_factory_does_to_its_model_stays():
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
+class Indexed(Configured):
+    def forward(self, x):
+        for number in range(self.config.num_layers):
+            x = self.layers[number](x)
+        return x
+
+
+WEIGHTS = Indexed(Config(num_layers=6)).state_dict()
+
+
+def loads_all_weights(module):
+    module.load_state_dict(WEIGHTS)
+
+
+def reads_each_layer(module):
+    for number in range(6):
+        module.layers[number].requires_grad_(number > 0)
+
+
+@pytest.mark.parametrize("use", [loads_all_weights, reads_each_layer])
+def test_a_factory_that_needs_all_layers_gets_them_and_the_first_and_last_stay(use):
+    config = Config(num_layers=6)
+
+    def factory():
+        module = Indexed(config)
+        use(module)
+        return module
+
+    shrink = Shrink(2)
+    module = shrink.factory(factory)()
+    assert len(module.layers) == module.config.num_layers == 2
+    module(torch.ones(2, 4)).sum().backward()
+    assert "2 of 6 Block: the first and last" in shrink.note
+
+
+def test_a_factory_that_raises_anyway_raises_its_own_error():
+    def factory():
+        raise KeyError(len(Indexed(Config(num_layers=6)).layers))
+
+    with pytest.raises(KeyError, match="6"):
+        Shrink(2).factory(factory)()
+
+
 def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
     stages = nn.Sequential(*[Block(4) for _ in range(5)], nn.Linear(4, 8), *[Block(8)] * 2)
     marked = stages[4]

@@ -8,15 +8,22 @@ import random
 import sys
 import textwrap
 import types
+from pathlib import Path
 
 import numpy
 import pytest
 import torch
 from click.testing import CliRunner
 
+import curry_train
 from curry_train.cli.main import main
 from curry_train.core.generators import seeded
-from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
+from curry_train.workloads.models import (
+    BUILTIN_WORKLOADS,
+    describe_raised,
+    load_workload,
+    transformer,
+)
 from curry_train.workloads.workload import (
     IGNORED_TARGET,
     Case,
@@ -299,6 +306,14 @@ def test_the_users_own_line_is_named(factory, source, line):
     with pytest.raises(WorkloadError) as raised:
         load_workload(spec)
     assert f"({spec.partition(':')[0]}.py:{line})" in str(raised.value)
+
+
+def test_a_folder_whose_name_begins_as_that_of_the_package_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = f"{Path(curry_train.__file__).parent}_experiments/train.py"
+    with pytest.raises(KeyError) as raised:
+        types.FunctionType(compile("raise KeyError('weights')", file, "exec"), {})()
+    assert describe_raised(raised.value) == f"KeyError: 'weights' ({file}:1)"
 
 
 def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkeypatch):

@@ -369,7 +369,7 @@ class _Search:
             time_of_window(step, self.card.profile, self.links, dtype=dtype, steps=steps),
             state + context,
         )
-        if count.fits:
+        if count.fits and sketch.routing is not None:
             peaks = whole_steps.routing_peaks(candidate)
             if peaks is not None:
                 count = replace(count, worst_routing_bytes=peaks["worst_bytes"])

@@ -42,6 +42,8 @@ from .rounding import Exchange
 
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
+# Of what a record holds: one of another version can't be compared.
+FORMAT_VERSION = 2
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -127,7 +129,7 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
-            self._write({"kind": "start", **facts, **_environment()})
+            self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
             hooks = (
                 register_optimizer_step_pre_hook(self._before_step),
                 register_optimizer_step_post_hook(self._after_step),
@@ -635,6 +637,6 @@ def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dic
         found = [json.loads(line) for line in lines[:-1]]
     except ValueError as error:
         raise RunError(f"{path} is damaged, record it again: {error}") from error
-    if not found:
-        raise RunError(f"{path} holds no record of a run: record it again")
+    if not found or found[0].get("version") != FORMAT_VERSION:
+        raise RunError(f"{path} is empty, or was recorded by another version; record it again")
     return found

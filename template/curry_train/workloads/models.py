@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import shlex
 import sys
 import sysconfig
@@ -323,12 +324,12 @@ BUILTIN_WORKLOADS: dict[str, Callable[[], Workload]] = {
 
 # Describe an error from the user's code, with the line of their code that it came from.
 
-# Where files are that are not the user's.
+# How the paths of files begin that are not the user's.
 LIBRARIES = (
-    str(Path(__file__).parents[1]),
-    sysconfig.get_path("stdlib"),
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{sysconfig.get_path('stdlib')}{os.sep}",
     # An environment may have packages of another one.
-    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
+    *(f"{path}{os.sep}" for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
     "<",
 )
 

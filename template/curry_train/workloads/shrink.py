@@ -3,7 +3,7 @@
     factory = Shrink(2).factory(build)  # what build returns, with two layers
 
 A model that has a configuration is built with fewer layers in it, and its large weights are never
-made. Of others the first and last blocks of each run of equal blocks stay.
+made. Of others, or if its factory raises, the first and last blocks of each run of equal ones stay.
 
 Proof: `python -m pytest tests/workloads/test_shrink.py`.
 """
@@ -61,8 +61,12 @@ class Shrink:
 
     def _made(self, make: Callable[[], Any]) -> Any:
         """Call the user's function, keep its module with so many layers, and return the rest."""
-        notes: list[str] = []
-        with shrunk_configurations(self.num_layers, notes):
+        made, notes = None, list[str]()
+        with contextlib.suppress(Exception), shrunk_configurations(self.num_layers, notes):
+            made = make()
+        if made is None:
+            # It may need all layers, as the weights of a checkpoint do.
+            notes.clear()
             made = make()
         module = made[0] if isinstance(made, tuple) and made else made
         # The caller names what is wrong with anything else.
@@ -82,8 +86,12 @@ class Shrink:
                 for name in run:
                     if name not in kept:
                         delattr(container, name)
-                _number_again(container)
+                children = container._modules.values()
+                container._modules = {str(i): child for i, child in enumerate(children)}
                 notes.append(f"{len(kept)} of {len(run)} {type(container[0]).__name__}")
+                # It may have no configuration that can be changed.
+                with contextlib.suppress(Exception):
+                    _with_fewer_layers(module.config, len(run), self.num_layers)
         if not notes:
             raise WorkloadError(
                 f"--shrink {self.num_layers}: {type(module).__name__} has no ModuleList or "
@@ -113,8 +121,8 @@ def _with_fewer_layers(config: Any, depth: int, num_layers: int) -> list[str]:
 def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
     """Give modules that are built inside so many layers, where a configuration has their number.
 
-    Each configuration that was changed adds a note. The large model is built on the meta device
-    alone, to see how many blocks it has.
+    Each configuration that was changed adds a note; an error takes the change back. The large
+    model is built on the meta device alone, to see how many blocks it has.
     """
     known: dict[int, Any] = {}
 
@@ -122,7 +130,7 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
         for config in (*args, *options.values()):
             is_object = hasattr(config, "__dict__") and not isinstance(config, nn.Module | type)
             if is_object and id(config) not in known:
-                known[id(config)] = config
+                known[id(config)] = config, dict(vars(config))
                 look(kind, config, args, options)
         return object.__new__(kind)
 
@@ -140,6 +148,10 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
     patched.__new__ = make
     try:
         yield
+    except Exception:
+        for config, before in known.values():
+            vars(config).update(before)
+        raise
     finally:
         # Deleted, it would leave an `object.__new__` that takes no arguments.
         patched.__new__ = lambda kind, *_, **__: object.__new__(kind)
@@ -173,11 +185,3 @@ def _runs(module: nn.Module) -> Iterator[tuple[Any, Sequence[str]]]:
 def _form(module: nn.Module) -> Any:
     shapes = tuple((name, tuple(one.shape)) for name, one in module.named_parameters())
     return type(module), shapes
-
-
-def _number_again(container: Any) -> None:
-    children = list(container._modules.values())
-    for name in list(container._modules):
-        delattr(container, name)
-    for number, child in enumerate(children):
-        container.add_module(str(number), child)
