@@ -117,6 +117,10 @@ class Counted:
         self.calls.append("read")
         return self.most
 
+    def memory_stats(self, device=None):
+        asked = {"requested_bytes.all.current": self.alive, "requested_bytes.all.peak": self.most}
+        return asked | dict.fromkeys(("allocated_bytes.all.current", "allocated_bytes.all.peak"), 0)
+
     def hold(self, num_bytes):
         self.calls.append("work")
         self.alive += num_bytes
@@ -137,9 +141,10 @@ def default_stream(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     found = Counted()
-    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated"):
+    names = ("synchronize", "reset_peak_memory_stats", "memory_allocated", "memory_stats")
+    for name in (*names, "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", found.max_memory_allocated)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return found
 
 

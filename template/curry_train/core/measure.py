@@ -403,11 +403,13 @@ def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
         # The first step allocates the workspaces of the libraries, which stay allocated.
         loss(module, batch).backward()
         module.zero_grad(set_to_none=True)
+        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = requested_bytes(device)
         value = loss(module, batch)
         held = requested_bytes(device) - before
         value.backward()
+        torch.cuda.synchronize(device)
         return Memory(held, requested_bytes(device, peak=True) - before)
 
 
