@@ -33,7 +33,7 @@ BUDGETS = {
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,
     PACKAGE: 299,
-    "tests": 316,
+    "tests": 318,
     "benchmarks": 71,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.

@@ -550,7 +550,8 @@ def _leads_to(node: Any, wanted: Any) -> bool:
 
 def users_line() -> str:
     """Return file and line of the innermost frame outside of torch and of this package."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    folders = Path(torch.__file__).parent, Path(__file__).parents[1]
+    ours = tuple(f"{folder}{os.sep}" for folder in folders)
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         frame = frame.f_back
