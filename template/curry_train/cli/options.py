@@ -147,7 +147,7 @@ def training_options(
     return decorate
 
 
-# What is given in place of a model.
+# Options that name a program of the user, where others name a model.
 PROGRAM_INPUTS = (
     click.option(
         "--trainer",

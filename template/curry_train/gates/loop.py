@@ -769,7 +769,7 @@ def autocast(trace: Trace) -> Iterator[Fault]:
 
 def mode(trace: Trace) -> Iterator[Fault]:
     """The model is in training mode in forward passes that are trained on, and only there."""
-    # What loaders gave that no model was trained on.
+    # Digests of batches from loaders for evaluation: no model was trained on any of them.
     others = set[float]()
     for fetches in grouped(trace.of(Fetch), lambda one: id(one.loader)):
         digests = {number for one in fetches for number in one.digests}

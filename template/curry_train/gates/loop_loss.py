@@ -51,7 +51,7 @@ class Term:
         return self.factor / self.num_terms if self.reduction == "mean" else self.factor
 
 
-# What is wrong with a call of a loss function: the figure, and advice.
+# A likely mistake in a call of a loss function: the measured figure, and what to do.
 Doubt = tuple[str, str]
 
 

@@ -89,7 +89,7 @@ End = Callable[[Found], NoReturn]
 
 
 class Job(Protocol):
-    """What a process does while a user's program runs in it; it is pickled for the process."""
+    """Work in a process that runs a user's program; the job is pickled and sent there."""
 
     def watch(self, run: Callable[[], None], end: End) -> None:
         """Run the program, and call `end` when enough is known."""
@@ -153,7 +153,7 @@ def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]
         return [not_applicable("loop/run", str(error))]
 
 
-# What a process of its own runs; its module is not run as a program, to be there once.
+# The code of the process. `python -m` would import this module twice, under two names.
 RUN_JOB = f"import sys; from {__name__} import run_job; run_job(sys.argv[1])"
 
 

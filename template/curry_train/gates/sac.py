@@ -103,7 +103,7 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
         yield
     except NotApplicable:
         raise
-    except Exception as error:
+    except Exception as error:  # of the user's model, loss or implementation
         module = case.build()
         sac.apply_sac(module, policy, blocks=case.blocks)
         try:

@@ -237,7 +237,7 @@ def same_without_training(
     """Compare changed blocks with the plain model in eval mode, and without gradients."""
     try:
         plain, again = (_without_training(case, case.build()) for _ in range(2))
-    except Exception as error:
+    except Exception as error:  # the user's model may raise anything in eval mode
         reason = str(error).partition("\n")[0]
         why = f"the plain model raises {type(error).__name__} in eval mode: {reason}"
         raise NotApplicable(why) from error

@@ -406,7 +406,7 @@ class Store(SavedRun):
             saved = SavedCheckpoint(kind, step, {}, own_metric, about, self.branches, location)
             folder = ranks.agree(lambda: self._prepare(saved.folder))
             return Writing(self, ranks, saved, snapshot, folder=folder)
-        except Exception as error:
+        except Exception as error:  # whatever ends a save, its folder has to go
             failed = self.failed(ranks, name, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error
@@ -423,7 +423,7 @@ class Store(SavedRun):
         ranks = ranks or writing.ranks
         try:
             return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
-        except Exception as error:
+        except Exception as error:  # a part of the user's state may raise anything
             raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
 
     def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:

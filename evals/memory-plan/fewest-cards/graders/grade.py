@@ -2,7 +2,7 @@
 
 The figures are those of one rank's whole steps on shapes in the model of CUDA's allocator; the
 commands that solve the case compute them again. With 17 cards 23,562 MiB are reserved, and with
-12 and 13 (24,984 and 26,554) not less with each card more.
+12 and 13 (24,984 and 26,554) so another card does not always save memory.
 """
 
 from evals_grading import Work, assert_figures, guard, point
@@ -20,7 +20,7 @@ def fewest_cards(work: Work) -> None:
 
 @point(3)
 def reserved_memory(work: Work) -> None:
-    """What rank 0 reserves with this number and with 16 cards is right within 2%."""
+    """The memory that rank 0 reserves is right within 2%, with the fewest cards and with 16."""
     assert_figures(work.answer()["reserved_mib"], RESERVED_MIB, within=0.02)
 
 
