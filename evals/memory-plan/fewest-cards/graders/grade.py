@@ -1,8 +1,8 @@
 """Judge the fewest cards for an 8B model under FSDP2, and what rank 0 reserves on them.
 
 The figures are those of one rank's whole steps on shapes in the model of CUDA's allocator; the
-commands that solve the case compute them again. With 17 cards 23,562 MiB are reserved, and with
-12 and 13 (24,984 and 26,554) so another card does not always save memory.
+commands that solve the case compute them again. 17 cards
+reserve 23,562 MiB. Another card does not always save memory: 12 reserve 24,984 and 13 26,554.
 """
 
 from evals_grading import Work, assert_figures, guard, point
