@@ -179,7 +179,6 @@ class Constant(Block):
     block=Constant,
 )
 def without_arguments(model):
-    model.zero_grad()
     loss_of(model.layers[0]() + model.layers[1]()).backward()
     return gradients(model)
 
@@ -204,7 +203,6 @@ class Dictionary(Block):
     block=Dictionary,
 )
 def dictionaries(model):
-    model.zero_grad()
     output = X
     for layer in model.layers:
         found = layer(output)
@@ -247,7 +245,6 @@ class Two(Block):
     block=Two,
 )
 def unused_output(model):
-    model.zero_grad()
     used = [layer(X)[index % 2] for index, layer in enumerate(model.layers)]
     loss_of(torch.stack(used)).backward()
     return gradients(model)
@@ -264,7 +261,6 @@ class Sum(Block):
     block=Sum,
 )
 def output_written(model):
-    model.zero_grad()
     output = X
     for layer in model.layers:
         output = layer(output)
@@ -281,6 +277,5 @@ class Loss(Block):
 
 @step("the model's loss is computed in the last block", block=Loss)
 def loss_inside(model):
-    model.zero_grad()
     model(X, torch.ones_like(X))[1].backward()
     return gradients(model)

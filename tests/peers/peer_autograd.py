@@ -32,7 +32,6 @@ from torch.utils.checkpoint import (
 
 @step("a graph that is kept, and backward through it twice")
 def kept_graph(model):
-    model.zero_grad()
     loss = loss_of(model(X))
     loss.backward(retain_graph=True)
     loss.backward()
@@ -54,7 +53,6 @@ def freed_graph(change):
 
 @step("gradients of gradients")
 def gradient_penalty(model):
-    model.zero_grad()
     x = X.clone().requires_grad_()
     (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
     slope.square().sum().backward()
@@ -69,14 +67,12 @@ def input_gradient(model):
 
 @step("backward for some of the weights: backward(inputs=...)")
 def some_inputs(model):
-    model.zero_grad()
     loss_of(model(X)).backward(inputs=[model.layers[1].first.weight])
     return gradients(model)
 
 
 @step("backward of one half of the output and then of the other")
 def halves(model):
-    model.zero_grad()
     output = model(X)
     output[:2].square().sum().backward(retain_graph=True)
     output[2:].square().sum().backward()
@@ -85,7 +81,6 @@ def halves(model):
 
 @step("two forwards before their backwards, in either order")
 def two_forwards(model):
-    model.zero_grad()
     for order in ((0, 1), (1, 0)):
         losses = [loss_of(model(X)), loss_of(model(2 * X))]
         for index in order:
@@ -95,7 +90,6 @@ def two_forwards(model):
 
 @step("one backward through several forwards")
 def several_forwards(model):
-    model.zero_grad()
     (loss_of(model(X)) + loss_of(model(2 * X))).backward()
     return gradients(model)
 
@@ -108,7 +102,6 @@ def no_backward(model):
 
 @step("a block is called twice in one forward")
 def called_twice(model):
-    model.zero_grad()
     loss_of(model.layers[3](model.layers[3](X))).backward()
     return gradients(model)
 
@@ -160,21 +153,18 @@ class Inside(Block):
 
 @step("torch's checkpoint around the whole model")
 def torch_around(model):
-    model.zero_grad()
     loss_of(checkpoint(model, X, use_reentrant=False)).backward()
     return gradients(model)
 
 
 @step("torch's reentrant checkpoint around the whole model")
 def reentrant_around(model):
-    model.zero_grad()
     loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)).backward()
     return gradients(model)
 
 
 @step("save_on_cpu around the whole model")
 def hooks_around(model):
-    model.zero_grad()
     with torch.autograd.graph.save_on_cpu():
         loss = loss_of(model(X))
     loss.backward()
@@ -430,7 +420,6 @@ class Failing(Block):
 
 @step("an error in the forward of a block passes, and the next step is right", block=Failing)
 def forward_error(model):
-    model.zero_grad()
     with contextlib.suppress(KeyError):
         model(X, True)
     return train(model, False)

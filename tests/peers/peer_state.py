@@ -99,7 +99,6 @@ def global_generator(change):
 
 @step("random numbers drawn between forward and backward do not matter", block=Dropping)
 def drawn_between(model):
-    model.zero_grad()
     loss = loss_of(model(X))
     torch.rand(17)
     loss.backward()
@@ -163,7 +162,6 @@ class Dropout(Block):
     block=Dropout,
 )
 def eval_between(model):
-    model.zero_grad()
     loss = loss_of(model(X))
     model.eval()
     loss.backward()
@@ -278,7 +276,6 @@ class Sparse(Block):
 
 @step("sparse gradients of an embedding", block=Sparse)
 def sparse(model):
-    model.zero_grad()
     loss_of(model(X)).backward()
     return [weight.grad.to_dense() for weight in model.parameters()]
 
@@ -288,7 +285,6 @@ def sparse(model):
 
 @step("autocast around forward, and backward outside of it")
 def autocast(model):
-    model.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model(X).float())
     loss.backward()
@@ -319,7 +315,6 @@ class Half(Block):
 def autocast_tied(model):
     for layer in model.layers[1:]:
         layer.first = model.layers[0].first
-    model.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_of(model(X).float())
     loss.backward()

@@ -32,7 +32,6 @@ def in_thread(act):
 
 @step("forward in one thread and backward in another")
 def other_thread(model):
-    model.zero_grad()
     loss = in_thread(lambda: loss_of(model(X)))
     in_thread(loss.backward)
     return gradients(model)
@@ -88,7 +87,6 @@ class Making(Block):
 
 @step("a default device for new tensors", block=Making)
 def default_device(model):
-    model.zero_grad()
     with torch.device("cpu"):
         loss = loss_of(model(X))
     loss.backward()
@@ -143,7 +141,6 @@ def other_shapes(model):
 
 @step("a loop that adds what the blocks return", segments=refused("does not take the output of"))
 def residual_loop(model):
-    model.zero_grad()
     output = model.embed(X)
     for layer in model.layers:
         output = output + layer.inner(output) + layer(output)
@@ -153,7 +150,6 @@ def residual_loop(model):
 
 @step("blocks are skipped at random")
 def skipped(model):
-    model.zero_grad()
     output = model.layers[2](model.layers[0](model.embed(X)))
     loss_of(output).backward()
     return [weight.grad for weight in model.layers[0].parameters()]
