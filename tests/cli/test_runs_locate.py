@@ -246,21 +246,6 @@ def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     assert "the command sets none of what differs" in " ".join(ended.output.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["record", "--out", "A"], "give either --script or --trainer"),
-        (["record", "--script", "gone.py", "--out", "A"], "there is no file gone.py"),
-        (["record", "--script", "train.py"], "--out"),
-        (["locate", "A", "B"], "runs record"),
-    ],
-)
-def test_wrong_usage_ends_in_one_line(folder, words, text):
-    ended = invoke(*words)
-    assert ended.exit_code == 2
-    assert text in ended.output
-
-
 def test_a_script_without_a_step_is_refused(folder):
     (folder / "train.py").write_text("print('hello')\n")
     ended = invoke("record", "--script", "train.py", "--out", "A")

@@ -119,24 +119,3 @@ def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):
         match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked",
     ):
         spike_check(tmp_path, TINY, **SIZES)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--steps", "40", "--at", "38", "--windows", "9"],
-            "bad windows 38 to 46 are not all among the 40 steps",
-        ),
-        (["--steps", "30"], "begin in step 20, and the watchdog judges from step 33 on"),
-        (["--steps", "40", "spike.action=warn"], "needs spike.action=rollback"),
-        (["--steps", "40", "--runs", "full"], "full is not empty: give a new folder"),
-    ],
-)
-def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    done = CliRunner().invoke(runs_command, ["spike-check", *words])
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.output.split())

@@ -92,27 +92,6 @@ def test_json_on_standard_output_is_alone_there(train):
     assert "1 steps done" in error
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["stpes=3"], "Error: stpes is no key; did you mean steps?"),
-        (
-            ["--config", "none.yaml"],
-            "Error: can't read the configuration none.yaml: No such file or directory",
-        ),
-        (["--resume", "latest"], "Error: there is no saved state to resume from for 'latest'"),
-        (["parallel=ddp"], "this is a single process: start it with torchrun"),
-        (["model=mlp"], "use data.source=workload"),
-    ],
-)
-def test_a_mistake_gets_its_message_and_status_2(tmp_path, train, words, message):
-    status, out, error = train(*TINY, *words)
-    assert (status, out) == (2, "")
-    assert message in " ".join(error.split())
-    assert "Traceback" not in error
-    assert not list((tmp_path).glob("runs/*"))
-
-
 def test_the_resolved_configuration_is_shown(train):
     status, out, _ = train("--show-config", "optimizer.learning_rate=3e-4")
     assert status == 0

@@ -32,7 +32,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=20, deadline=None, database=None)
 @given(VALUES, st.integers(4, 5))
 def test_plain_values_are_read_as_pickle_reads_them(value, protocol):
     assert PickleReader(pickle.dumps(value, protocol)).all(1) == [value]
