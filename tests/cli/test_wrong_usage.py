@@ -75,6 +75,9 @@ memory                                      | give either --model or --snapshot
 memory --model bert                         | no workload is called 'bert'
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
 memory --model mlp --plot absent/step.png   | create it first
+memory --model mlp --snapshot made.py       | give either --model or --snapshot
+memory --snapshot made.py --dtype bfloat16  | --dtype is of a model
+memory --snapshot made.py                   | is no CUDA memory snapshot
 plan --model mlp                            | a plan needs a --budget
 PLAN --budget 24                            | '24' has no unit: write 24GiB
 PLAN --budget 0                             | must be at least 1 byte
