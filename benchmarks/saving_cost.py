@@ -8,7 +8,7 @@
 background with a save in the foreground. `steps` compares rounds of 35 steps after a save with
 rounds without one, and the whole loop of a small model. `cadence` trains with a bound on the time
 of all saves. What is compared runs in turns, and the median of the pairs' ratios counts.
-Proof: `python -m pytest tests/benchmarks/test_saving_cost.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import argparse

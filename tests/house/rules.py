@@ -33,8 +33,8 @@ BUDGETS = {
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,
     PACKAGE: 299,
-    "tests": 318,
-    "benchmarks": 71,
+    "tests": 307,
+    "benchmarks": 65,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(
