@@ -165,6 +165,7 @@ class StepEstimate:
     middle_bytes: int = 0
     course: StepCourse | None = None
     middle_course: StepCourse | None = None
+    dtype: str | None = None  # in which FSDP2 computes, if that is not the parameters' own
 
     @property
     def peak_bytes(self) -> int:
@@ -449,6 +450,7 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str
         moved=numpy.array(lives.moved, dtype=numpy.float64),
         trace=trace_of(lives) if kernels == "cuda" else None,
         course=lives.course,
+        dtype=next((str(one).removeprefix("torch.") for one in lives.dtypes if one), None),
     )
 
 
@@ -469,7 +471,11 @@ def time_of_window(
     steps: int,
     scale: float = 1.0,
 ) -> RankSeconds:
-    """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
+    """Predict the time of `steps` microbatches of a rank, and of its optimizer step.
+
+    `dtype` is that of the parameters.
+    """
+    dtype = step.dtype or dtype
     optimizer = profile.optimizer_seconds(step.fixed, step.gradients)
     if step.course is None:
         seconds = profile.work_seconds(step.flops, step.moved, dtype=dtype)

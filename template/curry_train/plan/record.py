@@ -251,6 +251,8 @@ class StepLives(RankStorages):
         super().__init__(owner=self._owner_now, device=device)
         # What the optimizer's first step makes and frees on the device, if it is known.
         self.first_step = [] if state is None else state.first_step
+        # Dtypes in which FSDP2 gathers parameters; None for their own.
+        self.dtypes: set[torch.dtype | None] = set()
         # What one rank among others sends, and what it waits for.
         self._recorder = CourseRecorder() if dist.is_initialized() else None
         # FLOPs of each operation, and the bytes it reads and writes.

@@ -236,10 +236,8 @@ class WholeSteps:
         plain = self.step(measured)
         step = self.known.get(self._key(candidate), plain)
         scale = candidate.microbatch / measured.microbatch if step is plain else 1.0
-        # FSDP2 computes in the dtype of gathered parameters.
-        dtype = self.sketch.sharding.precision or self.sketch.dtype_name
         window = functools.partial(
-            time_of_window, profile=self.profile, links=self.links, dtype=dtype
+            time_of_window, profile=self.profile, links=self.links, dtype=self.sketch.dtype_name
         )
 
         # A rank has a part of the model, or its layers' copies besides, by the plain step.
