@@ -5,6 +5,7 @@ In one step, blocks that cost the same run under one option each, so that few st
 Proof: `python -m pytest tests/plan/test_menu.py`.
 """
 
+import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,59 +87,39 @@ def work_of(step: StepEstimate, name: str) -> list[Any]:
     return [step.flops[operations], step.moved[operations]]
 
 
-class Drop:
-    """Stand in for `offload_blocks` on tensors without values, until the end of its context.
+def drop_saved_tensors(model: nn.Module, names: Sequence[str]) -> None:
+    """Stand in for `offload_blocks` on tensors without values: saved ones are freed until backward.
 
-    Saved tensors are freed until backward.
+    A tensor that `offload_blocks` leaves on the device is saved as it is.
     """
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = functools.partial(_run_and_drop, block, block.forward)
 
-    def __init__(self) -> None:
-        self.changed: list[nn.Module] = []
 
-    def __enter__(self) -> "Drop":
-        return self
+def _run_and_drop(
+    block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the forward of a block, of whose saved tensors only shape and kind remain."""
+    # FSDP2 frees the storages of a block's parameters after its forward.
+    parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
 
-    def __exit__(self, *raised: Any) -> None:
-        for block in self.changed:
-            del block.forward
+    def pack(tensor: Tensor) -> Any:
+        # As in `offload_blocks`, parameters stay, and so do DTensors with storages below.
+        base = tensor if tensor._base is None else tensor._base
+        is_weight = tensor.untyped_storage()._cdata in parameters
+        if is_weight or isinstance(base, nn.Parameter) or has_wrapper([type(tensor)]):
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
-    def __call__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Wrap the forward of the named blocks."""
-        for name in names:
-            block = model.get_submodule(name)
-            block.forward = self._dropping(block)
-            self.changed.append(block)
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, stride, dtype, device = packed
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
-    def _dropping(self, block: nn.Module) -> Callable[..., Any]:
-        """Return the block's forward, of whose saved tensors only shape and kind remain.
-
-        A tensor that `offload_blocks` leaves on the device is saved as it is.
-        """
-        forward = block.forward
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            shape, stride, dtype, device = packed
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # FSDP2 frees the storages of a block's parameters after its forward.
-            parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-
-            def pack(tensor: Tensor) -> Any:
-                # As in `offload_blocks`, parameters stay, and so do DTensors with storages below.
-                base = tensor if tensor._base is None else tensor._base
-                is_weight = tensor.untyped_storage()._cdata in parameters
-                is_weight |= isinstance(base, nn.Parameter)
-                if is_weight or has_wrapper([type(tensor)]):
-                    return tensor
-                return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-            with saved_tensors_hooks(pack, unpack):
-                return forward(*args, **kwargs)
-
-        return run
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
 
 
 # Menus of options, which blocks that cost the same share.

@@ -18,7 +18,7 @@ from torch import nn
 from .. import primitives
 from .card import Card
 from .chain import PricedChain, chain_of
-from .costs import MEASURED_MICROBATCH_SIZES, Drop, Menu, measure_menus
+from .costs import MEASURED_MICROBATCH_SIZES, Menu, drop_saved_tensors, measure_menus
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
@@ -176,16 +176,15 @@ class WholeSteps:
         chunked: list[nn.Module] = []
         if candidate.is_plain and not anew:
             return self.sketch.step(candidate.microbatch, **settings)
-        with Drop() as drop:
-            offload = drop if self.sketch.why_real is None else None
+        offload = drop_saved_tensors if self.sketch.why_real is None else None
 
-            def change(module: nn.Module) -> None:
-                apply_options(module, candidate.options, offload=offload)
-                if candidate.chunked_loss:
-                    primitives.apply_chunked_loss(module, chunk_tokens=self.chunk_tokens)
-                    chunked.append(module)
+        def change(module: nn.Module) -> None:
+            apply_options(module, candidate.options, offload=offload)
+            if candidate.chunked_loss:
+                primitives.apply_chunked_loss(module, chunk_tokens=self.chunk_tokens)
+                chunked.append(module)
 
-            step = self.sketch.step(candidate.microbatch, change=change, **settings)
+        step = self.sketch.step(candidate.microbatch, change=change, **settings)
         # The sharding of a rank may read the logits of a loss in chunks as a whole.
         for module in chunked if alone else ():
             for name, use in primitives.chunked_loss_report(module).items():
