@@ -111,13 +111,14 @@ def test_the_chain_predicts_the_peaks_of_whole_steps(name):
             chain = steps.priced(given)
             kinds = {option.kind for option in chain.blocks[0].options}
             assert {NONE_KIND, REGIONS_KIND, FULL_KIND} <= kinds
-            for _ in range(4):
+            assert OFFLOAD_KIND not in kinds
+            for _ in range(2):
                 options = {block.name: draw.choice(block.options) for block in chain.blocks}
                 real = steps.step(Candidate(size, num_steps, False, options=options)).peak_bytes
                 predicted = chain.peak(options)
                 assert real <= predicted <= 1.05 * real, (size, num_steps, options)
                 num_exact += predicted == real
-    assert num_exact >= 9
+    assert num_exact >= 4
 
 
 def test_offload_moves_activations_only():
