@@ -12,7 +12,7 @@ import pytest
 from warm_python import warm_python
 
 from curry_train.gates import loop_run
-from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program
+from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program, put_back
 
 
 @pytest.fixture(autouse=True)
@@ -460,6 +460,39 @@ def test_a_model_too_large_for_the_machine_is_built_with_fewer_layers(folder):
         preflight_program("script", ["deep.py", "1", "10000000"], num_steps=3)
 
 
+WRITING = """\
+import os
+import threading
+
+import torch
+
+
+def write():
+    number = 0
+    while True:
+        number += 1
+        os.makedirs(f"made/{number % 50}", exist_ok=True)
+        open(f"made/{number % 50}/{number}", "w").close()
+
+
+os.mkdir("made")
+threading.Thread(target=write, daemon=True).start()
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_files_that_a_thread_goes_on_to_write_are_removed_too(folder):
+    Path("writing.py").write_text(WRITING)
+    before = files(folder)
+    preflight_program("script", ["writing.py"], num_steps=3)
+    assert files(folder) == before
+
+
 # Changes of what was there before, and whether the loop goes on.
 CHANGES = [
     ("with open('link.txt', 'a') as file: file.write('more')", True),
@@ -473,26 +506,28 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "goes_on"), CHANGES)
-def test_nothing_that_was_there_is_lost(folder, change, goes_on):
+def test_nothing_that_was_there_is_lost(folder, tmp_path_factory, change, goes_on):
     Path("kept").mkdir()
     Path("kept/empty.txt").touch()
     Path("target.txt").write_text("target")
     Path("link.txt").symlink_to("target.txt")
     before = files(folder)
-    changed = ChangedFiles()
+    changes = tmp_path_factory.mktemp("changes")
+    changed = ChangedFiles(changes)
     with changed.noticed(), nullcontext() if goes_on else pytest.raises(RuntimeError, match="kept"):
         exec(change, {"os": os})  # noqa: S102 - the change of a user's script
-    changed.put_back()
+    put_back(changes)
     assert files(folder) == before
     assert Path("link.txt").readlink() == Path("target.txt")
     assert Path("target.txt").read_text() == "target"
     assert Path("log.txt").read_text() == "before\n"
 
 
-def test_a_file_too_large_for_a_copy_is_not_changed(folder, monkeypatch):
+def test_a_file_too_large_for_a_copy_is_not_changed(folder, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(loop_run, "LARGEST_COPY", 3)
-    changed = ChangedFiles()
+    changes = tmp_path_factory.mktemp("changes")
+    changed = ChangedFiles(changes)
     with changed.noticed(), pytest.raises(RuntimeError, match=r"log\.txt, which is too large"):
         Path("log.txt").write_text("after")
-    changed.put_back()
+    put_back(changes)
     assert Path("log.txt").read_text() == "before\n"

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import functools
+import logging
 import pickle
 from types import FunctionType
 
@@ -89,6 +90,8 @@ def test_early_stop_ends_the_second_run_or_lets_it_finish(lever, early_stop, exp
 def test_debug_lists_the_operations_where_the_second_run_differs(monkeypatch):
     # Torch would look up frames of C++, which takes seconds.
     monkeypatch.setattr("platform.system", str)
+    # Torch ends this logger's propagation for good, and pytest would format its records then.
+    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
 
     class Unsteady(Block):
         def forward(self, x):
