@@ -132,15 +132,8 @@ def test_the_journal_and_the_terminal_have_spike_rollback_and_skip(tmp_path, cap
     )
     assert "start again to go on" in caplog.text
     recorded = events(tmp_path / "run")
-    assert [event["kind"] for event in recorded] == [
-        "start",
-        "spike",
-        "rollback",
-        "skip",
-        "stop",
-        "resume",
-        "stop",
-    ]
+    kinds = ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]
+    assert [event["kind"] for event in recorded] == kinds
     spike, rollback, skip = recorded[1:4]
     assert (
         read_history(f"{tmp_path}/run@1").steps.step[-1] == 93

@@ -6,7 +6,6 @@ python -m pytest tests/runs/test_cadence.py
 import random
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_models import new_state
@@ -16,24 +15,8 @@ from curry_train.runs.policy import (
     FIRST_SAVE_STEPS,
     SAVE_MARGIN_FACTOR,
     Cadence,
-    due,
 )
 from curry_train.runs.policy_config import PolicyConfig
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (0, ()),
-        (1, ()),
-        (100, ("rollback",)),
-        (999, ()),
-        (1000, ("rollback", "recovery")),
-        (1100, ("rollback",)),
-    ],
-)
-def test_kinds_are_due_at_multiples(step, expected):
-    assert due(step, PolicyConfig()) == expected
 
 
 @settings(deadline=None)  # a slow machine is not a failure

@@ -72,7 +72,7 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_damaged_folder_is_passed_over_with_a_warning(tmp_path, caplog, how):
     commit_folder(written(tmp_path / "checkpoint-1", 1))
-    DAMAGE[how](commit_folder(written(tmp_path / "checkpoint-2", 2)).path)
+    DAMAGE[how](commit_folder(written(tmp_path / "checkpoint-2", 2)))
     with caplog.at_level(logging.WARNING):
         assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-1")
     assert "checkpoint-2" in caplog.text

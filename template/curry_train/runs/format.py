@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files, StrPath
-from .layout import FileEntry, HashingStream, Manifest, entry_of
+from .layout import FileEntry, HashingStream, SavedCheckpoint, entry_of
 from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
 
@@ -112,7 +112,7 @@ INDEX_GLOBALS = {
 }
 
 
-def checked_index(index: Any, manifest: Manifest) -> Metadata:
+def checked_index(index: Any, manifest: SavedCheckpoint) -> Metadata:
     """Return the index for torch's reader; its tensors take no more bytes than the files hold."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -228,20 +228,10 @@ class LoadReport:
     """The result of a load: how many tensors matched, and how the state differs from the save."""
 
     matched: int = 0
-    # The number of tensors that are saved, or are in the state.
-    wanted: int = 0
-    # Names that the checkpoint lacks.
-    missing: list[str] = field(default_factory=list)
-    # Names that only the checkpoint has.
-    extra: list[str] = field(default_factory=list)
-    # Differences in shape, dtype, ties or optimizer.
+    # Names that only the checkpoint or the state has, and those that differ in shape or dtype.
     different: list[str] = field(default_factory=list)
     # Differences that do not prevent a load.
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def exact(self) -> bool:
-        return not (self.missing or self.extra or self.different)
 
 
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.

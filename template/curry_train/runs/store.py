@@ -42,7 +42,6 @@ from .layout import (
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
     MOST_MANIFEST_BYTES,
-    Manifest,
     Metric,
     SavedCheckpoint,
     folder_name,
@@ -254,7 +253,7 @@ class SavedRun:
         return loading.report
 
     def open_content(
-        self, folder: str, manifest: Manifest
+        self, folder: str, manifest: SavedCheckpoint
     ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
         found = self._values(folder)
@@ -392,22 +391,19 @@ class Store(SavedRun):
             "torch": torch.__version__.split("+")[0],
             "world_size": ranks.size,
         }
-        name = f"{kind}/step-{step!s:0>8}"
+        final = folder_name(kind, step, metric)
         folder = ""
-
-        def take() -> tuple[str, Snapshot]:
-            return self.files.location(folder_name(kind, step, metric)), state.snapshot()
-
         try:
             # An error on one rank must reach the others before they wait for it in a collective.
-            location, snapshot = ranks.all_do(take)
+            snapshot = ranks.all_do(state.snapshot)
             self.open()
             own_metric = metric and Metric(*metric)
+            location = self.files.location(final)
             saved = SavedCheckpoint(kind, step, {}, own_metric, about, self.branches, location)
-            folder = ranks.agree(lambda: self._prepare(saved.folder))
+            folder = ranks.agree(lambda: self._prepare(final))
             return Writing(self, ranks, saved, snapshot, folder=folder)
         except Exception as error:  # whatever ends a save, its folder has to go
-            failed = self.failed(ranks, name, folder, error)
+            failed = self.failed(ranks, final, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error
             raise
