@@ -15,7 +15,9 @@ SMALL = (
 )
 
 
-@pytest.mark.parametrize(("what", "goals"), [("commit", 2), ("steps", 2), ("cadence", 2)])
+@pytest.mark.parametrize(
+    ("what", "goals"), [("commit", 2), ("memory", 2), ("steps", 2), ("cadence", 2)]
+)
 def test_each_cost_is_measured_and_no_file_is_left_behind(what, goals, tmp_path, capsys):
     record = tmp_path / "found.json"
     main([what, *SMALL.split(), "--folder", str(tmp_path), "--json", str(record)])

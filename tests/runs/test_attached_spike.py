@@ -103,12 +103,9 @@ def equal(a, b):
     return a[:2] == b[:2] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
 
 
-HOW = [{"microbatches": 2}, {"rollback_every": 35, "journal": False}]
-
-
-@pytest.mark.parametrize("how", HOW, ids=lambda how: " ".join(how))
-def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path, how):
-    """Go back from the third epoch into the second, with a save every 35 steps."""
+def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path):
+    """Go back from the third epoch into the second, with a save every 18 steps of two batches."""
+    how = {"microbatches": 2, "rollback_every": 18, "journal": False}
     statuses, ended = started_again(tmp_path / "spiked", **how)
     assert statuses == [75]
     (recovery,) = json.loads((tmp_path / "spiked/recoveries.json").read_text())
@@ -153,12 +150,6 @@ def test_a_spike_that_returns_ends_with_an_error_and_advice(tmp_path):
         match=re.escape("after 3 rollbacks") + r'.*saving\(\.\.\., resume="before-\d+"\)',
     ):
         train(tmp_path / "run", bad=range(90, 1000))
-
-
-def test_a_loss_that_is_nan_causes_a_rollback_at_once(tmp_path):
-    statuses, _ = started_again(tmp_path / "run", bad=[70], wrong=float("nan"))
-    assert statuses == [75]
-    assert events(tmp_path / "run")[1]["step"] == 71
 
 
 def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(tmp_path, caplog):

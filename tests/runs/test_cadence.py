@@ -71,6 +71,20 @@ def test_waiting_for_a_background_save_is_charged_to_that_save():
     assert saves == 51  # 21 s are earned: 50 saves of 0.4 s, and 0.8 s for the next
 
 
+def test_an_automatic_cadence_counts_on_from_the_step_that_it_turned_back_to():
+    cadence = Cadence(PolicyConfig("auto", overhead=0.1))
+    for step in range(1, 61):
+        cadence.stepped(1.0)
+        if cadence.is_due(step):
+            cadence.waited(2.0, save=True)
+    assert cadence.steps_to_next() == 20
+    assert not cadence.is_due(80 - 1)
+    cadence.turned_back()
+    for _ in range(20):
+        cadence.stepped(1.0)
+    assert cadence.is_due(40)
+
+
 def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(tmp_path, caplog):
     state = new_state()
     config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=0.01)

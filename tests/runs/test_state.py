@@ -122,9 +122,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
     """Use bare names, so that a state saved under one wrapper loads under any other."""
     plain, state = new_state(), new_state(build=wrapped(kind))
     train(state, 1)
-    assert state.snapshot().tensors.keys() - plain.snapshot().tensors.keys() == {
-        name for name in state.snapshot().tensors if name.startswith("optimizer.")
-    }
     train(plain, 1)
     assert state.snapshot().tensors.keys() == plain.snapshot().tensors.keys()
     saved = store.save("rollback", 1, state)
@@ -136,7 +133,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "groups": lambda p: torch.optim.AdamW(
@@ -232,19 +228,16 @@ def test_a_load_writes_into_the_optimizers_tensors(store):
         train(state, 2)
         return state
 
-    def tensors(state):
+    def addresses(state):
         (optimizer,) = state.optimizers
         moments = [one["exp_avg"] for one in optimizer.state.values()]
-        return [optimizer.param_groups[0]["lr"], *moments]
-
-    def addresses(state):
-        return [tensor.data_ptr() for tensor in tensors(state)]
+        return [one.data_ptr() for one in (optimizer.param_groups[0]["lr"], *moments)]
 
     state, other = trained(0), trained(1)
     there = addresses(other)
     store.load(store.save("rollback", 1, state), other)
     assert addresses(other) == there
-    assert all(map(torch.equal, tensors(other), tensors(state)))
+    assert equal(tensors_of(other), tensors_of(state))
 
 
 def test_every_generator_continues(store):

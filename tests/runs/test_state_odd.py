@@ -100,26 +100,8 @@ class Remembers(nn.Linear):
         self.seen = state["seen"]
 
 
-class ByteState(nn.Linear):
-    """A layer whose extra state is a tensor of another length at each save."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.log = torch.randint(9, (3,), dtype=torch.uint8)
-
-    def get_extra_state(self):
-        return self.log
-
-    def set_extra_state(self, state):
-        self.log = state
-
-
 def remembers(model):
     model.more = Remembers()
-
-
-def byte_state(model):
-    model.more = ByteState()
 
 
 MODELS = (
@@ -133,7 +115,6 @@ MODELS = (
     complex_double,
     own_class,
     remembers,
-    byte_state,
 )
 
 
@@ -156,12 +137,8 @@ def test_odd_models_continue_bit_equal(store, add, kind):
     state = new_state(build=lambda: OddModel(add))
     other = new_state(seed=1, build=lambda: OddModel(add))
     train(state, 2)
-    if add in (remembers, byte_state):
-        more = state.model.more
-        if add is remembers:
-            more.seen = [torch.randn(3), torch.randn(1)]
-        else:
-            more.log = torch.arange(7, dtype=torch.uint8)
+    if add is remembers:
+        state.model.more.seen = [torch.randn(3), torch.randn(1)]
     saved = store.save(kind, 2, state, metric=("loss", 0.5) if kind == "best-k" else None)
     assert values_of(other.model) != values_of(state.model) or add is empty
     assert not store.load(saved, other).different
@@ -209,9 +186,6 @@ OPTIMIZERS = {
         capturable=False,
     ),
     "odd": lambda p: OddOptimizer(p, lr=0.01, momentum=0.9),
-    "muon-like groups": lambda p: torch.optim.SGD(
-        [{"params": p[:1], "name": "first.group/1"}, {"params": p[1:], "lr": 0.5}], lr=0.1
-    ),
 }
 
 
@@ -324,10 +298,6 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
             r"AdamW keeps k besides its state and groups",
         ),
         (
-            lambda s: s.optimizers[0].state["k"].append(print),
-            r"optimizer.0/others/k/#0: a builtin",
-        ),
-        (
             lambda s: s.optimizers[0].param_groups[0].update(rule=print),
             r"optimizer.0/options/#0/rule: a builtin",
         ),
@@ -339,15 +309,10 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
             lambda s: s.model.register_buffer("packed", Packed()),
             r"model.packed: a Packed, .* can.t .* pass the parameters that train as the model",
         ),
-        (
-            lambda s: s.model.register_buffer("b", torch.ones(1, device="meta")),
-            r"model.b: a tensor without values \(device meta\)",
-        ),
     ],
 )
 def test_what_a_load_could_not_restore_is_refused_at_the_first_save(store, change, message):
     state = new_state()
-    state.optimizers[0].state["k"] = []
     change(state)
     with pytest.raises(ValueError, match=message):
         store.save("rollback", 1, state)
