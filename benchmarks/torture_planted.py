@@ -28,20 +28,19 @@ def generators_stay_as_they_are() -> Any:
 def renamed_before_it_is_whole() -> Any:
     """Write the manifest after the rename."""
 
-    def commit(self: Writing, parts: Any) -> Any:
+    def commit(self: Store, writing: Writing, parts: Any) -> Any:
         def write_later(files: Files, key: str, data: bytes) -> None:
-            rename(self)
-            self.folder = self.saved.folder
-            write(files, f"{self.folder}/{MANIFEST_FILE_NAME}", data)
+            rename(self, writing)
+            write(files, f"{writing.saved.folder}/{MANIFEST_FILE_NAME}", data)
 
         with (
             mock.patch.object(Files, "write", write_later),
-            mock.patch.object(Writing, "_rename"),
+            mock.patch.object(Store, "_rename"),
         ):
-            return whole(self, parts)
+            return whole(self, writing, parts)
 
-    whole, rename, write = Writing.commit, Writing._rename, Files.write
-    return mock.patch.object(Writing, "commit", commit)
+    whole, rename, write = Store.commit, Store._rename, Files.write
+    return mock.patch.object(Store, "commit", commit)
 
 
 def the_older_goes_before_the_newer_is_whole() -> Any:

@@ -167,7 +167,3 @@ def test_a_new_run_from_the_best_parameters_takes_batches(tmp_path):
         for _ in run.batches(torch.ones(3, 2)):
             run.step(loss=1.0)
         assert run.steps == 3
-    by_loss["stream"] = Rows()
-    with saving(nn.Linear(2, 1), runs=tmp_path / "third", resume=best, **by_loss) as run:
-        assert run.continues(until=3)
-        assert run.steps == 0

