@@ -173,26 +173,23 @@ def _tensors(state: TrainingState) -> dict[str, Any]:
     return dict(state.snapshot().tensors)
 
 
-def highest_memory(name: str, folder: Path, num_bytes: int) -> tuple[int, float]:
-    """Return the most resident bytes during an action, and its seconds; in a new process."""
+def highest_memory(name: str, folder: Path, num_bytes: int) -> int:
+    """Return the most resident bytes during an action, in a process that did nothing before."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     state = made_state(num_bytes)
     # Linux forgets what was resident before.
     Path("/proc/self/clear_refs").write_text("5")
-    seconds = seconds_of(lambda: ACTIONS[name](state, folder))
+    ACTIONS[name](state, folder)
     facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(facts["VmHWM"].split()[0]), seconds
+    return 1024 * int(facts["VmHWM"].split()[0])
 
 
 def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"state_bytes": options.mib * 2**20}
     for name in ACTIONS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            given = name, folder, found["state_bytes"]
-            found[f"{name}_bytes"], found[f"{name}_seconds"] = pool.apply(highest_memory, given)
-    ratios = {
-        one: found[f"ours.{one}_bytes"] / found[f"plain.{one}_bytes"] for one in ("save", "load")
-    }
+            found[name] = pool.apply(highest_memory, (name, folder, found["state_bytes"]))
+    ratios = {one: found[f"ours.{one}"] / found[f"plain.{one}"] for one in ("save", "load")}
     return found | {"memory": ratios}
 
 

@@ -27,16 +27,15 @@ BACK = {"action": "rollback", "window": 32, "skip_around": 2}
 class Planted:
     """A loader whose batches with an index in `bad` have wrong targets."""
 
-    def __init__(self, loader, bad, wrong):
+    def __init__(self, loader, bad):
         self.loader = loader
         self.bad = bad
-        self.wrong = wrong
         self.epoch = 0
         self.generator = loader.generator
 
     def __iter__(self):
         for number, (inputs, targets) in enumerate(self.loader, start=BATCHES * self.epoch):
-            yield inputs, targets + self.wrong if number in self.bad else targets
+            yield inputs, targets + 50.0 if number in self.bad else targets
 
 
 def train(
@@ -46,7 +45,6 @@ def train(
     microbatches=1,
     rollback_every=10,
     bad=BAD,
-    wrong=50.0,
     rank=0,
     journal=True,
     own=None,
@@ -62,7 +60,7 @@ def train(
     inputs = torch.randn(4 * BATCHES, 4)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     source = Planted(
-        DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else (), wrong
+        DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else ()
     )
     kept = {"journal": journal, "rollback_every": rollback_every}
     try:

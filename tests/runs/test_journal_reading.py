@@ -61,17 +61,13 @@ NO_EVENTS = [
     b"\x00" * 100 + b"\n",
     b'{"v":1,"time":1.0,"st\n',
     b"[" * 200_000 + b"\n",
-    b"1" * 10_000 + b"\n",
     b"[1, 2]\n",
-    b'"text"\n',
     b'{"step": 1, "loss": 2.0}\n',
     EVENT.replace(b'"v":1', b'"v":2'),
     EVENT.replace(b'"time":1', b'"time":"now"'),
     EVENT.replace(b'"step"}', b"3}"),
     EVENT.replace(b'"step":1', b'"step":-1'),
-    EVENT.replace(b'"step":1', b'"step":true'),
     EVENT.replace(b'"step":1', b'"step":1' + b"0" * 30),
-    EVENT.replace(b'"attempt":1', b'"attempt":0'),
 ]
 
 

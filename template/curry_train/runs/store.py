@@ -384,7 +384,7 @@ class Store(SavedRun):
             **writing.layout.join(parts),
         }
         data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
-        with writing.new.create(STATE_FILE_NAME) as stream:
+        with writing.new.create_stream(STATE_FILE_NAME) as stream:
             stream.write(data)
         entries = dict(writing.new.entries)
         for part in parts:
