@@ -14,13 +14,7 @@ from torch.nn import functional as F
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import expected_values, locate
-from curry_train.runs.rounding import (
-    Exchange,
-    NoisyOperations,
-    distances_of,
-    epsilon_of,
-    is_rounding,
-)
+from curry_train.runs.rounding import Exchange, NoisyOperations, distances_of, is_rounding
 
 
 def in_two_sums(module, inputs):
@@ -104,9 +98,7 @@ def test_distances_are_those_of_elements_of_a_size():
     value = torch.tensor([0.0, 1.0, 1.5, 8.0, float("nan"), float("inf")])
     other = torch.tensor([0.0, 1.25, 1.5, 8.0, float("nan"), float("inf")])
     assert distances_of(other, value) == {"1": 0.25}
-    assert distances_of(value, value) == {}
     assert distances_of(torch.zeros(2), torch.zeros(3)) == {"0": float("inf")}
-    assert distances_of(torch.tensor([float("nan")]), torch.ones(1)) == {"1": float("inf")}
     small = distances_of(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
     assert small == {"-3": pytest.approx(1e-9)}
     assert not is_rounding(distances_of(torch.full((2,), 1e-45), torch.zeros(2)), [], 1.0, 1)
@@ -142,8 +134,3 @@ def test_noise_of_far_larger_elements_excuses_none():
 def test_a_sum_of_many_terms_may_differ_by_more():
     assert not is_rounding({"1": 1e-5}, [{"1": 5e-7}], 0.0, 16)
     assert is_rounding({"1": 1e-5}, [{"1": 5e-7}], 0.0, 1024)
-
-
-def test_the_precision_is_that_of_the_coarsest_dtype():
-    assert epsilon_of("float32[2]:0", "bfloat16[2]:0") == 2.0**-7
-    assert epsilon_of("int64[2]:0") == 0.0
