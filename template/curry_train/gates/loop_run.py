@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 from unittest import mock
 from uuid import uuid4
@@ -245,8 +246,21 @@ def _script(file: str, *arguments: str) -> None:
     sys.argv = [file, *arguments]
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    with contextlib.suppress(SystemExit):
+    spawning: Any = sys.modules["torch.multiprocessing.spawn"]
+    ranks = mock.patch.object(spawning, "start_processes", _run_rank)
+    with ranks, contextlib.suppress(SystemExit):
         run_as_main(path)
+
+
+def _run_rank(
+    function: Callable[..., None], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any
+) -> Any:
+    """Run the function of torch.multiprocessing.spawn here, for the rank of this process."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if nprocs != num_ranks:
+        raise click.UsageError(f"it starts {nprocs} ranks of its own: give --ranks {nprocs}")
+    function(int(os.environ.get("RANK", "0")), *args)
+    return SimpleNamespace(join=lambda *_: True)
 
 
 def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None) -> None:
