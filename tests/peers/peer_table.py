@@ -3,7 +3,7 @@
 A behaviour is a function that gets `change`, which applies a lever to the blocks of a model in
 place, and fails if training with it is not the plain training. Each cell of the table is one of:
 it holds, it is refused with a message of ours, or it is torch's own limit: then torch's own form
-of the lever fails the same behaviour.
+of the lever fails the same behaviour. `step` and `trains` register one from a step or a block.
 
 python -m pytest tests/peers
 """

@@ -114,10 +114,6 @@ def test_outputs_of_every_structure_are_counted_once(kind):
     [
         (lambda: GradFlow(nn.Linear(2, 2)), "has no module with parameters to probe"),
         (
-            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), layers="layers.*"),
-            "layers 'layers.*' matches no module",
-        ),
-        (
             lambda: GradFlow(nn.Sequential(nn.LazyLinear(2))),
             "run one batch through the model first",
         ),
@@ -128,12 +124,6 @@ def test_outputs_of_every_structure_are_counted_once(kind):
         (
             lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"),
             "an optimizer is needed, got str",
-        ),
-        (
-            lambda: GradFlow(
-                nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD(nn.Linear(2, 2).parameters())
-            ),
-            "SGD holds no parameter of this model",
         ),
         (
             lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), scaler=1024.0),
