@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import varying_training
@@ -148,6 +149,7 @@ def test_attempts_show_twelve_of_twenty_cases_to_be_hard():
         alone = notes["alone"]
         if not alone["solved"] or alone["commands"] >= TIMES_ALONE * len(notes["commands"]):
             shown.append(name)
+    assert len(HARD) >= 20
     assert len(shown) >= 12
 
 
@@ -194,6 +196,16 @@ def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it(name):
     assert varying_training.reserved_mib(name) == required
     written = pickle.loads(varying_training.file_of(name).read_bytes())
     assert written == varying_training.trained(name).snapshot()
+
+
+@pytest.mark.long
+def test_the_large_snapshot_is_the_one_of_the_program_that_wrote_it():
+    training = varying_training.keeping()
+    required = constants("memory-plan-large-snapshot")
+    assert required["OWNERS"]["parameter_bytes"] == sum(training.parameter_sizes())
+    assert required["OWNERS"]["optimizer_bytes"] == 2 * sum(training.parameter_sizes())
+    with zipfile.ZipFile(varying_training.LARGE_FILE) as file:
+        assert pickle.loads(file.read("oom.pickle")) == training.recorder.snapshot()
 
 
 @pytest.mark.parametrize("name", CASES)
