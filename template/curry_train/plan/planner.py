@@ -4,7 +4,7 @@
     print(found.explain())
     found.apply(model)
 
-No device is needed. The options of blocks are measured in whole steps, from shapes, and the chain of
+No device is needed. Options of blocks are measured in whole steps, from shapes, and the chain of
 blocks is solved for each microbatch size, which fixes the number of microbatches to accumulate.
 Then the whole step of each candidate that may win is estimated, and corrects the chain.
 
