@@ -28,7 +28,7 @@ BUDGETS = {
     f"{PACKAGE}/primitives": 45,
     f"{PACKAGE}/runs": 51,
     f"{PACKAGE}/workloads": 20,
-    f"{PACKAGE}/plan": 52,
+    f"{PACKAGE}/plan": 51,
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,

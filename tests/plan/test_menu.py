@@ -72,7 +72,7 @@ def kinds_of(made):
     """List the names of equal blocks."""
     with Sketch(made) as sketch:
         kinds = find_kinds(sketch.blocks(sketch.build()), [sketch.step(2), sketch.step(4)])
-    return [tuple(names) for names, _ in kinds]
+    return [tuple(names) for names in kinds]
 
 
 # The chain against whole steps.

@@ -541,6 +541,7 @@ SINGLE_CLASS = dict(
 
 @settings(max_examples=60, deadline=None)
 @example(**SINGLE_CLASS)
+@example(**SINGLE_CLASS | {"options": {"softcap": 2.0}, "classes": 3, "needs": (False, True, True)})
 @given(
     options=OPTIONS,
     weighted=st.sampled_from(["", "class", "token", "both", "probability"]),

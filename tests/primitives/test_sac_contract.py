@@ -352,7 +352,7 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
         (keep("tanh", "mm", "rand_like"), {"attention": 1, "tanh": 0}),
         # A third of what is cheap may be kept without a product, and more with one.
         (keep("tanh"), {"product": 3, "attention": 1, "tanh": 0}),
-        (calls(("matmul", 1), ("attention", 0)), {"product": 2}),
+        (calls(("matmul", 1)), {"product": 2, "attention": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -125,32 +125,19 @@ def _run_and_drop(
 # Menus of options, which blocks that cost the same share.
 
 
-def find_kinds(
-    blocks: Mapping[str, nn.Module], steps: Sequence[StepEstimate]
-) -> list[tuple[list[str], list[str]]]:
-    """Group the blocks that cost the same; of each group, those that ran, and all of them.
-
-    A block that did not run, as its model skips layers at random, joins blocks of its class.
-    """
+def find_kinds(blocks: Mapping[str, nn.Module], steps: Sequence[StepEstimate]) -> list[list[str]]:
+    """Group the blocks that run in all steps and cost the same."""
     groups: defaultdict[Any, list[str]] = defaultdict(list)
-    idle = []
+    large = steps[-1]
     for name, block in blocks.items():
-        found = [step.blocks[name] for step in steps]
-        if not all(one.calls for one in found):
-            idle.append(name)
-            continue
-        # Blocks of one class, with equal shapes, may still compute different things.
-        large, own = steps[-1], found[-1].work
-        forward = numpy.array(own.operations)[numpy.array(own.in_grad_mode) == 1]
-        work = len(forward), large.flops[forward].sum(), large.moved[forward].sum()
-        groups[(_class_of(block), found[-1].held, found[-1].calls, *work)].append(name)
-    kinds = [(names, [*names]) for names in groups.values()]
-    for name in idle:
-        its_class = _class_of(blocks[name])
-        alike = [names for ran, names in kinds if _class_of(blocks[ran[0]]) == its_class]
-        for names in alike[:1]:
-            names.append(name)
-    return kinds
+        if all(step.blocks[name].calls for step in steps):
+            # Blocks of one class, with equal shapes, may still compute different things.
+            found = large.blocks[name]
+            is_forward = numpy.array(found.work.in_grad_mode) == 1
+            flops, moved = (one[is_forward].sum() for one in work_of(large, name))
+            work = int(is_forward.sum()), flops, moved
+            groups[(_class_of(block), found.held, found.calls, *work)].append(name)
+    return [*groups.values()]
 
 
 def _class_of(block: nn.Module) -> tuple[Any, ...]:
@@ -234,40 +221,43 @@ def measure_menus(
     small, large = MEASURED_MICROBATCH_SIZES
     kinds = find_kinds(blocks, steps)
     rounds: defaultdict[int, dict[str, Option]] = defaultdict(dict)
-    for ran, _ in kinds:
-        expensive = steps[-1].blocks[ran[0]].work.expensive
+    for names in kinds:
+        expensive = steps[-1].blocks[names[0]].work.expensive
         for place, option in enumerate(candidates(expensive, offload=offload, without=without)):
-            turn, index = divmod(place, len(ran))
-            rounds[turn][ran[index]] = option
+            turn, index = divmod(place, len(names))
+            rounds[turn][names[index]] = option
 
     left_out: list[str] = []
     found: defaultdict[str, dict[Option, tuple[Bytes, float]]] = defaultdict(dict)
     for turn, options in rounds.items():
         tell(f"measuring options of {len(options)} blocks", turn / (len(rounds) + 1))
         for run, step in _run(step_of, large, options, left_out):
-            more = _more_bytes(step, steps[-1])
+            more = more_bytes(step, steps[-1])
             for name, option in run.items():
                 slowdown = _slowdown(step, steps[-1], name, option, profile, dtype)
                 found[name][option] = more[name], slowdown
 
     menus: dict[str, Menu] = {}
     full = Option(FULL_KIND)
-    every = {name: full for ran, _ in kinds for name in ran if full in found[ran[0]]}
+    every = {name: full for names in kinds for name in names if full in found[names[0]]}
     halves: dict[str, Bytes] = {}
     for run, step in _run(step_of, small, every, left_out) if every else ():
-        more = _more_bytes(step, steps[0])
+        more = more_bytes(step, steps[0])
         halves |= {name: more[name] for name in run}
     nothing = numpy.zeros(2)
-    for ran, names in kinds:
-        costs = {option: cost for name in ran for option, cost in found[name].items()}
+    for names in kinds:
+        costs = {option: cost for name in names for option, cost in found[name].items()}
         # What of the bytes does not grow with the microbatch is that of full recompute.
-        fixed = 2 * halves[ran[0]] - costs[full][0] if ran[0] in halves else nothing
+        fixed = 2 * halves[names[0]] - costs[full][0] if names[0] in halves else nothing
         menu = {Option(NONE_KIND): OptionCost(nothing, nothing)}
         for option, (whole, slowdown) in costs.items():
             if option.kind not in without:
                 menu[option] = OptionCost((whole + fixed) / 2, whole, slowdown)
         menus |= dict.fromkeys(names, menu)
-    return menus, left_out
+    # A block that did not run, as its model skips layers at random, costs what others do.
+    by_class = {_class_of(blocks[name]): menu for name, menu in menus.items()}
+    known = {name: menus.get(name) or by_class.get(_class_of(one)) for name, one in blocks.items()}
+    return {name: menu for name, menu in known.items() if menu}, left_out
 
 
 def _run(
@@ -286,7 +276,7 @@ def _run(
             yield from _run(step_of, size, {name: options[name] for name in part}, left_out)
 
 
-def _more_bytes(step: StepEstimate, plain: StepEstimate) -> dict[str, Bytes]:
+def more_bytes(step: StepEstimate, plain: StepEstimate) -> dict[str, Bytes]:
     """Return the bytes that each block holds more than in the plain step, and in its backward.
 
     In its backward, what it and the blocks before it hold more is left out.

@@ -108,7 +108,6 @@ def record_rank_step(
     if not is_synced:
         group = GRADIENTS_GROUP
         warnings.warn(UNSYNCED_WARNING, stacklevel=2)
-    run = functools.partial(run_recorded_step, needs_gradients=is_synced)
     called_loss = functools.partial(_loss_of, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
@@ -119,17 +118,31 @@ def record_rank_step(
                 _run_microbatch(program, called_loss, syncs=syncs_each)
         layers = divide(program.module, blocks=list(blocks) or None)
 
-        record = functools.partial(_begin_record, program, state, layers, records)
+        def begin_record() -> StepLives:
+            gc.collect()
+            device = torch.device("cpu")
+            lives = StepLives(program.module, device, layers, optimizer, state)
+            lives.follow_all(program.batch, records)
+            records.append(lives)
+            return lives
+
         middle = None
         if accumulated:
-            middle = record()
+            middle = begin_record()
             with middle.running, middle:
                 _run_microbatch(program, called_loss, syncs=syncs_each)
-        lives = record()
+        lives = begin_record()
         lives.dtypes = {one.mp_policy.param_dtype for one in groups}
         held: list[Tensor] = []
         with lives.running, lives, holding_output(program.module, held if keeps_output else None):
-            run(program.module, program.batch, called_loss, optimizer, lives)
+            run_recorded_step(
+                program.module,
+                program.batch,
+                called_loss,
+                optimizer,
+                lives,
+                needs_gradients=is_synced,
+            )
     if lives.course is not None and not lives.course.collectives:
         warnings.warn(NOTHING_SHARED_WARNING, stacklevel=2)
     return lives, middle
@@ -146,21 +159,6 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
             f"a forward of {type(program.called).__name__} after parallelize raised "
             f"{describe_raised(error)}"
         ) from error
-
-
-def _begin_record(
-    program: RankProgram, state: OptimizerState | None, layers: Any, records: list[Any]
-) -> StepLives:
-    """Make a record that follows what earlier records have seen and still lives, and add it."""
-    gc.collect()
-    device = torch.device("cpu")
-    lives = StepLives(program.module, device, layers, program.optimizer, state)
-    lives.follow_all(program.batch)
-    for earlier in records:
-        lives.follow_rest(earlier)
-    lives.given = list(lives.lives)
-    records.append(lives)
-    return lives
 
 
 def _warm_up(

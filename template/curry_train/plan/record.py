@@ -320,8 +320,8 @@ class StepLives(RankStorages):
         flops, moved = (numpy.array(one, dtype=numpy.float64) for one in (self.flops, self.moved))
         return replace(self._recorder.course, flops=flops, moved=moved)
 
-    def follow_all(self, batch: Any) -> None:
-        """Count the tensors that exist before the step."""
+    def follow_all(self, batch: Any, earlier: Iterable[RankStorages] = ()) -> None:
+        """Count the tensors that exist before the step, and what earlier records have seen."""
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
@@ -332,6 +332,8 @@ class StepLives(RankStorages):
         ):
             for tensor in tensors:
                 self.follow(tensor, owner=(owner, REST_LAYER))
+        for record in earlier:
+            self.follow_rest(record)
         self.given = list(self.lives)
 
     def own(self, group: str, tensors: Iterable[Tensor]) -> None:
