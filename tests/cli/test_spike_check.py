@@ -27,21 +27,7 @@ TINY = (
 SIZES = {"steps": 44, "at": 34, "num_windows": 4}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return spike_check(tmp_path_factory.mktemp("runs"), TINY, **SIZES)
-
-
-def test_the_recovered_run_equals_one_that_never_saw_the_samples(found):
-    assert found["held"]
-    assert (found["rollbacks"], found["back_to"], found["difference"]) == (1, 20, None)
-    assert 1 <= found["found_after"] <= found["patience"] == 3
-    losses = found["losses"]
-    assert losses["recovered"] == losses["without"] != losses["through"]
-    assert found["skipped"] == [[(34 - 9) * 16, (36 + 8) * 16]]
-
-
-def test_the_command_prints_the_result_and_keeps_the_runs(tmp_path, monkeypatch):
+def test_the_recovered_run_equals_one_that_never_saw_the_samples(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["spike-check", "--steps", "44", "--at", "34", "--windows", "4"]
     words += ["--json", "spike.json"]
@@ -53,6 +39,11 @@ def test_the_command_prints_the_result_and_keeps_the_runs(tmp_path, monkeypatch)
     assert max(map(len, lines)) <= 80
     facts = json.loads((tmp_path / "spike.json").read_text())
     assert facts["held"] is True
+    assert (facts["rollbacks"], facts["back_to"], facts["difference"]) == (1, 20, None)
+    assert 1 <= facts["found_after"] <= facts["patience"] == 3
+    losses = facts["losses"]
+    assert losses["recovered"] == losses["without"] != losses["through"]
+    assert facts["skipped"] == [[(34 - 9) * 16, (36 + 8) * 16]]
     assert facts["dev_losses"].keys() == {"recovered", "without", "through"}
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
         "recovered-001", "through-001", "without-001",
