@@ -28,7 +28,7 @@ test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-
 
 long: .venv/finetune/.installed  ## run the variants that `make test` leaves out, and only those
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)
-	@OMP_NUM_THREADS=1 .venv/finetune/bin/python -m pytest -m long -n0 -k "sft_trainer or lightning_cli" tests/trainer/test_equip.py tests/workloads/test_from_script.py
+	@OMP_NUM_THREADS=1 .venv/finetune/bin/python -m pytest -m long -n0 -k "sft_trainer or lightning_cli or trl" tests/trainer/test_equip.py tests/workloads/test_from_script.py tests/gates/test_loop_trl.py
 
 mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac --minutes 30'
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
@@ -40,7 +40,7 @@ ifdef PEER
 torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
-torture: $(dev_ready)  ## kill, stop, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --every 30 --json -'
+torture: $(dev_ready)  ## kill and stop trainings, and record what they lose; PEER=ours or PEER=dcp for flips, full disks and hostile files; ARGS='--kills 20 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 

@@ -5,12 +5,13 @@
 40 boxes of NaN, overflow and spikes have to repeat to the bit and name the planted operation or
 module; 40 of steps that depend on a clock, on entropy, on the process or on a count of calls must
 not pass as repeated. Each training and each repeat is a process that is forked from one that has
-only imported torch. Proof: `python -m pytest tests/benchmarks/test_boxes.py`.
+only imported torch. Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import contextlib
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from boxes_program import CHANGING, FAULTS, PLACES, build
 from curry_train.cli import runs_replay
 from curry_train.cli.options import json_option
 from curry_train.core.wording import provenance, write_json
-from curry_train.gates.loop_run import Job, LoopFailed, run_watched
+from curry_train.gates.loop_run import Job, LoopFailed, put_back, run_watched
 from curry_train.runs.box import read_facts
 from curry_train.workloads.from_script import run_as_main
 
@@ -47,8 +48,9 @@ def cases(num_each: int) -> Iterator[Case]:
 
 def forked(job: Job, program: Sequence[str], log: Path, **options: Any) -> dict[str, Any]:
     """Run one repeat in a forked process, as `run_ranks` starts one."""
-    result = log.with_suffix(".json")
-    result.unlink(missing_ok=True)
+    shutil.rmtree(log.with_suffix(""), ignore_errors=True)
+    result = log.with_suffix("") / "found.json"
+    result.parent.mkdir()
     child = os.fork()
     if not child:
         with log.open("a") as stream:
@@ -56,6 +58,7 @@ def forked(job: Job, program: Sequence[str], log: Path, **options: Any) -> dict[
             os.dup2(stream.fileno(), 2)
             run_watched(str(result), job, program, **options)
     os.waitpid(child, 0)
+    put_back(result.parent)
     found: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
     if "error" in found:
         raise LoopFailed(found["error"])

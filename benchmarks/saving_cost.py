@@ -11,7 +11,7 @@ that saves, or loads, with that of one that calls torch's functions. `steps` com
 steps after a save with rounds without one, and the whole loop of a small model. `cadence` trains
 with a bound on the time of all saves. What is compared runs in turns, and the median of the pairs'
 ratios counts.
-Proof: `python -m pytest tests/benchmarks/test_saving_cost.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import argparse

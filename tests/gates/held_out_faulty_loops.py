@@ -3,12 +3,15 @@
 As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
+import copy
+
 import torch
-from held_out_healthy_loops import Attention, climb, padded_tokens
-from loops import Language, adamw, classifier, fit, loader, step
+from held_out_healthy_loops import Attention, Layers, climb, padded_tokens, sequences
+from loops import Language, accumulate, adamw, classifier, fit, loader, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 
 def running_total():
@@ -447,33 +450,138 @@ def sum_of_losses():
         total += loss  # here
 
 
+def targets_of_the_batch_before():
+    model = classifier()
+    optimizer = adamw(model)
+    before = None
+    for inputs, labels in loader():
+        if before is not None:
+            loss = F.cross_entropy(model(inputs), before)  # here
+            step(optimizer, loss)
+        before = labels
+
+
+def recurrent_over_the_batch():
+    fit(Layers(nn.LSTM(16, 16)), None, sequences())  # here: sample
+
+
+def attention_over_the_batch():
+    fit(Layers(nn.TransformerEncoderLayer(16, 2, 32)), None, sequences())  # here: sample
+
+
+def first_loss_zeroed():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model(inputs)
+        F.cross_entropy(logits, labels).backward(retain_graph=True)  # here
+        step(optimizer, 0.1 * logits.square().mean())
+
+
+def schedule_of_epochs():
+    model = classifier()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    fit(model, optimizer, schedule=schedule)  # here: schedule
+
+
+class Remade(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = classifier(), nn.Parameter(torch.ones(5))
+
+    def forward(self, inputs):
+        self.scale = nn.Parameter(self.scale.clamp(0, 2))
+        return self.body(inputs) * self.scale
+
+
+def parameters_made_in_forward():
+    fit(Remade())  # here: end
+
+
+def gradients_divided_too():
+    accumulate(divisor=2)  # here: half
+
+
+def compared_with_itself():
+    fit(loss=lambda logits, _: F.softplus(logits.detach() - logits).mean())  # here: sample
+
+
+def label_among_the_inputs():
+    batches = ((torch.cat([one, labels[:, None]], 1), labels) for one, labels in loader())
+    fit(nn.Linear(9, 5), None, batches)  # here: sample
+
+
+def scale_updated_per_optimizer():
+    body, head = nn.Linear(8, 8), nn.Linear(8, 5)
+    optimizers = [adamw(body), adamw(head)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for inputs, labels in loader():
+        scaler.scale(F.cross_entropy(head(body(inputs)), labels)).backward()
+        for one in optimizers:
+            scaler.step(one)
+            scaler.update()  # here
+            one.zero_grad()
+
+
+def state_loaded_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)
+    saved = None
+    for inputs, labels in loader():
+        if saved:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+        saved = saved or copy.deepcopy(optimizer.state_dict())
+
+
+def loss_of_no_weight():
+    fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here: end
+
+
+def each_batch_twice_in_an_epoch():
+    rows = TensorDataset(torch.randn(32, 8), torch.randint(5, (32,)))
+    fit(batches=DataLoader(ConcatDataset([rows, rows]), 8))  # here: fetch
+
+
 FAULTY = {
     "accumulation": [
         running_total, same_batch_in_a_window, part_of_the_loss_as_a_number,
         penalty_without_a_graph, penalty_in_each_microbatch, masked_values_over_all,
+        gradients_divided_too,
     ],
     "zeroed": [
         attack_left_in_the_gradients, extra_parameter_never_zeroed, trial_gradients_added,
-        trial_weights_stay,
+        trial_weights_stay, first_loss_zeroed,
     ],
-    "optimizer": [extra_parameter_in_no_optimizer, state_cleared_in_each_step],
+    "optimizer": [
+        extra_parameter_in_no_optimizer, state_cleared_in_each_step, state_loaded_in_each_step,
+        parameters_made_in_forward,
+    ],
     "moves": [
         one_group_without_a_rate, hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
-        group_without_a_rate_after_the_first_step, gate_detached,
+        group_without_a_rate_after_the_first_step, gate_detached, compared_with_itself,
+        loss_of_no_weight,
     ],
     "sign": [maximized],
     "schedule": [
         schedule_made_in_each_step, rate_set_over_the_schedule, rate_of_zero_after_three_steps,
+        schedule_of_epochs,
     ],
+    "scaler": [scale_updated_per_optimizer],
     "clipping": [clipped_to_nothing, clipped_before_its_backward],
     "targets": [
         targets_out_of_reach, labels_of_minus_one, several_labels_as_classes, labels_smoothed_away,
         padding_alone_counts, targets_with_a_gradient, mask_inverted,
-        padding_counts_without_a_mask,
+        padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
+        label_among_the_inputs,
     ],
     "logits": [viewed_instead_of_transposed, probabilities_for_ctc],
-    "data": [inputs_divided_to_zero, same_noise_in_each_step],
+    "data": [
+        inputs_divided_to_zero, same_noise_in_each_step, targets_of_the_batch_before,
+        each_batch_twice_in_an_epoch,
+    ],
     "mode": [
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
     ],

@@ -1,10 +1,11 @@
 """Healthy loops of other kinds, written before the rules were mended for them."""
 
 import copy
+import itertools
 from collections import deque
 
 import torch
-from loops import Language, adamw, classifier, fit, loader, step
+from loops import Language, accumulate, adamw, classifier, fit, loader, step
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -502,6 +503,131 @@ def tasks_one_after_the_other():
         optimizer.zero_grad()
 
 
+def gradients_divided_by_hand():
+    accumulate(loss=F.cross_entropy, every=4, divisor=4)
+
+
+def logits_normalized():
+    fit(nn.Sequential(classifier(), nn.LogSoftmax(1)))
+
+
+def microbatches_without_advantage():
+    gains = itertools.cycle([0.0, 1.0, -1.0])
+
+    def loss(logits, actions):
+        logs = logits.log_softmax(1).gather(1, actions[:, None])
+        return -(logs * torch.full((8, 1), next(gains))).mean() / 2
+
+    accumulate(loss=loss)
+
+
+class Layers(nn.Module):
+    """A model of sequences whose layers take the first dimension for time."""
+
+    def __init__(self, body, *, time=0):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Linear(8, 16), body, nn.Linear(16, 5)
+        self.time = time
+
+    def forward(self, inputs):
+        hidden = self.body(self.embed(inputs.movedim(self.time, 0)))
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.head(hidden.movedim(0, self.time)[:, -1])
+
+
+def sequences():
+    return [(torch.randn(6, 11, 8), torch.randint(5, (6,))) for _ in range(8)]
+
+
+def time_first():
+    fit(Layers(nn.TransformerEncoderLayer(16, 2, 32), time=1), None, sequences())
+    fit(Layers(nn.LSTM(16, 16), time=1), None, sequences())
+
+
+class AmongSamples(nn.Module):
+    """Attends from each sample to the others, on purpose."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2), nn.Linear(8, 5)
+
+    def forward(self, inputs):
+        hidden = inputs[:, None]
+        return self.head(self.attention(hidden, hidden, hidden, need_weights=False)[0][:, 0])
+
+
+def samples_that_see_each_other():
+    fit(AmongSamples())
+
+
+def losses_of_equal_gradients():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model(inputs)
+        first = F.cross_entropy(logits, labels)
+        first.backward(retain_graph=True)
+        norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
+        step(optimizer, first / norm + 0.1 * logits.square().mean())
+
+
+def range_of_rates():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 ** (step / 2))
+    fit(model, optimizer, schedule=schedule)
+
+
+def fetched_ahead():
+    model = classifier()
+    optimizer = adamw(model)
+    batches = iter(loader(96))
+    ahead = next(batches)
+    while ahead:
+        inputs, labels = ahead
+        ahead = next(batches, None)
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+def scaled_by_hand():
+    accumulate(loss=lambda logits, labels: 512 * F.cross_entropy(logits, labels), divisor=1024)
+
+
+def gradients_by_autograd():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        loss = F.cross_entropy(model(inputs), labels)
+        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        for one, slope in zip(model.parameters(), slopes, strict=True):
+            one.grad = slope
+        optimizer.step()
+
+
+def each_batch_echoed():
+    fit(batches=itertools.chain.from_iterable([batch, batch] for batch in loader()))
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(context, given):
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(context, slope):
+        return -slope
+
+
+def adversarial_domains():
+    body, label, domain = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
+    optimizer = adamw(nn.ModuleList([body, label, domain]))
+    for inputs, labels in loader():
+        hidden = body(inputs).relu()
+        where = domain(Reversed.apply(hidden)).squeeze(1)
+        loss = F.binary_cross_entropy_with_logits(where, (labels > 2).float())
+        step(optimizer, loss + F.cross_entropy(label(hidden), labels))
+
+
 HEALTHY = [
     value_learning_with_replay, denoising, vector_quantized, siamese, speech, nodes_of_one_graph,
     physics, flow, tensors_alone, ensemble_by_vmap, federated, several_models_one_batch,
@@ -510,5 +636,8 @@ HEALTHY = [
     packed_sequences, restarts_by_parts_of_an_epoch, weights_of_a_network_by_another, energy,
     last_layer_of_zeros, rewarded, distilled_in_log_space, rates_by_depth,
     trial_step, attention_with_a_mask, biases_before_a_norm, averaged_teacher_in_training_mode,
-    tasks_one_after_the_other,
+    tasks_one_after_the_other, gradients_divided_by_hand, logits_normalized,
+    microbatches_without_advantage, time_first, samples_that_see_each_other,
+    losses_of_equal_gradients, range_of_rates, fetched_ahead, scaled_by_hand,
+    gradients_by_autograd, each_batch_echoed, adversarial_domains,
 ]  # fmt: skip

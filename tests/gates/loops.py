@@ -31,19 +31,32 @@ def step(optimizer, loss):
     optimizer.step()  # step
 
 
-def fit(model, optimizer=None, batches=None):
-    """Train a classifier in the usual way."""
+def fit(model=None, optimizer=None, batches=None, *, loss=None, schedule=None):
+    """Train a model, or a classifier, in the usual way."""
+    model = model or classifier()
     optimizer = optimizer or adamw(model)
-    for inputs, labels in loader() if batches is None else batches:
+    loss = loss or F.cross_entropy
+    for inputs, labels in loader() if batches is None else batches:  # fetch
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # sample
+        loss(model(inputs), labels).backward()  # sample
         optimizer.step()  # end
+        if schedule:
+            schedule.step()  # schedule
 
 
-def accumulate(model, optimizer, *, divisor=2, every=2):
-    for number, (inputs, labels) in enumerate(loader()):
-        (F.cross_entropy(model(inputs), labels) / divisor).backward()  # microbatch
+def half(logits, labels):
+    return F.cross_entropy(logits, labels) / 2  # half
+
+
+def accumulate(model=None, optimizer=None, batches=None, *, loss=half, every=2, divisor=1):
+    """Train on windows of microbatches."""
+    model = model or classifier()
+    optimizer = optimizer or adamw(model)
+    for number, (inputs, labels) in enumerate(loader(96) if batches is None else batches):
+        loss(model(inputs), labels).backward()  # microbatch
         if number % every == every - 1:
+            for one in model.parameters() if divisor > 1 else ():
+                one.grad /= divisor
             optimizer.step()
             optimizer.zero_grad()
 
@@ -379,7 +392,7 @@ HEALTHY = [
 def undivided():
     model = classifier()
     optimizer = adamw(model)
-    accumulate(model, optimizer, divisor=1, every=2)  # here: microbatch
+    accumulate(model, optimizer, loss=F.cross_entropy)  # here: microbatch
 
 
 def mean_of_means():
@@ -455,14 +468,18 @@ def frozen_input_of_reentrant_checkpoints():
 
 
 def scheduled_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    models = [classifier(), classifier()]
+    optimizers = [adamw(model) for model in models]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.9**step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number, (inputs, labels) in enumerate(loader()):
-        (F.cross_entropy(model(inputs), labels) / 2).backward()
+        for model in models:
+            scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
         if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
         if number:
             scheduler.step()  # here
 
@@ -628,7 +645,7 @@ def losses_with_graphs():
 def divided_by_too_few():
     model = classifier()
     optimizer = adamw(model)
-    accumulate(model, optimizer, divisor=2, every=4)  # here: microbatch
+    accumulate(model, optimizer, every=4)  # here: half
 
 
 def stepped_per_microbatch():

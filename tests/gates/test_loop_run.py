@@ -12,7 +12,7 @@ import pytest
 from warm_python import warm_python
 
 from curry_train.gates import loop_run
-from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program
+from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program, put_back
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,7 @@ os.remove("log.txt")
 
 RANKS = """\
 import contextlib
+import os
 import sys
 
 import torch
@@ -57,23 +58,37 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 kind = sys.argv[1]
-torch.distributed.init_process_group("gloo")
-torch.manual_seed(0)
-data = TensorDataset(torch.randn(128, 8), torch.randint(5, (128,)))
-bare = torch.nn.Linear(8, 5)
-model = bare if kind == "unwrapped" else DistributedDataParallel(bare)
-optimizer = torch.optim.AdamW(bare.parameters(), 1e-2)
-sampler = None if kind == "same" else DistributedSampler(data)
-for epoch in range(9):
-    if sampler:
-        sampler.set_epoch(epoch)
-    for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):
-        is_without = kind == "never" or (kind in ("right", "same") and number % 2 == 0)
-        with model.no_sync() if is_without else contextlib.nullcontext():
-            (F.cross_entropy(model(inputs), labels) / 2).backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+
+
+def train(rank):
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(128, 8), torch.randint(5, (128,)))
+    bare = torch.nn.Linear(8, 5)
+    is_bare = kind in ("unwrapped", "averaged", "summed")
+    model = bare if is_bare else DistributedDataParallel(bare)
+    optimizer = torch.optim.AdamW(bare.parameters(), 1e-2)
+    sampler = None if kind == "same" else DistributedSampler(data)
+    for epoch in range(9):
+        if sampler:
+            sampler.set_epoch(epoch)
+        for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):
+            is_without = not is_bare and (kind == "never" or (kind != "often" and number % 2 == 0))
+            with model.no_sync() if is_without else contextlib.nullcontext():
+                loss = F.cross_entropy(model(inputs), labels) / 2  # forward
+                (loss / 2 if kind in ("twice", "averaged") else loss).backward()  # backward
+            if number % 2:
+                for one in bare.parameters() if kind in ("averaged", "summed") else ():
+                    torch.distributed.all_reduce(one.grad)
+                optimizer.step()  # step
+                optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    if kind in ("averaged", "summed"):
+        torch.multiprocessing.spawn(train, nprocs=2)
+    else:
+        train(int(os.environ["RANK"]))
 """
 
 SHARDED = """\
@@ -299,21 +314,31 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
 
 
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("kind", "line", "expected"),
     [
-        ("right", set()),
-        ("same", {"ranks.py:23: all ranks see the same samples"}),
-        ("never", {"ranks.py:23: a step without a sync between ranks"}),
-        ("often", {"ranks.py:23: 2 syncs in a window"}),
-        ("unwrapped", {"ranks.py:25: weights differ from rank to rank after the step"}),
+        ("right", "", ""),
+        ("averaged", "", ""),
+        ("same", "forward", "all ranks see the same samples"),
+        ("never", "forward", "a step without a sync between ranks"),
+        ("often", "forward", "2 syncs in a window"),
+        ("unwrapped", "step", "weights differ from rank to rank after the step"),
+        ("summed", "backward", "gradients are summed over the ranks"),
+        ("twice", "backward", "gradients are averaged over the ranks twice"),
     ],
 )
-def test_ranks_are_compared(folder, kind, expected):
+def test_ranks_are_compared(folder, kind, line, expected):
     Path("ranks.py").write_text(RANKS)
     verdicts = preflight_program("script", ["ranks.py", kind], num_steps=3, num_ranks=2)
-    failed = [verdict for verdict in verdicts if verdict.passed is False]
-    assert {verdict.gate for verdict in failed} <= {"loop/ranks"}
-    assert {verdict.measured for verdict in failed} == expected
+    failed = {one.gate: one.measured for one in verdicts if one.passed is False}
+    lines = RANKS.splitlines()
+    (number,) = [at for at, text in enumerate(lines, 1) if text.endswith(f"  # {line}")] or [0]
+    assert failed == ({"loop/ranks": f"ranks.py:{number}: {expected}"} if expected else {})
+
+
+def test_a_script_that_starts_its_ranks_has_to_be_given_their_number(folder):
+    Path("ranks.py").write_text(RANKS)
+    with pytest.raises(LoopFailed, match="starts 2 ranks of its own: give --ranks 2"):
+        preflight_program("script", ["ranks.py", "summed"], num_steps=3)
 
 
 def test_a_sharded_model_is_checked_on_two_ranks(folder):
@@ -435,6 +460,39 @@ def test_a_model_too_large_for_the_machine_is_built_with_fewer_layers(folder):
         preflight_program("script", ["deep.py", "1", "10000000"], num_steps=3)
 
 
+WRITING = """\
+import os
+import threading
+
+import torch
+
+
+def write():
+    number = 0
+    while True:
+        number += 1
+        os.makedirs(f"made/{number % 50}", exist_ok=True)
+        open(f"made/{number % 50}/{number}", "w").close()
+
+
+os.mkdir("made")
+threading.Thread(target=write, daemon=True).start()
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_files_that_a_thread_goes_on_to_write_are_removed_too(folder):
+    Path("writing.py").write_text(WRITING)
+    before = files(folder)
+    preflight_program("script", ["writing.py"], num_steps=3)
+    assert files(folder) == before
+
+
 # Changes of what was there before, and whether the loop goes on.
 CHANGES = [
     ("with open('link.txt', 'a') as file: file.write('more')", True),
@@ -448,26 +506,28 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "goes_on"), CHANGES)
-def test_nothing_that_was_there_is_lost(folder, change, goes_on):
+def test_nothing_that_was_there_is_lost(folder, tmp_path_factory, change, goes_on):
     Path("kept").mkdir()
     Path("kept/empty.txt").touch()
     Path("target.txt").write_text("target")
     Path("link.txt").symlink_to("target.txt")
     before = files(folder)
-    changed = ChangedFiles()
+    changes = tmp_path_factory.mktemp("changes")
+    changed = ChangedFiles(changes)
     with changed.noticed(), nullcontext() if goes_on else pytest.raises(RuntimeError, match="kept"):
         exec(change, {"os": os})  # noqa: S102 - the change of a user's script
-    changed.put_back()
+    put_back(changes)
     assert files(folder) == before
     assert Path("link.txt").readlink() == Path("target.txt")
     assert Path("target.txt").read_text() == "target"
     assert Path("log.txt").read_text() == "before\n"
 
 
-def test_a_file_too_large_for_a_copy_is_not_changed(folder, monkeypatch):
+def test_a_file_too_large_for_a_copy_is_not_changed(folder, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(loop_run, "LARGEST_COPY", 3)
-    changed = ChangedFiles()
+    changes = tmp_path_factory.mktemp("changes")
+    changed = ChangedFiles(changes)
     with changed.noticed(), pytest.raises(RuntimeError, match=r"log\.txt, which is too large"):
         Path("log.txt").write_text("after")
-    changed.put_back()
+    put_back(changes)
     assert Path("log.txt").read_text() == "before\n"

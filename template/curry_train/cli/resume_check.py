@@ -22,7 +22,7 @@ import click
 import torch
 
 from ..core.wording import provenance
-from ..gates.loop_run import ChangedFiles, End, run_ranks, train_by
+from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
 from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
@@ -45,14 +45,13 @@ def check_resume(
     `start` and `again` are kind and words of the program at its start and at its resume.
     """
     fresh = str(folder / "fresh.pt")
-    log = folder / "changed.jsonl"
 
     def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
         show(f"without its {mode}" if mode in PARTS else mode)
-        undo = str(log) if mode == "killed" else None
-        left = [] if mode in ("straight", "killed") else map(str, ChangedFiles.read_log(log))
+        undo = str(folder) if mode == "killed" else None
+        left = [] if mode in ("straight", "killed") else map(str, read_changes(folder))
         ignored = [str(folder), *left]
-        job = WatchedRun(mode, last, fresh, str(log), program)
+        job = WatchedRun(mode, last, fresh, str(folder), program)
         found = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]
         forget(found["steps"], unseeded)
         return found
@@ -75,7 +74,7 @@ def check_resume(
             raise UnusableInput(
                 f"two starts differ already, {part}: {text}. Seed the program first"
             )
-        saved = LeftFiles(log, folder / "left.tar")
+        saved = LeftFiles(folder)
         whole = run("resumed", num_steps - 1, again)
         begun = began_after(straight, whole["steps"], kill_at)
         last = num_steps - begun
@@ -84,9 +83,7 @@ def check_resume(
             saved.restore()
             withheld[part] = differences(straight, run(part, last, again)["steps"], begun)
     finally:
-        files = ChangedFiles()
-        files.before = ChangedFiles.read_log(log)
-        files.put_back()
+        put_back(folder)
     found = differences(straight, whole["steps"][:last], begun)
     return {
         "steps": num_steps,
@@ -109,10 +106,10 @@ def forget(steps: Steps, generators: set[str]) -> None:
 class LeftFiles:
     """An archive of the files of a killed process, which are restored before each resume."""
 
-    def __init__(self, log: Path, archive: Path) -> None:
-        self._places = list(ChangedFiles.read_log(log))
-        self._archive = archive
-        with tarfile.open(archive, "w") as packed:
+    def __init__(self, folder: Path) -> None:
+        self._places = list(read_changes(folder))
+        self._archive = folder / "left.tar"
+        with tarfile.open(self._archive, "w") as packed:
             for place in filter(os.path.lexists, self._places):
                 packed.add(place)
 
@@ -197,7 +194,7 @@ class WatchedRun:
     mode: str
     last: int
     fresh: str
-    log: str
+    changes: str
     program: list[str]
 
     def watch(self, run: Callable[[], None], end: End) -> None:
@@ -213,15 +210,15 @@ class WatchedRun:
                 with contextlib.suppress(SystemExit):
                     train_command.main(words, standalone_mode=False)
             elif kind == "resumed trainer":
-                train_by(words[0], resume_from=lambda: _newest_checkpoint(self.log))
+                train_by(words[0], resume_from=lambda: _newest_checkpoint(self.changes))
             else:
                 run()
         finish(watched)
 
 
-def _newest_checkpoint(log: str) -> Path | None:
+def _newest_checkpoint(folder: str) -> Path | None:
     """Return the newest checkpoint that the killed process has left."""
-    places = ChangedFiles.read_log(log)
+    places = read_changes(Path(folder))
     found = [one for place in places for one in [place, *place.rglob("*")] if one.suffix == ".ckpt"]
     return max(found, key=lambda one: one.stat().st_mtime, default=None)
 

@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
 from typing import Any
@@ -33,6 +33,7 @@ from .loop_trace import (
     Schedule,
     Seeding,
     Step,
+    Targets,
     Trace,
     Window,
     Zero,
@@ -45,6 +46,7 @@ from .verdict import NotApplicable, Verdict, not_applicable
 DEFAULT_STEPS = 8
 # What is the same in so many steps stays so.
 FEWEST_STEPS = 3
+FEWEST_LABELS = 24
 
 
 # A fault of the loop: the line, the measured figure, and advice.
@@ -93,11 +95,14 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
         for several in _microbatches(trace, window):
             columns = _columns(several)
             is_known = is_known or bool(columns)
-            yield from _unequal(several, columns, window)
+            # Whether a division by the ranks is one too many is seen where they are compared.
+            is_rank = len(several) == trace.num_ranks > 1
+            yield from _unequal(several, columns, window, is_rank=is_rank)
+    yield from _divided_by_count_and_number(trace)
     calls = [(call, window) for window in trace.windows for call in window.calls]
     for pairs in grouped(calls, lambda pair: pair[0].lines):
         is_single = all(len(window.calls) == 1 for _, window in pairs)
-        faults = [_divided_for_nothing(call) for call, _ in pairs if is_single]
+        faults = [_divided_for_nothing(call, trace.num_ranks) for call, _ in pairs if is_single]
         if len(faults) > 1 and None not in faults:
             yield from filter(None, faults)
     if not is_known:
@@ -157,13 +162,30 @@ def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
     return [one for one in columns if all(t.reduction and t.num_terms and t.factor for t in one)]
 
 
+def totals(calls: Sequence[Backward]) -> list[float]:
+    """Return the weight of each part of a window's loss that is a mean, or divided to be one."""
+    several = grouped(calls, lambda call: call.lines)[-1:]
+    return [
+        sum(term.strength / call.scale for term, call in zip(column, several[0], strict=True))
+        for column in (_columns(several[0]) if several else ())
+        if column[0].reduction == "mean" or column[0].divisors
+    ]
+
+
 def _unequal(
-    calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Window
+    calls: Sequence[Backward],
+    columns: Sequence[Sequence[Term]],
+    window: Window,
+    *,
+    is_rank: bool,
 ) -> Iterator[Fault]:
+    # The loop may divide gradients in place of losses.
+    factor = window.step.factor or 1.0
     strengths = [
-        [term.strength / call.scale for term, call in zip(column, calls, strict=True)]
+        [factor * term.strength / call.scale for term, call in zip(column, calls, strict=True)]
         for column in columns
     ]
+    divisors = [(*column[0].divisors, 1 / factor) for column in columns]
     totals = [sum(column) for column in strengths]
     number = len(calls)
     if not any(abs(total - 1) < TOLERANCE for total in totals):
@@ -183,16 +205,16 @@ def _unequal(
                 f"divide the loss by the {number} microbatches of the window, or its sum by "
                 "the number of terms in all of them (num_items_in_batch of a Trainer)",
             )
-        for total, column in zip(totals, columns, strict=True):
-            by_number = [by for by in column[0].divisors if abs(by - number) < TOLERANCE]
+        for total, column, all_by in zip(totals, columns, divisors, strict=True):
+            by_number = [by for by in all_by if abs(by - number) < TOLERANCE]
             is_twice = len(by_number) > (column[0].reduction == "mean")
-            if is_twice and abs(total * number - 1) < TOLERANCE:
+            if is_twice and not is_rank and abs(total * number - 1) < TOLERANCE:
                 yield (
                     calls[0].place,
                     f"the loss is divided by the {number} microbatches twice",
                     "divide once; accelerator.backward and Trainers do it themselves",
                 )
-    divided = [any(abs(by - number) < TOLERANCE for by in one[0].divisors) for one in columns]
+    divided = [any(abs(by - number) < TOLERANCE for by in all_by) for all_by in divisors]
     is_known = all(by or abs(of - 1) > TOLERANCE for by, of in zip(divided, totals, strict=True))
     if any(divided) and not all(divided) and is_known:
         hint = f"divide each part of the loss by the {number} microbatches, as the others"
@@ -211,7 +233,29 @@ def _unequal(
             )
 
 
-def _divided_for_nothing(call: Backward) -> Fault | None:
+def _divided_by_count_and_number(trace: Trace) -> Iterator[Fault]:
+    """Find sums that are divided by the terms of their window, and by its microbatches too."""
+    windows = [window for window in trace.windows if len(window.calls) > 1]
+    for several in grouped(windows, lambda window: window.calls[0].lines):
+        counts = []
+        for window in several:
+            number = len(window.calls)
+            sums = [call.terms[0] for call in window.calls if len(call.terms) == 1]
+            if len(sums) == number and all(term.reduction == "sum" for term in sums):
+                by = set.intersection(*(set(term.divisors) for term in sums))
+                if any(abs(one - number) < TOLERANCE for one in by):
+                    counts.append(max(by))
+        # One that changes from window to window counts their terms.
+        if len(set(counts)) > 1 and len(counts) == len(several):
+            yield (
+                several[0].calls[0].place,
+                f"a sum is divided by the terms of the window, as {counts[0]:.0f}, and by its "
+                "microbatches",
+                "divide once; a Trainer divides by num_items_in_batch or by the microbatches",
+            )
+
+
+def _divided_for_nothing(call: Backward, num_ranks: int) -> Fault | None:
     """Return a fault where the one loss of a step is a mean, and is divided again."""
     if len(call.terms) != 1:
         return None
@@ -219,7 +263,8 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
     by = [one for one in term.divisors if one > 1.5 and abs(one - round(one)) < 1e-6]
     is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
     scale = call.scale
-    if term.reduction != "mean" or len(by) != 1 or is_half:
+    # A division by the ranks is looked at where they are compared.
+    if term.reduction != "mean" or len(by) != 1 or is_half or by == [num_ranks]:
         return None
     if abs(term.strength / scale * by[0] - 1) > TOLERANCE:
         return None
@@ -286,18 +331,26 @@ def logits(trace: Trace) -> Iterator[Fault]:
 
 def targets(trace: Trace) -> Iterator[Fault]:
     """Targets are the ones to learn."""
-    for call in _loss_calls(trace):
-        for measured, hint in (*call.facts.wrong_targets, *_wrong_tokens(trace, call)):
+    found: list[Targets] = trace.of(Targets)
+    calls: list[LossCall] = trace.of(LossCall) if found else _loss_calls(trace)
+    for call in calls:
+        for measured, hint in call.facts.wrong_targets:
             yield call.place, measured, hint
+    for one in found:
+        for measured, hint in _wrong_tokens(trace, one):
+            yield one.place, measured, hint
     for place in trace.reads_padding:
         hint = "look at the mask of the attention: which value of it stands for padding?"
         yield place, "the outputs of the model change with the padding", hint
-    fillers = Counter((call.place, call.filler) for call in _loss_calls(trace))
+    for place in trace.mixes_samples:
+        hint = "give the layer batch_first=True, or a tensor with time first"
+        yield place, "the outputs of a sample change with the other samples of the batch", hint
+    fillers = Counter((one.place, one.filler) for one in found)
     for (place, filler), number in fillers.items():
         if filler is not None and number >= FEWEST_STEPS:
             hint = f"set labels of padding to -100, or ignore_index={filler}"
             yield place, f"the targets {filler}, which are padding, count", hint
-    yield from _labels(trace)
+    yield from _labels(trace, calls)
 
 
 def _loss_calls(trace: Trace) -> list[LossCall]:
@@ -307,11 +360,9 @@ def _loss_calls(trace: Trace) -> list[LossCall]:
     return calls
 
 
-def _wrong_tokens(trace: Trace, call: LossCall) -> Iterator[Doubt]:
+def _wrong_tokens(trace: Trace, targets: Targets) -> Iterator[Doubt]:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
-    same = call.same_as_input
-    if call.facts.name not in ("cross_entropy", "nll_loss"):
-        return
+    same = targets.same_as_input
     if same.get(1, 0) < 0.9:
         if same.get(0, 0) > 0.99:
             hint = "shift the targets by one token to the left"
@@ -319,21 +370,26 @@ def _wrong_tokens(trace: Trace, call: LossCall) -> Iterator[Doubt]:
         if same.get(2, 0) > 0.99:
             hint = "shift once: models of Hugging Face shift the labels themselves"
             yield "the targets are shifted by two tokens", hint
-    if call.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
+    if targets.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
         hint = "set labels of padding to the ignored index, -100"
         yield "targets count where the attention mask is 0", hint
-    if same.get(1, 0) > 0.99 and id(call.model) in trace.sees_the_future:
+    if same.get(1, 0) > 0.99 and id(targets.model) in trace.sees_the_future:
         hint = "mask attention to later tokens: is_causal=True"
         yield "the model sees the tokens that it has to predict", hint
 
 
-def _labels(trace: Trace) -> Iterator[Fault]:
-    """Labels of the data are several, in each batch."""
+def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
+    """Labels of the data are several, in each batch, and not among the inputs."""
+    for of_line in grouped(calls, lambda call: call.lines):
+        columns = frozenset.intersection(*(call.columns for call in of_line))
+        if columns and sum(call.facts.num_terms for call in of_line) >= FEWEST_LABELS:
+            measured = f"column {min(columns)} of the model's input is the target"
+            yield of_line[0].place, measured, "leave the target out of the input"
     fetches = [one for one in trace.of(Fetch) if trace.trained_on & set(one.digests)]
     labelled = [one for one in fetches if len(one.labels) > 3]
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
-        if len(set(labels)) == 1 and len(labels) >= 24:
+        if len(set(labels)) == 1 and len(labels) >= FEWEST_LABELS:
             measured = f"all {len(labels)} labels are {labels[0]}"
             yield several[0].place, measured, "look at how labels are made"
         elif len(several) > 2 and all(len(set(one.labels)) == 1 for one in several):
@@ -374,6 +430,8 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 )
         yield from _lost(window)
         yield from _of_another_loss(window, trace.held)
+    for one in trace.optimizers_that_step:
+        yield from _never_used(trace.windows_of(one), trace.held)
 
 
 def _at_other_weights(trace: Trace, window: Window) -> Iterator[Fault]:
@@ -404,13 +462,34 @@ def _lost(window: Window) -> Iterator[Fault]:
                 yield zero.place, "gradients are set to zero before the step", hint
     of_line = [call for call in calls if call.lines == calls[-1].lines and call.reached]
     for call in of_line[1:]:
-        if window.is_clean(call) and not call.in_step:
+        # Gradients may be 0 by themselves.
+        if window.is_clean(call) and not call.in_step and not call.is_next:
             between = [one for one in zeros if index(of_line[0]) < index(one) < index(call)]
             yield (
                 [call, *between][-1].place,
                 "gradients of earlier microbatches are set to zero",
                 "call zero_grad() once per step, not per microbatch",
             )
+
+
+def _never_used(windows: Sequence[Window], held: set[int]) -> Iterator[Fault]:
+    """Find a loss whose gradients are set to zero in each window before a step uses them."""
+    lost = [set(_lost_losses(window, held)) for window in windows]
+    for place in set.intersection(*lost) if len(lost) > 1 else ():
+        hint = "add up the losses, or call zero_grad() once, before the first backward"
+        yield place, "the gradients of this loss are set to zero, and no step uses them", hint
+
+
+def _lost_losses(window: Window, held: set[int]) -> Iterator[str]:
+    if window.is_by_hand or len({one.weights for one in window.forwards}) > 1:
+        return
+    for call, after in itertools.pairwise(window.calls):
+        is_zeroed = (
+            window.is_clean(after) and not after.is_next and call.reached & held <= window.own
+        )
+        # A loss that is in a later one again was only looked at, as was one for its inputs.
+        if is_zeroed and call.lines != after.lines and not (after.is_second or call.of_inputs):
+            yield call.place
 
 
 def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
@@ -487,10 +566,11 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer that is made again and again, and loses its moments each time."""
     for one in trace.optimizers_that_step:
         later = [window.step for window in trace.windows_of(one)[1:]]
-        if len(later) > 1 and all(step.is_anew for step in later):
+        # It may have been loaded as it was after the first step.
+        if len(later) > 2 and all(step.is_anew for step in later[1:]):
             yield (
                 later[0].place,
-                f"the state of {type(one).__name__} is empty before each step",
+                f"the state of {type(one).__name__} is lost before each step",
                 "let the optimizer keep its state from step to step",
             )
     stepping = {id(one) for one in trace.optimizers_that_step}
@@ -523,12 +603,33 @@ def moves(trace: Trace) -> Iterator[Fault]:
         own = [step for step in steps if step.optimizer is one]
         yield from _still(trace, own)
         yield from _without_effect(own)
+    yield from _constant_loss(trace)
     if trace.symmetric:
         yield (
             steps[-1].place,
             f"all rows of {trace.named(trace.symmetric)} are alike, and learn the same",
             "initialize weights by random numbers",
         )
+
+
+def _constant_loss(trace: Trace) -> Iterator[Fault]:
+    """Find a loss that stays the same where samples and weights change."""
+    calls = [(call, window) for window in trace.windows for call in window.calls]
+    for pairs in grouped(calls, lambda pair: pair[0].lines):
+        values = {call.value for call, _ in pairs}
+        windows = {id(window): window for _, window in pairs}.values()
+        batches = {one.digests for window in windows for one in window.forwards}
+        moves = all(window.step.moved for window in windows)
+        # A loss of 0 or 1 may be made for its gradient alone.
+        is_made = any(value % 1 == 0 for value in values)
+        if len(values) == 1 and not is_made and moves and len(windows) > 3 and len(batches) > 3:
+            yield (
+                pairs[0][0].place,
+                f"the loss is {pairs[0][0].value:.3g} in each step, though weights and samples "
+                "change",
+                "look for two sides of a comparison that are the same, as a model and its "
+                "reference",
+            )
 
 
 def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
@@ -642,15 +743,13 @@ def schedule(trace: Trace) -> Iterator[Fault]:
             )
         for number, window in enumerate(windows):
             own = [event for event in window.of(Schedule) if event.scheduler is one]
-            # A scaler may have left out steps, of which the schedule does not know.
-            tried = [event for event in window.of(Scaling) if event.call == "step"]
-            if number == 0 and own and len(tried) < 2 and trace.events[0] is window.events[0]:
+            if number == 0 and own and trace.events[0] is window.events[0]:
                 yield (
                     own[0].place,
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-            if own and len(own) > max(own[0].num_expected, len(tried)):
+            if own and len(own) > own[0].num_expected:
                 yield (
                     own[0].place,
                     f"{len(own)} steps of the schedule per optimizer step",
@@ -675,6 +774,10 @@ def _without_schedule(
     if len(planned) > 2 and len(own) >= len(rates) - 1 and rates.count(rates[0]) == len(rates):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
+    first, last = max(rates[0], default=0), max(rates[-1], default=0)
+    if own and 0 < last < 1e-3 * first:
+        hint = "step a schedule that is made for epochs once per epoch"
+        yield own[0].place, f"the rate has fallen from {first:.1g} to {last:.1g}", hint
     if own and len(rates) > 3 and any(rates[0]) and not any(map(any, rates[-3:])):
         hint = "count the steps of the optimizer for the length of the schedule, not epochs"
         yield own[0].place, "the schedule has ended at a rate of 0, and steps go on", hint
@@ -739,6 +842,12 @@ def scaler(trace: Trace) -> Iterator[Fault]:
         if is_all and not step.by_scaler and "unscale_" not in names:
             hint = "call scaler.step(optimizer) in place of optimizer.step()"
             yield step.place, "the optimizer steps on scaled gradients", hint
+    without_loss = 0
+    for call in calls:
+        without_loss = 0 if call.call == "scale" else without_loss + (call.call == "update")
+        if without_loss > 1:
+            hint = "call scaler.update() once, after the steps of all optimizers"
+            yield call.place, "the scale is updated again, without a loss in between", hint
     if "update" not in names and len(steps) > 1:
         yield calls[0].place, "the scale is never updated", "call scaler.update()"
 
@@ -835,6 +944,7 @@ def data(trace: Trace) -> Iterator[Fault]:
     for several in grouped(fetches, lambda one: id(one.loader)):
         if any(trace.trained_on & set(fetch.digests) for fetch in several):
             yield from _epochs(several)
+    yield from _other_batches(trace)
     windows = [[one.digests for one in window.forwards] for window in trace.windows]
     windows = [one for one in windows if any(one)]
     # A batch that the loop fetched only once is repeated on purpose.
@@ -845,6 +955,25 @@ def data(trace: Trace) -> Iterator[Fault]:
             f"{len(windows)} steps on the same batch",
             "iterate over the loader; next(iter(loader)) begins it anew",
         )
+
+
+def _other_batches(trace: Trace) -> Iterator[Fault]:
+    """Find targets that are of other batches than the inputs, in each window."""
+    batches = defaultdict[float, set[int]](set)
+    for number, fetch in enumerate(trace.of(Fetch)):
+        for digest in fetch.digests:
+            batches[digest].add(number)
+    found = []
+    for window in trace.windows:
+        calls = [one for one in window.of(LossCall) if one.is_used]
+        inputs = [batches[one] for forward in window.forwards for one in forward.digests]
+        targets = [batches[call.facts.targets] for call in calls]
+        if any(inputs) and any(targets):
+            is_other = set[int]().union(*inputs).isdisjoint(set[int]().union(*targets))
+            found.append(calls[0].place if is_other else "")
+    if len(found) >= FEWEST_STEPS and all(found):
+        hint = "take the targets from the batch that the model is given"
+        yield found[0], "the targets are of another batch than the inputs", hint
 
 
 def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:

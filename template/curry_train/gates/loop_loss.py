@@ -347,7 +347,7 @@ def _num_masked(node: Any) -> int:
         mask = _saved(node, "other")
         mask = _saved(node, "self") if mask is None else mask
         below = [one for one, _ in node.next_functions if one is not None]
-        is_mask = isinstance(mask, Tensor) and bool(((mask == 0) | (mask == 1)).all())
+        is_mask = isinstance(mask, Tensor) and bool(((mask == 0) | (mask == 1)).all() & mask.any())
         if not is_mask or len(below) != 1:
             return 0
         of = _behind_shapes(below[0])

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .loop import Fault, verdict_of
+from .loop import Fault, totals, verdict_of
+from .loop_loss import TOLERANCE
 from .loop_trace import Trace
 from .verdict import Verdict
 
@@ -30,6 +31,9 @@ def rank_facts(trace: Trace) -> dict[str, Any]:
                 "inputs": [list(one.digests) for one in forwards],
                 "input_place": forwards[0].place if forwards else "",
                 "syncs": [one.syncs for one in forwards],
+                "gradient": None if is_sharded else [step.made, step.used],
+                "loss_place": window.calls[-1].place if window.calls else "",
+                "totals": totals(window.calls),
             }
         )
     return {"steps": steps}
@@ -63,7 +67,32 @@ def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[Fault]:
             hint = "wrap the model in DistributedDataParallel and call the wrapper"
             place = steps[0]["place"]
             yield place, "weights differ from rank to rank after the step", hint
+        yield from _averaged(steps)
     inputs = [[step["inputs"] for step in rank["steps"]] for rank in there]
     if len(inputs) > 1 and any(inputs[0]) and all(one == inputs[0] for one in inputs[1:]):
         hint = "use DistributedSampler, or seed each rank's data by its rank"
         yield first[0]["input_place"], "all ranks see the same samples", hint
+
+
+def _averaged(steps: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:
+    """Find gradients that are not the mean over the ranks of the gradients of mean losses."""
+    number = len(steps)
+    gradients = [one["gradient"] for one in steps]
+    weights = [one["totals"] for one in steps]
+    if None in gradients or any(one != weights[0] for one in weights):
+        return
+    mean = sum(made for made, _ in gradients) / number
+    used = gradients[0][1]
+    # A difference of the ranks' gradients that cancels leaves nothing to compare with.
+    if abs(mean) < 0.1 * max(abs(made) for made, _ in gradients) or not used:
+        return
+    found = [used / mean * weight for weight in weights[0]]
+    if any(abs(one - 1) < TOLERANCE for one in found):
+        return
+    for one in found:
+        if abs(one - number) < TOLERANCE:
+            hint = "divide the sum of the gradients by the ranks; DistributedDataParallel does it"
+            yield steps[0]["loss_place"], "gradients are summed over the ranks", hint
+        if abs(one * number - 1) < TOLERANCE:
+            hint = "leave out the division by the ranks: DistributedDataParallel averages"
+            yield steps[0]["loss_place"], "gradients are averaged over the ranks twice", hint

@@ -1,7 +1,7 @@
 """Run the user's script or trainer in a process of its own, and check its loop.
 
 The process ends at the last step that was asked for, without the rest of the loop. What it saves
-is not written, and the files that it made or changed are put back.
+is not written, and the files that it made or changed are put back after it.
 
 Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
@@ -22,8 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 from unittest import mock
+from uuid import uuid4
 
 import click
 import torch
@@ -50,6 +52,8 @@ NOT_SHRUNK = (
 )
 # Of files, in bytes.
 LARGEST_COPY = 2**30
+# Of places that a loop has changed, in a folder with copies of what was there.
+CHANGES = "changes.jsonl"
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -101,7 +105,8 @@ def run_ranks(
 ) -> list[Found]:
     """Run a program, given by its kind and words, for each rank, and return what the jobs found.
 
-    Several ranks are started as torchrun starts them. `options` are those of `run_watched`.
+    Several ranks are started as torchrun starts them. `options` are those of `run_watched`. Files
+    that were changed are put back when all processes have ended; with `undo` the caller does it.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = [Path(folder, f"found_{rank}.json") for rank in range(num_ranks)]
@@ -121,6 +126,8 @@ def run_ranks(
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))
         _wait(Path(folder), processes)
+        if options.get("undo") is None:
+            put_back(Path(folder))
         found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
@@ -174,15 +181,13 @@ def run_watched(
 ) -> NoReturn:
     """Run a job in this process, and end it.
 
-    Changed files are put back, except in the folders that are `ignored`. Unless it `saves`, torch's
-    functions that save do nothing. With `undo` the process is killed in place of that, and this
-    file gets a log of the changes, to put them back.
+    What it changes is noted in the folder of the result, except in the folders that are `ignored`.
+    Unless it `saves`, torch's functions that save do nothing. With `undo` the process is killed
+    when it has found enough, and its changes are noted in that folder.
     """
-    files = ChangedFiles(*ignored, log=undo)
+    files = ChangedFiles(Path(undo or Path(result).parent), *ignored)
 
     def end(found: Found) -> NoReturn:
-        if undo is None:
-            files.put_back()
         unfinished = Path(f"{result}.part")
         unfinished.write_text(json.dumps(found))
         unfinished.rename(result)
@@ -241,8 +246,21 @@ def _script(file: str, *arguments: str) -> None:
     sys.argv = [file, *arguments]
     path = Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    with contextlib.suppress(SystemExit):
+    spawning: Any = sys.modules["torch.multiprocessing.spawn"]
+    ranks = mock.patch.object(spawning, "start_processes", _run_rank)
+    with ranks, contextlib.suppress(SystemExit):
         run_as_main(path)
+
+
+def _run_rank(
+    function: Callable[..., None], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any
+) -> Any:
+    """Run the function of torch.multiprocessing.spawn here, for the rank of this process."""
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if nprocs != num_ranks:
+        raise click.UsageError(f"it starts {nprocs} ranks of its own: give --ranks {nprocs}")
+    function(int(os.environ.get("RANK", "0")), *args)
+    return SimpleNamespace(join=lambda *_: True)
 
 
 def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None) -> None:
@@ -282,31 +300,21 @@ def _saving(*, saves: bool) -> Iterator[None]:
 
 
 class ChangedFiles:
-    """Files and folders that Python code makes or changes, to be put back.
+    """Notes files and folders that Python code makes or changes, so that they can be put back.
 
-    Where that is not possible the change is refused: folders that were there before can't be moved
-    or removed, nor large files changed.
+    A folder gets the list, and copies of what was there. Several processes may share it, and it
+    serves after they were killed. Where a change could not be put back it is refused: folders that
+    were there before can't be moved or removed, nor large files changed.
     """
 
-    def __init__(self, *ignored: str, log: str | None = None) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="preflight-files-"))
-        self.log = log
+    def __init__(self, folder: Path, *ignored: str) -> None:
+        self.folder = folder.resolve()
         # Folders in which every change stays.
         self.ignored = [str(self.folder), "/dev", "/proc", *map(os.path.abspath, ignored)]
         # The cache of compiled code, which other processes use too.
         self.ignored.append(f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         self.is_noticing = False
-        # What was there before the first change: a copy, the target of a link, or nothing.
         self.before: dict[Path, Path | str | None] = {}
-
-    @staticmethod
-    def read_log(log: str | Path) -> dict[Path, Path | str | None]:
-        """Return what a process has changed that was killed, with what was there before."""
-        lines = Path(log).read_text().splitlines() if Path(log).exists() else []
-        return {
-            Path(place): kept if is_link or kept is None else Path(kept)
-            for place, is_link, kept in map(json.loads, lines)
-        }
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
@@ -338,16 +346,11 @@ class ChangedFiles:
             return
         text = os.fsdecode(path)
         place = Path(os.path.realpath(text) if follows_links else os.path.abspath(text))
-        self.is_noticing = False
-        try:
-            if not self._is_made(place):
-                self.before[place] = kept = self._kept(place, goes=goes)
-                if self.log is not None:
-                    entry = [str(place), isinstance(kept, str), kept and str(kept)]
-                    with Path(self.log).open("a") as stream:
-                        stream.write(json.dumps(entry) + "\n")
-        finally:
-            self.is_noticing = True
+        if not self._is_made(place):
+            self.before[place] = kept = self._kept(place, goes=goes)
+            entry = [str(place), isinstance(kept, str), kept and str(kept)]
+            with (self.folder / CHANGES).open("a") as stream:
+                stream.write(json.dumps(entry) + "\n")
 
     def _is_made(self, place: Path) -> bool:
         """Return whether the loop has made it, or it is noted already or no file of the user's."""
@@ -356,6 +359,7 @@ class ChangedFiles:
         return any(self.before.get(parent, place) is None for parent in place.parents)
 
     def _kept(self, place: Path, *, goes: bool) -> Path | str | None:
+        """Return a copy of what is there, the target of a link, a folder itself, or None."""
         if place.is_symlink():
             return str(place.readlink())
         if place.is_dir():
@@ -371,24 +375,34 @@ class ChangedFiles:
             raise RuntimeError(
                 f"the loop changes {place}, which is too large to be put back: give it another file"
             )
-        return Path(shutil.copy2(place, self.folder / str(len(self.before))))
+        return Path(shutil.copy2(place, self.folder / uuid4().hex))
 
-    def put_back(self) -> None:
-        self.is_noticing = False
-        for place, kept in self.before.items():
-            if kept == place:
+
+def read_changes(folder: Path) -> dict[Path, Path | str | None]:
+    """Return the places that were changed, with what was there before the first change."""
+    log = folder / CHANGES
+    before: dict[Path, Path | str | None] = {}
+    lines = log.read_text().splitlines() if log.exists() else []
+    for place, is_link, kept in map(json.loads, lines):
+        before.setdefault(Path(place), kept if is_link or kept is None else Path(kept))
+    return before
+
+
+def put_back(folder: Path) -> None:
+    """Put back what was changed, once the processes that changed it have ended."""
+    for place, kept in read_changes(folder).items():
+        if kept == place:
+            continue
+        with contextlib.suppress(OSError):
+            if isinstance(kept, Path):
+                # Another file or a link may be there by now.
+                if place.is_symlink():
+                    place.unlink()
+                shutil.copy2(kept, place)
                 continue
-            with contextlib.suppress(OSError):
-                if isinstance(kept, Path):
-                    # Another file or a link may be there by now.
-                    if place.is_symlink():
-                        place.unlink()
-                    shutil.copy2(kept, place)
-                    continue
-                if place.is_dir() and not place.is_symlink():
-                    shutil.rmtree(place)
-                else:
-                    place.unlink(missing_ok=True)
-                if kept is not None:
-                    place.symlink_to(kept)
-        shutil.rmtree(self.folder, ignore_errors=True)
+            if place.is_dir() and not place.is_symlink():
+                shutil.rmtree(place)
+            else:
+                place.unlink(missing_ok=True)
+            if kept is not None:
+                place.symlink_to(kept)

@@ -63,6 +63,9 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
+ON_TOKENS = ("cross_entropy", "nll_loss")
+# Names of models that shift the labels themselves, as those of Hugging Face.
+SHIFTS = ("ForCausalLM", "LMHeadModel")
 # After so many steps of an optimizer a parameter that is in none is looked for.
 STEPS_OF_A_STRAY = 3
 MORE_SECONDS = 5.0
@@ -155,17 +158,26 @@ class LossCall(Event):
     """A call of one of torch's loss functions."""
 
     facts: LossFacts
-    # Of targets that stand for tokens: the share that equals the model's input at this place,
-    # by the places that it lies ahead.
+    # Columns of the model's input that equal the targets.
+    columns: frozenset[int]
+    # Whether there is a target for each sample of the model's input, and no more.
+    is_of_samples: bool
+    # Whether a backward pass has reached it.
+    is_used: bool = False
+
+
+@dataclass(eq=False)
+class Targets(Event):
+    """Targets that stand for tokens, compared with the tokens that a model was given."""
+
+    # The module that was given those tokens.
+    model: nn.Module
+    # The share that equals the model's input at this place, by the places that it lies ahead.
     same_as_input: dict[int, float] = field(default_factory=dict)
-    # The module that was given that input.
-    model: nn.Module | None = None
     # What all targets at the end of some rows are, and no other one, if that counts.
     filler: int | None = None
     # Whether a target counts where the attention mask of the forward pass is 0.
     counts_padding: bool = False
-    # Whether a backward pass has reached it.
-    is_used: bool = False
 
 
 @dataclass(eq=False)
@@ -193,6 +205,8 @@ class Backward(Event):
     of_inputs: bool
     # Parameters whose gradients it changed, by id.
     reached: frozenset[int] = frozenset()
+    # Whether gradients were when it began what an earlier call had left.
+    is_next: bool = False
 
 
 @dataclass(eq=False)
@@ -226,13 +240,18 @@ class Step(Event):
 
     optimizer: Optimizer
     rates: list[float]
-    # Whether it has moments, and had none of earlier steps.
+    # Whether its state was changed since its step before.
     is_anew: bool
     # Whether its gradients are the ones of its step before.
     is_repeated: bool
     is_finite: bool
     # Whether gradients are other tensors than those of the last backward.
     by_hand: bool
+    # Numbers that are linear in a gradient: after the last backward call, and before clipping,
+    # unscaling and the step. The factor between them, if the loop has only multiplied it.
+    made: float
+    used: float
+    factor: float | None
     # Parameters that changed, by id, and frozen ones that did; None where there are too many.
     moved: frozenset[int] | None
     frozen_moved: frozenset[int]
@@ -340,6 +359,7 @@ class Trace:
     """The events of a loop, in order, and the objects that it has."""
 
     events: list[Event] = field(default_factory=list)
+    num_ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
     optimizers: list[Optimizer] = field(default_factory=list)
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
@@ -356,8 +376,10 @@ class Trace:
     growth: list[tuple[str, str]] = field(default_factory=list)
     # Models whose outputs change where a later token does, by id.
     sees_the_future: set[int] = field(default_factory=set)
-    # Places at which a model was called whose outputs change with the padding.
+    # Places at which a model was called whose outputs change with the padding, or with the other
+    # samples of a batch.
     reads_padding: list[str] = field(default_factory=list)
+    mixes_samples: list[str] = field(default_factory=list)
     # Parameters by id: outside of modules with a gradient, and weights whose rows are all alike.
     bare: list[int] = field(default_factory=list)
     symmetric: list[int] = field(default_factory=list)
@@ -408,6 +430,40 @@ class Trace:
         return [one for one in self.windows if one.optimizer.param_groups is groups]
 
 
+class Gradient:
+    """A small gradient after a backward call, and what the loop makes of it before it is used."""
+
+    def __init__(self) -> None:
+        self.parameter: Tensor | None = None
+        self.values = torch.zeros(())
+        self.used: Tensor | None = None
+
+    def keep(self, parameters: Iterable[Tensor]) -> None:
+        """Copy the first one of a usual size."""
+        self.parameter = next((one for one in parameters if 1 < one.numel() < MOST_SMALL), None)
+        self.values = self._values()
+        self.used = None
+
+    def _values(self) -> Tensor:
+        grad = None if self.parameter is None else self.parameter.grad
+        return torch.zeros(1) if grad is None else values_of(grad.detach()).clone().flatten()
+
+    def use(self) -> None:
+        """Copy it again, at the first call after a backward call."""
+        if self.used is None:
+            self.used = self._values()
+
+    def facts(self, own: set[int]) -> dict[str, Any]:
+        """Return what is noted of it for a step, if it is of one of these parameters."""
+        if self.used is None or id(self.parameter) not in own or len(self.used) != len(self.values):
+            return {"made": 0.0, "used": 0.0, "factor": None}
+        at = self.values.abs().argmax()
+        factor = float(self.used[at] / self.values[at])
+        is_scaled = torch.allclose(self.used, factor * self.values, rtol=1e-3, atol=0)
+        made, used = digest(self.values), digest(self.used)
+        return {"made": made, "used": used, "factor": factor if is_scaled else None}
+
+
 class Observer:
     """The replaced calls, which write to a trace."""
 
@@ -431,7 +487,9 @@ class Observer:
         self.before: dict[int, Tensor] = {}
         self.before_digest = 0.0
         self.is_compared = False
-        self.had_state = False
+        # Of each optimizer, by its id: what identifies its state after its last step.
+        self.states: dict[int, float] = {}
+        self.is_anew = False
         # Leaves that models were given and that get a gradient, in this window.
         self.inputs: list[weakref.ref[Tensor]] = []
         # States of generators at which dropout acted in the forward passes of a step, and where.
@@ -453,6 +511,7 @@ class Observer:
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
         self.epochs = itertools.count()
         self.growth = Growth()
+        self.gradient = Gradient()
 
     @property
     def num_steps_made(self) -> int:
@@ -539,7 +598,12 @@ class Observer:
 
     def _hook(self, init: Call, handle: RemovableHandle, *args: Any, **options: Any) -> None:
         init(handle, *args, **options)
-        if not self.in_backward and not self.stepping:
+        caller: Any = sys._getframe(2)
+        while caller.f_globals.get("__name__", "").startswith("torch."):
+            caller = caller.f_back
+        # What a library adds in each step, as Trainers do, is not the user's to remove.
+        is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
+        if is_users and not self.in_backward and not self.stepping:
             self.growth.add_hook(handle, users_line(), self.num_steps_made)
 
     # The forward pass and the loss.
@@ -562,6 +626,10 @@ class Observer:
             self.depth -= 1
         if has_gradients and event is not None:
             self._note_output(event, output)
+            labels = _rows(options.get("labels"))
+            names = (type(one).__name__ for one in module.modules())
+            if labels is not None and any(name.endswith(SHIFTS) for name in names):
+                self._note_targets(event, labels[:, 1:])
         return output
 
     def _note_forward(
@@ -624,11 +692,51 @@ class Observer:
             facts = loss_facts(function.__name__, bound.arguments)
             if value.numel() == 1 and facts.reduction != "none":
                 self.losses[value.grad_fn] = facts
-            forward = self.forward
-            more = _token_facts(forward, bound.arguments) if forward else {}
-            self.loss_call = self.note(LossCall, facts=facts, **more)
+            given, target = bound.arguments["input"], bound.arguments["target"]
+            self.loss_call = self.note(LossCall, facts=facts, **self._samples(target))
             self._mark(value, self.loss_call, "is_used")
+            forward = self.forward
+            if forward is not None and facts.name in ON_TOKENS:
+                num_classes = given.shape[min(1, given.dim() - 1)]
+                ignored = bound.arguments["ignore_index"]
+                self._note_targets(forward, target, ignored, num_classes)
         return value
+
+    def _samples(self, target: Tensor) -> dict[str, Any]:
+        """Compare one target for each sample with what the model was given."""
+        given = next(_tensors(self.given), None)
+        is_of_samples = given is not None and given.dim() > 1 and len(given) == target.numel() > 1
+        columns = frozenset[int]()
+        # A token may well be what a model has to repeat.
+        is_table = given is not None and given.is_floating_point() and given.dim() == 2
+        is_label = not target.is_floating_point() and is_of_samples
+        if given is not None and is_table and is_label and given.device == target.device:
+            equal = (given.detach() == target.detach().reshape(-1, 1)).all(0)
+            columns = frozenset(equal.nonzero().flatten().tolist())
+        return {"columns": columns, "is_of_samples": is_of_samples}
+
+    def _note_targets(
+        self, forward: Forward, target: Tensor, ignored: int = -100, num_classes: int = MOST_SMALL
+    ) -> None:
+        """Compare targets that are indices with the tokens that the model was given."""
+        tokens, mask = forward.tokens, forward.mask
+        if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
+            return
+        targets = target.reshape(len(tokens), -1)
+        counted = targets != ignored
+        event: Targets = self.note(Targets, model=forward.module)
+        # In a few classes a label may well end rows.
+        if num_classes > 4:
+            event.filler = _filler(targets, counted)
+        # Targets of a part of the tokens, whose first or last ones are left out.
+        if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
+            return
+        same = event.same_as_input = _same_as_input(targets, counted, tokens)
+        if mask is not None and mask.shape == tokens.shape:
+            ahead = int(same.get(1, 0) > same.get(0, 0))
+            padding = mask[:, ahead:] == 0
+            width = min(padding.shape[1], targets.shape[1])
+            event.counts_padding = bool((padding[:, :width] & counted[:, :width]).any())
 
     def _add(self, add: Call, one: Tensor, other: Any) -> Any:
         value = add(one, other)
@@ -693,6 +801,7 @@ class Observer:
         owned += [one.parameters(recurse=False) for one in trace.ran[True].values()]
         parameters = [one for several in owned for one in several]
         before = _versions(parameters)
+        event.is_next = all(before[key] == self.at_backward.get(key) for key in before)
         self.in_backward = True
         try:
             backward(tensors, *args, **options)
@@ -700,6 +809,7 @@ class Observer:
             self.in_backward = False
         self.at_backward = after = _versions(parameters)
         event.reached = frozenset(key for key in after if after[key] != before[key])
+        self.gradient.keep(one for one in parameters if id(one) in event.reached)
         trace.with_gradient |= {key for key in after if after[key] is not None}
         event.of_inputs = any(
             one is not None and one.grad is not None for one in (ref() for ref in self.inputs)
@@ -736,6 +846,8 @@ class Observer:
     def _scaling(self, call: Call, scaler: Any, *args: Any, **options: Any) -> Any:
         name = call.__name__
         self.scaler = scaler
+        if name in ("unscale_", "step"):
+            self.gradient.use()
         event = self.note(Scaling, call=name, is_enabled=scaler.is_enabled())
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
@@ -753,6 +865,7 @@ class Observer:
         stages = [one["stage"].name for one in states.values()]
         is_scaled = self._scale() != 1 and "UNSCALED" not in stages
         own = frozenset(map(id, given))
+        self.gradient.use()
         self.note(Clip, parameters=own, limit=float(limit), is_scaled=is_scaled)
         return clip(given, *args, **options)
 
@@ -774,7 +887,7 @@ class Observer:
         caller = sys._getframe(2)
         if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
-            number = int(os.environ.get("WORLD_SIZE", "1")) if is_per_process else 1
+            number = self.trace.num_ranks if is_per_process else 1
             event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
         self.schedule_depth += 1
         try:
@@ -786,7 +899,9 @@ class Observer:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
-            self.had_state = bool(optimizer.state)
+            self.gradient.use()
+            state = _state(optimizer)
+            self.is_anew = state != self.states.get(id(optimizer), state)
             compared = [*_parameters(optimizer), *self._frozen()]
             self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
             if self.is_compared:
@@ -820,9 +935,10 @@ class Observer:
             Step,
             optimizer=optimizer,
             rates=_rates(optimizer),
-            is_anew=bool(optimizer.state) and not self.had_state,
+            is_anew=self.is_anew,
             is_finite=all(bool(values_of(one).isfinite().all()) for one in gradients.values()),
             is_repeated=all(self.at_step.get(one) == versions[one] for one in versions),
+            **self.gradient.facts(set(gradients)),
             by_hand=any(
                 _tensor(self.at_backward, one) != _tensor(versions, one) for one in versions
             ),
@@ -843,6 +959,7 @@ class Observer:
         self.dropped_at.clear()
         self._probe()
         self.at_step |= versions
+        self.states[key] = _state(optimizer)
         self.num_made[key] += 1
         self.growth.count(self.num_steps_made)
         if self.num_made[key] == STEPS_OF_A_STRAY:
@@ -852,23 +969,26 @@ class Observer:
             self.when_enough(self.trace)
 
     def _probe(self) -> None:
-        """Run a model again with other tokens at the end and as padding, and compare outputs."""
+        """Run a model again with a part of its input changed, and compare outputs."""
         forward = self.forward
-        if forward is None or forward.tokens is None or id(forward.module) in self.probed:
+        if forward is None or id(forward.module) in self.probed:
             return
-        module, tokens = forward.module, forward.tokens
-        self.probed.add(id(module))
-        if tokens.shape[1] < 3:
-            return
+        self.probed.add(id(forward.module))
+        if forward.tokens is not None and forward.tokens.shape[1] > 2:
+            self._probe_tokens(forward, forward.tokens)
+        self._probe_samples(forward)
+
+    def _probe_tokens(self, forward: Forward, tokens: Tensor) -> None:
+        """Look for outputs that change with a later token or with padding."""
+        module = forward.module
         nowhere = torch.zeros_like(tokens, dtype=torch.bool)
         last = nowhere.index_fill(1, torch.tensor([-1], device=tokens.device), True)
         padded = _padded(tokens, list(_tensors(self.given)))
         layers = (nn.RNNBase, nn.modules.conv._ConvNd)
         if padded is None or any(isinstance(one, layers) for one in module.modules()):
             padded = nowhere
-        first, again, of_last, of_padded = self._outputs(forward, (nowhere, nowhere, last, padded))
-        if _differ(first, again):  # by random numbers that are not torch's
-            return
+        changed = (torch.where(one, tokens[:, :1], tokens) for one in (nowhere, last, padded))
+        first, of_last, of_padded = self._outputs(module, tokens, changed)
         if first.dim() == 3 and _differ(first[:, :-1], of_last[:, :-1]):
             self.trace.sees_the_future.add(id(module))
         is_of_tokens = first.shape[:2] == tokens.shape
@@ -880,10 +1000,28 @@ class Observer:
         if _differ(first, of_padded):
             self.trace.reads_padding.append(forward.place)
 
-    def _outputs(self, forward: Forward, changed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the outputs of a model for other tokens at some places."""
-        module, tokens = forward.module, forward.tokens
-        assert tokens is not None
+    def _probe_samples(self, forward: Forward) -> None:
+        """Look for layers that take the samples of a batch for the steps of a sequence."""
+        layers = (nn.RNNBase, nn.MultiheadAttention)
+        several = (one for one in forward.module.modules() if isinstance(one, layers))
+        given = next(_tensors(self.given), None)
+        call = next((e for e in reversed(self.trace.events) if isinstance(e, LossCall)), None)
+        if given is None or call is None or not call.is_of_samples:
+            return
+        is_sequence = given is forward.tokens or given.dim() > 2
+        if is_sequence and any(not one.batch_first for one in several):
+            # A recurrent layer sees no later steps.
+            other = torch.cat([given[-1:], given[1:]])
+            first, of_other = self._outputs(forward.module, given, (given, other))
+            if len(first) == len(given) and _differ(first[1:], of_other[1:]):
+                self.trace.mixes_samples.append(forward.place)
+
+    def _outputs(self, module: nn.Module, given: Tensor, changed: Iterable[Tensor]) -> list[Tensor]:
+        """Return the outputs of a model for others in place of a tensor that it was given.
+
+        Where the same input gives another output, by random numbers that are not torch's, all are
+        taken for equal.
+        """
         args, options = self.given
         modes = {one: one.training for one in module.modules()}
         outputs = []
@@ -891,10 +1029,9 @@ class Observer:
         try:
             with torch.no_grad(), torch.random.fork_rng(), self.growth.unseen():
                 module.eval()
-                for where in changed:
-                    given = torch.where(where, tokens[:, :1], tokens)
-                    words = {k: given if v is tokens else v for k, v in options.items()}
-                    output = module(*(given if one is tokens else one for one in args), **words)
+                for other in (given, *changed):
+                    words = {k: other if v is given else v for k, v in options.items()}
+                    output = module(*(other if one is given else one for one in args), **words)
                     logits = (
                         one
                         for one in _tensors(output)
@@ -905,7 +1042,8 @@ class Observer:
             self.depth -= 1
             for one, training in modes.items():
                 one.training = training
-        return outputs
+        first, again, *others = outputs
+        return [again] * len(outputs[1:]) if _differ(first, again) else [again, *others]
 
     def _has_moved(self, parameter: Tensor) -> bool:
         before = self.before.get(id(parameter))
@@ -928,7 +1066,7 @@ class Observer:
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         # Ranks must end at the same step, whatever time each has taken.
-        is_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        is_rank = self.trace.num_ranks > 1
         is_late = time.monotonic() - self.began > MORE_SECONDS
         if sum(self.num_made.values()) >= 50 * self.num_steps:
             return True
@@ -975,33 +1113,16 @@ def _rows(value: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.dim() == 2 else None
 
 
-def _token_facts(forward: Forward, options: dict[str, Any]) -> dict[str, Any]:
-    """Compare targets that are indices with the tokens that the model was given."""
-    target, tokens, mask = options["target"], forward.tokens, forward.mask
-    if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
-        return {}
-    targets = target.reshape(len(tokens), -1)
-    counted = targets != options.get("ignore_index", -100)
-    facts: dict[str, Any] = {"model": forward.module}
-    # In a few classes a label may well end rows.
-    if options["input"].shape[1] > 4:
-        facts["filler"] = _filler(targets, counted)
-    # Targets of a part of the tokens, whose first or last ones are left out.
-    if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
-        return facts
-    same = facts["same_as_input"] = {}
+def _same_as_input(targets: Tensor, counted: Tensor, tokens: Tensor) -> dict[int, float]:
+    """Return the share of targets that are the tokens so many places ahead, by these places."""
+    same = {}
     for ahead in (0, 1, 2):
         width = min(targets.shape[1], tokens.shape[1] - ahead)
         valid = counted[:, :width]
         if valid.any():
             equal = targets[:, :width] == tokens[:, ahead : ahead + width]
             same[ahead] = float(equal[valid].float().mean())
-    if mask is not None and mask.shape == tokens.shape:
-        ahead = int(same.get(1, 0) > same.get(0, 0))
-        padding = mask[:, ahead:] == 0
-        width = min(padding.shape[1], targets.shape[1])
-        facts["counts_padding"] = bool((padding[:, :width] & counted[:, :width]).any())
-    return facts
+    return same
 
 
 def _differ(first: Tensor, second: Tensor) -> bool:
@@ -1061,6 +1182,12 @@ def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
 
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+
+
+def _state(optimizer: Optimizer) -> float:
+    """Return what identifies the state of an optimizer, by that of its first parameter."""
+    first = next(iter(optimizer.state.values()), None)
+    return sum(map(digest, _tensors(first)))
 
 
 def _has_equal_rows(one: Tensor) -> bool:

@@ -1,0 +1,182 @@
+"""Trainers of TRL with tiny models, right and wrong ones, for `curry-train preflight --trainer`."""
+
+import tempfile
+
+import torch
+import trl
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = {"<pad>": 0, "<eos>": 1} | {str(word): word for word in range(2, 64)}
+FOLDER = tempfile.mkdtemp()
+
+
+def tokenizer():
+    made = Tokenizer(models.WordLevel(WORDS, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def texts():
+    """Return 32 texts of unequal length."""
+    lengths = torch.randint(4, 16, (32,)).tolist()
+    return [" ".join(map(str, torch.randint(2, 64, (one,)).tolist())) for one in lengths]
+
+
+def trainer(kind, arguments, columns, model=LlamaForCausalLM, dropout=0.0, **more):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_labels=1,
+        num_attention_heads=2, pad_token_id=0, eos_token_id=1, attention_dropout=dropout,
+    )  # fmt: skip
+    # Trainers with a reference load it from there.
+    model(config).save_pretrained(FOLDER)
+    return kind(
+        model.from_pretrained(FOLDER),
+        args=arguments(
+            "output", per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=9,
+            save_steps=2, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({column: texts() for column in columns}),
+        processing_class=tokenizer(),
+        **more,
+    )  # fmt: skip
+
+
+def tuned(kind=trl.SFTTrainer, columns=("prompt", "completion"), **more):
+    return trainer(kind, trl.SFTConfig, columns, **more)
+
+
+def preferring(kind=trl.DPOTrainer, **more):
+    return trainer(kind, trl.DPOConfig, ("prompt", "chosen", "rejected"), **more)
+
+
+def rewarding(kind=trl.RewardTrainer):
+    columns = ("prompt", "chosen", "rejected")
+    return trainer(kind, trl.RewardConfig, columns, LlamaForSequenceClassification)
+
+
+def num_words(completions, **_):
+    return [float(len({*one.split()})) for one in completions]
+
+
+def group_relative(reward=num_words):
+    def arguments(*args, **options):
+        return trl.GRPOConfig(*args, num_generations=2, max_completion_length=8, **options)
+
+    return trainer(trl.GRPOTrainer, arguments, ("prompt",), reward_funcs=reward)
+
+
+class IgnoresTheWindow(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+def ignores_the_window():
+    return tuned(IgnoresTheWindow)
+
+
+class NotShifted(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels").flatten()
+        logits = model(**inputs).logits.flatten(0, 1)
+        return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+def not_shifted():
+    return tuned(NotShifted)
+
+
+class ShiftedTwice(trl.SFTTrainer):
+    def compute_loss(self, model, inputs, *args, **options):
+        inputs["labels"] = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+        return super().compute_loss(model, inputs, *args, **options)
+
+
+def shifted_twice():
+    return tuned(ShiftedTwice)
+
+
+def with_padding(rows):
+    rows = [torch.tensor(row["input_ids"]) for row in rows]
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([one.bool() for one in rows], batch_first=True)
+    return {"input_ids": tokens, "attention_mask": mask.long(), "labels": tokens.clone()}
+
+
+def padding_counts():
+    return tuned(columns=("text",), data_collator=with_padding)
+
+
+class DividesTwice(trl.SFTTrainer):
+    def compute_loss(self, *args, **options):
+        return super().compute_loss(*args, **options) / self.args.gradient_accumulation_steps
+
+
+def divides_twice():
+    return tuned(DividesTwice)
+
+
+class SchedulesEachMicrobatch(trl.SFTTrainer):
+    def training_step(self, *args, **options):
+        loss = super().training_step(*args, **options)
+        self.lr_scheduler.step()
+        return loss
+
+
+def schedules_each_microbatch():
+    return tuned(SchedulesEachMicrobatch)
+
+
+class Undivided(trl.DPOTrainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model.train(), self._prepare_inputs(inputs))
+        loss.backward()
+        return loss.detach()
+
+
+def undivided():
+    return preferring(Undivided)
+
+
+class TrainsItsReference(trl.DPOTrainer):
+    def create_optimizer(self, *args, **options):
+        self.ref_model.requires_grad_(True)
+        both = [*self.model.parameters(), *self.ref_model.parameters()]
+        self.optimizer = torch.optim.AdamW(both)
+        return self.optimizer
+
+
+def trains_its_reference():
+    return preferring(TrainsItsReference)
+
+
+class IsItsReference(trl.DPOTrainer):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.ref_model = self.model
+
+
+def is_its_reference():
+    return preferring(IsItsReference)
+
+
+class DropsInItsReference(trl.DPOTrainer):
+    def compute_loss(self, *args, **options):
+        self.ref_model.train()
+        return super().compute_loss(*args, **options)
+
+
+def drops_in_its_reference():
+    return preferring(DropsInItsReference, dropout=0.1)
+
+
+def same_rewards():
+    return group_relative(lambda completions, **_: [1.0] * len(completions))
