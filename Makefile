@@ -40,7 +40,7 @@ ifdef PEER
 torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
-torture: $(dev_ready)  ## kill, stop, damage and forge checkpoints, and record it; PEER=dcp for another library; ARGS='--kills 20 --flips 64 --every 30 --json -'
+torture: $(dev_ready)  ## kill and stop trainings, and record what they lose; PEER=ours or PEER=dcp for flips, full disks and hostile files; ARGS='--kills 20 --every 30 --json -'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 

@@ -5,7 +5,7 @@ frozen for the garbage collector: measurements collect garbage first, and with a
 each collection would take a third of a second. Variables that `make test` sets for its own commands
 are removed, so that tests start commands as a user does. Each worker keeps to one core.
 
-Proof: `python -m pytest tests/core/test_measure.py tests/core/test_warm_python.py`.
+Proof: `python -m pytest tests/core/test_measure.py`.
 """
 
 import gc

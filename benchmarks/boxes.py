@@ -5,7 +5,7 @@
 40 boxes of NaN, overflow and spikes have to repeat to the bit and name the planted operation or
 module; 40 of steps that depend on a clock, on entropy, on the process or on a count of calls must
 not pass as repeated. Each training and each repeat is a process that is forked from one that has
-only imported torch. Proof: `python -m pytest tests/benchmarks/test_boxes.py`.
+only imported torch. Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import contextlib

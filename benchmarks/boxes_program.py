@@ -4,7 +4,7 @@
 
 The fault is a function behind a module of the model that the seed chooses. It acts on the samples
 that are marked as bad, or is another one in each process. `PLACES` is read by the benchmark.
-Proof: `python -m pytest tests/benchmarks/test_boxes.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import contextlib

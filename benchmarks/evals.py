@@ -8,9 +8,10 @@ A case is a folder `evals/<technique>/<case>/`: `case.yaml` in the format of `cl
 the `fixture/` that the agent works on, and `graders/grade.py`. That command reads the cases too, of
 a plugin that has them in its folder `evals/`, but its own graders run no programs.
 
-Tags: a case is `hard`, if an agent needs figures that only a tool computes (its solutions note the
-commands that give them, and how an attempt without them ended), or `smoke`, if a capable agent
-solves it alone: at most twelve, which notice an agent or a page that got worse.
+Tags: a case is `hard`, if a tool answers what it asks, or `smoke`: at most twelve easy ones, which
+notice an agent or a page that got worse. The solutions of a hard case note the commands that solve
+it, and an attempt without them by whoever wrote the case: solved or not, and in how many commands.
+Twelve or more of them were not solved, or took three times the commands.
 
 Arms: `none` has no plugin, `gutted` the same folders and scripts with the text of every skill cut
 out, `whole` the plugin as it is, `index` no skills but the command on PATH and the lines of

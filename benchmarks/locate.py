@@ -5,7 +5,7 @@
 
 Faults are drawn over the modules, parameters and calls of each training, until so many have an
 effect; one that changes no bit of the run, such as a flip that dropout hides, is drawn again.
-Proof: `python -m pytest tests/benchmarks/test_locate_score.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import functools

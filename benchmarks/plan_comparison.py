@@ -8,8 +8,8 @@ Proof: `python -m pytest tests/plan/test_chain.py`.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -25,17 +25,16 @@ from curry_train.cli.options import (
 )
 from curry_train.core.wording import format_bytes, provenance, write_json
 from curry_train.plan.chain import PricedBlock, PricedChain
-from curry_train.plan.costs import BlockKind, candidates, find_kinds
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.saved import FULL_KIND, NONE_KIND, SAC_KIND, Option
+from curry_train.plan.costs import candidates, find_kinds, more_bytes, work_of
+from curry_train.plan.estimate import Sketch, StepEstimate
+from curry_train.plan.saved import FULL_KIND, NONE_KIND, SAC_KIND, Option, apply_options
 
 LLAMA = "curry_train.workloads.models:llama_8b"
 THEIRS = "attention and every second product"
 
 
-def every_second(kind: BlockKind) -> Option:
+def every_second(calls: Sequence[tuple[str, int, int]]) -> Option:
     """Return the calls of a block that torchtitan's policy keeps by default."""
-    _, calls = kind.run(Option(NONE_KIND))
     counted: Counter[str] = Counter()
     kept = set()
     for family, _, _ in calls:
@@ -43,6 +42,10 @@ def every_second(kind: BlockKind) -> Option:
             kept.add((family, counted[family]))
         counted[family] += 1
     return Option(SAC_KIND, frozenset(kept))
+
+
+def flops_of(step: StepEstimate, name: str) -> float:
+    return float(work_of(step, name)[0].sum())
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
@@ -63,35 +66,39 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
     """Compare the plan of a chain of blocks with two simpler choices at the same peak."""
     start = time.perf_counter()
     with Sketch(spec, kernels="cuda", dtype=DTYPES[dtype]) as sketch:
-        step = sketch.step(batch_size)
+        plain = sketch.step(batch_size)
         seconds = time.perf_counter() - start
-        (kind,) = find_kinds(sketch, step, batch_size)
-        plain = kind.run(Option(NONE_KIND))[0]
+        (names,) = find_kinds(sketch.blocks(sketch.build()), [plain])
+        calls = plain.blocks[names[0]].work.expensive
+        policy = every_second(calls)
+        options = dict.fromkeys([policy, *candidates(calls, offload=False)])
+        # Each option on a block of its own.
+        tried = dict(zip(names, options, strict=False))
+        step = sketch.step(batch_size, change=partial(apply_options, options=tried))
+    forward = flops_of(plain, names[0]) / 3
+    more = more_bytes(step, plain)
+    again = {name: (flops_of(step, name) - flops_of(plain, name)) / forward for name in tried}
+    held = plain.blocks[names[0]].held
 
-        def price(options: Sequence[Option]) -> PricedChain:
-            """Return the chain of the model's blocks, whose seconds are parts of their forward."""
-            measured = [kind.run(option)[0] for option in options]
-            flops = [float(one.flops.sum()) for one in measured]
-            again = (numpy.array(flops) - plain.flops.sum()) / (plain.flops.sum() / 3)
-            block = PricedBlock(
-                "",
-                tuple(options),
-                numpy.array([one.held for one in measured]),
-                numpy.array([one.transient for one in measured]),
-                again,
-            )
-            blocks = tuple(replace(block, name=name) for name in kind.names)
-            return PricedChain(blocks, numpy.zeros(len(blocks) + 1, dtype=numpy.int64))
+    def chain_of(chosen: Mapping[str, Option]) -> PricedChain:
+        """Return the chain of the blocks alone, whose seconds are parts of their forward."""
+        costs = [(held + more[name][0], more[name][1], again[name]) for name in chosen]
+        columns = [numpy.array(column) for column in zip((held, 0, 0), *costs, strict=True)]
+        menu = (Option(NONE_KIND), *chosen.values())
+        blocks = [
+            PricedBlock(name, menu, columns[0].astype(int), columns[1].astype(int), columns[2])
+            for name in names
+        ]
+        return PricedChain(tuple(blocks), numpy.zeros(len(blocks) + 1, dtype=numpy.int64))
 
-        policy = every_second(kind)
-        theirs = price([policy])
-        menu = price(candidates(kind, offload=False))
-    number = len(kind.names)
-    every = dict.fromkeys(kind.names, policy)
+    number = len(names)
+    menu = chain_of({name: option for name, option in tried.items() if option != policy})
+    theirs = chain_of({name: option for name, option in tried.items() if option == policy})
+    halves = chain_of({name: one for name, one in tried.items() if one.kind == FULL_KIND})
+    every = dict.fromkeys(names, policy)
     budget = theirs.peak(every)
 
-    def row(name: str, chain: PricedChain) -> dict[str, Any]:
-        options = chain.fastest(budget)
+    def row(name: str, chain: PricedChain, options: Mapping[str, Option] | None) -> dict[str, Any]:
         assert options is not None
         again = chain.seconds(options) / number
         return {
@@ -102,16 +109,16 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         }
 
     rows = [
-        row(THEIRS, theirs),
-        row(f"the best of {NONE_KIND} and {FULL_KIND}", menu.only({FULL_KIND})),
-        row("the plan", menu),
+        row(THEIRS, theirs, every),
+        row(f"the best of {NONE_KIND} and {FULL_KIND}", halves, halves.fastest(budget)),
+        row("the plan", menu, menu.fastest(budget)),
     ]
-    again = [one["of_forward"] for one in rows]
-    of_policy = again[2] / again[0]
-    of_halves = again[2] / again[1]
+    theirs_again, halves_again, plan_again = (one["of_forward"] for one in rows)
+    of_policy = plan_again / theirs_again
+    of_halves = plan_again / halves_again
     click.echo(
         f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, "
-        f"{format_bytes(step.peak_bytes)}\n{number} blocks alone, {format_bytes(plain.held)} each; "
+        f"{format_bytes(plain.peak_bytes)}\n{number} blocks hold {format_bytes(held)} each; "
         "recomputed, as a part of their forward:"
     )
     show(rows)
@@ -124,9 +131,9 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
             "rows": [{name: one[name] for name in one if name != "chosen"} for one in rows],
             "of_policy": of_policy,
             "of_none_and_full": of_halves,
-            "block_bytes": plain.held,
+            "block_bytes": held,
             "estimate_seconds": seconds,
-            "step_peak_bytes": step.peak_bytes,
+            "step_peak_bytes": plain.peak_bytes,
             "chosen": rows[2]["chosen"],
         }
         write_json(json_path, provenance(torch.device("cpu")) | figures)

@@ -5,7 +5,7 @@
 A step of a toy loop takes microseconds, so the seconds on top of it are recorded; loops of a usual
 size are compared with the same steps alone. Seconds are those of the processor, with one thread.
 The loops are those of `tests/gates`.
-Proof: `python -m pytest tests/benchmarks/test_preflight_cost.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import contextlib

@@ -1,18 +1,22 @@
-"""Measure what saving costs: a commit, the steps next to background saves, a bounded cadence.
+"""Measure what saving costs: a commit, its memory, the steps next to it, a bounded cadence.
 
     python benchmarks/saving_cost.py commit --json evidence/checkpoint_save.json
+    python benchmarks/saving_cost.py memory --mib 3072 --json evidence/checkpoint_memory.json
     python benchmarks/saving_cost.py steps --json evidence/saving_cost.json
     python benchmarks/saving_cost.py cadence --json evidence/checkpoint_cadence.json
 
 `commit` compares a save with a plain `dcp.save` of the same tensors, and the stall of a save in the
-background with a save in the foreground. `steps` compares rounds of 35 steps after a save with
-rounds without one, and the whole loop of a small model. `cadence` trains with a bound on the time
-of all saves. What is compared runs in turns, and the median of the pairs' ratios counts.
-Proof: `python -m pytest tests/benchmarks/test_saving_cost.py`.
+background with a save in the foreground. `memory` compares the highest host memory of a training
+that saves, or loads, with that of one that calls torch's functions. `steps` compares rounds of 35
+steps after a save with rounds without one, and the whole loop of a small model. `cadence` trains
+with a bound on the time of all saves. What is compared runs in turns, and the median of the pairs'
+ratios counts.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import argparse
 import functools
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -25,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from curry_train.core.wording import provenance, write_json
@@ -33,7 +39,7 @@ from curry_train.runs.background import BackgroundSaver
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.state import TrainingState
-from curry_train.runs.store import Store
+from curry_train.runs.store import SavedRun, Store
 
 BYTES_PER_PARAMETER = 12  # float32 weights and the two moments of Adam
 LAYER_WIDTH = 1024
@@ -44,6 +50,8 @@ SMALL_BATCHES = (32, 512, 2048)
 GOALS = {
     "integrity.ratio": 1.10,
     "stall.ratio": 0.05,
+    "memory.save": 1.1,
+    "memory.load": 1.1,
     "savers.ours.all_steps": 1.03,
     "savers.ours.slowest_step": 1.3,
     "foreground.of_bound": 1.0,
@@ -145,6 +153,44 @@ def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "integrity": measure_integrity(state, folder, pairs=options.rounds),
         "stall": measure_stall(state, folder, pairs=options.rounds),
     }
+
+
+# The memory of a save and of a load.
+
+ACTIONS: dict[str, Callable[[TrainingState, Path], Any]] = {
+    "plain.save": lambda state, folder: save(_tensors(state), checkpoint_id=folder / "plain"),
+    "ours.save": lambda state, folder: Store(folder / "ours").save("recovery", 1, state),
+    "plain.load": lambda state, folder: load(
+        _tensors(state),
+        checkpoint_id=folder / "plain",
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+    ),
+    "ours.load": lambda state, folder: SavedRun(folder / "ours").load("latest", state),
+}
+
+
+def _tensors(state: TrainingState) -> dict[str, Any]:
+    return dict(state.snapshot().tensors)
+
+
+def highest_memory(name: str, folder: Path, num_bytes: int) -> int:
+    """Return the most resident bytes during an action, in a process that did nothing before."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    state = made_state(num_bytes)
+    # Linux forgets what was resident before.
+    Path("/proc/self/clear_refs").write_text("5")
+    ACTIONS[name](state, folder)
+    facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(facts["VmHWM"].split()[0])
+
+
+def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"state_bytes": options.mib * 2**20}
+    for name in ACTIONS:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found[name] = pool.apply(highest_memory, (name, folder, found["state_bytes"]))
+    ratios = {one: found[f"ours.{one}"] / found[f"plain.{one}"] for one in ("save", "load")}
+    return found | {"memory": ratios}
 
 
 # The steps next to a save.
@@ -291,7 +337,12 @@ def measure_cadence(folder: Path, options: argparse.Namespace) -> dict[str, Any]
     }
 
 
-MEASURES = {"commit": measure_commit, "steps": measure_steps, "cadence": measure_cadence}
+MEASURES = {
+    "commit": measure_commit,
+    "memory": measure_memory,
+    "steps": measure_steps,
+    "cadence": measure_cadence,
+}
 
 
 def met_goals(found: dict[str, Any]) -> list[str]:

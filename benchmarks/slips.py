@@ -35,26 +35,32 @@ def copy_tree(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
+def run_tests(tests: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run tests in the copy until one fails; commands that they start import the copy too."""
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder / "template")}
+    return subprocess.run(
+        [*words, *tests], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
 def what_catches(slip: dict[str, Any], folder: Path) -> str:
-    """Return the test that fails with a slip in the copy, or `nothing`."""
+    """Return the test that fails with a slip in the copy and passes without, or `nothing`."""
     path = folder / slip["file"]
     right = path.read_text(encoding="utf-8")
     if right.count(slip["old"]) != 1:
         return f"not applied: the old text stands {right.count(slip['old'])} times in the file"
     path.write_text(right.replace(slip["old"], slip["new"]), encoding="utf-8")
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    ended = subprocess.run(
-        [*words, *slip["tests"]],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    ended = run_tests(slip["tests"], folder)
     path.write_text(right, encoding="utf-8")
     if ended.returncode == 0:
         return "nothing"
     found = FAILED.search(ended.stdout)
-    return found[1] if found else f"status {ended.returncode}: {ended.stdout[-300:]}"
+    if found is None:
+        return f"status {ended.returncode}: {ended.stdout[-300:]}"
+    if run_tests([found[1].split("[")[0]], folder).returncode != 0:
+        return f"fails without the slip too: {found[1].replace('::', ' ')}"
+    return found[1]
 
 
 def main() -> None:

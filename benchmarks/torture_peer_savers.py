@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 import importlib.metadata
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -295,68 +294,58 @@ class Ours(Peer):
         return __version__
 
 
-class CommittedAccelerate(Accelerate):
-    """Accelerate with `commit_checkpoints`, and `newest_whole` at resume."""
-
-    name = "accelerate_committed"
-
-    def prepare(self) -> None:
-        from curry_train.runs import commit_checkpoints, newest_whole
-        from curry_train.runs.trainers import commit_folder
-
-        super().prepare()
-        commit_checkpoints(self._accelerator)
-        self._newest_whole: Callable[[Path], str | None] = newest_whole
-        self._commit = commit_folder
+class Committed(Peer):
+    """A library with `commit_checkpoints`, and `newest_whole` at resume."""
 
     def newest(self, root: Path) -> Path:
-        found = self._newest_whole(root)
+        from curry_train.runs import newest_whole
+
+        found = newest_whole(root)
         if found is None:
             raise FileNotFoundError("no checkpoint here is whole")
         return Path(found)
 
     def forge(self, path: Path) -> None:
-        self._commit(path)
+        from curry_train.runs.trainers import commit_folder
+
+        commit_folder(path)
 
 
-class CommittedHuggingFace(HuggingFace):
-    """The Trainer with `commit_checkpoints`, and `newest_whole` at resume."""
+class CommittedAccelerate(Committed, Accelerate):
+    name = "accelerate_committed"
 
+    def prepare(self) -> None:
+        from curry_train.runs import commit_checkpoints
+
+        super().prepare()
+        commit_checkpoints(self._accelerator)
+
+
+class CommittedHuggingFace(Committed, HuggingFace):
     name = "transformers_committed"
 
     def prepare(self) -> None:
-        from curry_train.runs import commit_checkpoints, newest_whole
-        from curry_train.runs.trainers import commit_folder
+        from curry_train.runs import commit_checkpoints
 
         super().prepare()
         commit_checkpoints(self._trainer)
-        self._newest_whole: Callable[[Path], str | None] = newest_whole
-        self._commit = commit_folder
-
-    newest = CommittedAccelerate.newest
-    forge = CommittedAccelerate.forge
 
 
-class CommittedLightning(Lightning):
-    """Lightning with `commit_checkpoints`, and `newest_whole` at resume."""
-
+class CommittedLightning(Committed, Lightning):
     name = "lightning_committed"
 
     def prepare(self) -> None:
-        from curry_train.runs import newest_whole
-        from curry_train.runs.trainers import commit_file, committing_io
+        from curry_train.runs.trainers import committing_io
 
         super().prepare()
         self._io = committing_io(self._io)
-        self._newest_whole: Callable[[Path], str | None] = newest_whole
-        self._commit = commit_file
-
-    newest = CommittedAccelerate.newest
 
     def forge(self, path: Path) -> None:
+        from curry_train.runs.trainers import commit_file
+
         staged = path.with_name(".forged")
         path.rename(staged)
-        self._commit(staged, path)
+        commit_file(staged, path)
 
 
 PEERS: dict[str, Peer] = {

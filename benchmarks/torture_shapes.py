@@ -1,18 +1,14 @@
-"""Build pickles that call code when read, for each place in a checkpoint's index.
+"""Build pickles that call code when they are read.
 
-Proof: `python -m pytest tests/benchmarks/test_torture.py`.
+Proof: `python -m pytest tests/cli/test_inspection.py`.
 """
 
-import copy
-import dataclasses
 import io
 import os
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 
 class Call:
@@ -63,57 +59,3 @@ def opcodes(canary: str) -> dict[str, bytes]:
         "deep": b"(" * 100_000 + b".",
         "memo": b"\x80\x04h\xff.",
     }
-
-
-def places(metadata: Any, call: Any) -> Iterator[tuple[str, Any]]:
-    """Yield indexes of a checkpoint, each with a call at another place."""
-    name, entry = next(iter(metadata.state_dict_metadata.items()))
-    index, place = next(iter(metadata.storage_data.items()))
-    yield "whole", call
-    yield "planner data", dataclasses.replace(metadata, planner_data=call)
-    yield "nested", dataclasses.replace(metadata, planner_data={"a": [(1, {2: call})]})
-    yield "storage meta", dataclasses.replace(metadata, storage_meta=call)
-    yield "version", dataclasses.replace(metadata, version=call)
-    yield (
-        "an entry",
-        dataclasses.replace(
-            metadata, state_dict_metadata={**metadata.state_dict_metadata, name: call}
-        ),
-    )
-    yield (
-        "one more entry",
-        dataclasses.replace(
-            metadata, state_dict_metadata={**metadata.state_dict_metadata, "x": call}
-        ),
-    )
-    yield "a chunk", _with(metadata, name, dataclasses.replace(entry, chunks=[call]))
-    yield "a size", _with(metadata, name, dataclasses.replace(entry, size=call))
-    properties = copy.copy(entry.properties)
-    yield "properties", _with(metadata, name, dataclasses.replace(entry, properties=call))
-    properties.__dict__["more"] = call
-    yield (
-        "an attribute",
-        _with(metadata, name, dataclasses.replace(entry, chunks=[*entry.chunks, call])),
-    )
-    yield (
-        "a place",
-        dataclasses.replace(metadata, storage_data={**metadata.storage_data, index: call}),
-    )
-    moved = copy.copy(place)
-    moved.relative_path = call
-    yield (
-        "a path",
-        dataclasses.replace(metadata, storage_data={**metadata.storage_data, index: moved}),
-    )
-    as_bytes = dataclasses.replace(
-        metadata,
-        state_dict_metadata={**metadata.state_dict_metadata, name: BytesStorageMetadata()},
-        planner_data=call,
-    )
-    yield "beside bytes", as_bytes
-
-
-def _with(metadata: Any, name: str, entry: Any) -> Any:
-    return dataclasses.replace(
-        metadata, state_dict_metadata={**metadata.state_dict_metadata, name: entry}
-    )

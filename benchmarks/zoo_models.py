@@ -9,6 +9,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,10 @@ Factory = Callable[[], Any]
 
 @dataclass(frozen=True)
 class ZooModel:
-    """A factory with the library and the field that its model comes from."""
+    """A factory with the library that its model comes from."""
 
     name: str
     library: str
-    field: str
     factory: Factory
     # Whether the test suite runs it: it needs no library that the tests do not install.
     is_short: bool
@@ -38,12 +38,12 @@ class ZooModel:
 ZOO: dict[str, ZooModel] = {}
 
 
-def zoo_model(library: str, *, field: str, short: bool = False) -> Callable[[Factory], Factory]:
+def zoo_model(library: str, *, short: bool = False) -> Callable[[Factory], Factory]:
     """Register a factory under its function's name."""
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__
-        ZOO[name] = ZooModel(name, library, field, factory, short)
+        ZOO[name] = ZooModel(name, library, factory, short)
         return factory
 
     return register
@@ -52,7 +52,6 @@ def zoo_model(library: str, *, field: str, short: bool = False) -> Callable[[Fac
 def model(
     name: str,
     library: str,
-    field: str,
     path: str,
     batch: Callable[[], Any],
     *arguments: Any,
@@ -68,7 +67,7 @@ def model(
             return kind(kind.config_class(**options)), batch()
         return kind(*arguments, **options), batch()
 
-    ZOO[name] = ZooModel(name, library, field, build, short)
+    ZOO[name] = ZooModel(name, library, build, short)
 
 
 def __getattr__(name: str) -> Factory:
@@ -147,7 +146,6 @@ LANGUAGE_MODEL = {"num_tokens": 97, "dim": 32, "heads": 2}
 model(
     "albert",
     "transformers",
-    "language",
     "transformers:AlbertModel",
     lambda: {"input_ids": tokens()},
     vocab_size=97,
@@ -157,7 +155,6 @@ model(
 model(
     "t5",
     "transformers",
-    "language",
     "transformers:T5ForConditionalGeneration",
     labelled,
     vocab_size=97,
@@ -171,7 +168,6 @@ model(
 model(
     "bart",
     "transformers",
-    "language",
     "transformers:BartForConditionalGeneration",
     labelled,
     max_position_embeddings=64,
@@ -180,7 +176,6 @@ model(
 model(
     "bert",
     "transformers",
-    "language",
     "transformers:BertForMaskedLM",
     labelled,
     short=True,
@@ -190,7 +185,6 @@ model(
 model(
     "local_attention",
     "local-attention",
-    "language",
     "local_attention:LocalTransformer",
     some_tokens,
     depth=3,
@@ -201,7 +195,6 @@ model(
 model(
     "performer",
     "performer-pytorch",
-    "language",
     "performer_pytorch:PerformerLM",
     some_tokens,
     max_seq_len=64,
@@ -212,7 +205,6 @@ model(
 model(
     "reformer",
     "reformer-pytorch",
-    "language",
     "reformer_pytorch:ReformerLM",
     some_tokens,
     depth=2,
@@ -224,7 +216,6 @@ model(
 model(
     "linformer",
     "linformer",
-    "language",
     "linformer:LinformerLM",
     some_tokens,
     seq_len=32,
@@ -235,7 +226,6 @@ model(
 model(
     "linear_attention",
     "linear-attention-transformer",
-    "language",
     "linear_attention_transformer:LinearAttentionTransformerLM",
     some_tokens,
     depth=2,
@@ -246,7 +236,6 @@ model(
 model(
     "nystromformer",
     "nystrom-attention",
-    "language",
     "nystrom_attention:Nystromformer",
     lambda: (torch.randn(2, 32, 32),),
     dim=32,
@@ -259,7 +248,6 @@ model(
 model(
     "sinkhorn",
     "sinkhorn-transformer",
-    "language",
     "sinkhorn_transformer:SinkhornTransformerLM",
     some_tokens,
     depth=2,
@@ -270,7 +258,6 @@ model(
 model(
     "megabyte",
     "MEGABYTE-pytorch",
-    "language",
     "MEGABYTE_pytorch:MEGABYTE",
     some_tokens,
     num_tokens=97,
@@ -283,7 +270,6 @@ model(
 model(
     "soft_moe",
     "soft-moe-pytorch",
-    "language",
     "soft_moe_pytorch:SoftMoE",
     lambda: (torch.randn(2, 32, 32),),
     dim=32,
@@ -294,7 +280,6 @@ model(
 model(
     "vit",
     "transformers",
-    "vision",
     "transformers:ViTForImageClassification",
     lambda: {"pixel_values": images(32)},
     short=True,
@@ -305,7 +290,6 @@ model(
 model(
     "swin",
     "transformers",
-    "vision",
     "transformers:SwinForImageClassification",
     lambda: {"pixel_values": images(32)},
     image_size=32,
@@ -318,7 +302,6 @@ model(
 model(
     "convnext",
     "transformers",
-    "vision",
     "transformers:ConvNextForImageClassification",
     lambda: {"pixel_values": images(32)},
     hidden_sizes=[16, 32],
@@ -328,7 +311,6 @@ model(
 model(
     "segformer",
     "transformers",
-    "vision",
     "transformers:SegformerForSemanticSegmentation",
     lambda: {"pixel_values": images(32)},
     short=True,
@@ -345,7 +327,6 @@ model(
 model(
     "timm_mixer",
     "timm",
-    "vision",
     "timm.models.mlp_mixer:MlpMixer",
     one_image,
     num_classes=10,
@@ -357,7 +338,6 @@ model(
 model(
     "torchvision_resnet",
     "torchvision",
-    "vision",
     "torchvision.models:resnet18",
     lambda: (images(32, samples=4),),
     num_classes=10,
@@ -365,7 +345,6 @@ model(
 model(
     "torchvision_mobilenet",
     "torchvision",
-    "vision",
     "torchvision.models:mobilenet_v3_small",
     lambda: (images(64, samples=4),),
     num_classes=10,
@@ -373,14 +352,12 @@ model(
 model(
     "torchvision_raft",
     "torchvision",
-    "vision",
     "torchvision.models.optical_flow:raft_small",
     lambda: {"image1": images(128), "image2": images(128), "num_flow_updates": 3},
 )
 model(
     "torchvision_video",
     "torchvision",
-    "vision",
     "torchvision.models.video:r3d_18",
     lambda: (torch.randn(2, 3, 4, 16, 16),),
     num_classes=5,
@@ -388,7 +365,6 @@ model(
 model(
     "vit_pytorch",
     "vit-pytorch",
-    "vision",
     "vit_pytorch:ViT",
     one_image,
     heads=2,
@@ -399,7 +375,6 @@ model(
 model(
     "deep_vit",
     "vit-pytorch",
-    "vision",
     "vit_pytorch.deepvit:DeepViT",
     one_image,
     heads=2,
@@ -409,7 +384,6 @@ model(
 model(
     "cait",
     "vit-pytorch",
-    "vision",
     "vit_pytorch.cait:CaiT",
     one_image,
     cls_depth=1,
@@ -421,7 +395,6 @@ model(
 model(
     "nested_vit",
     "vit-pytorch",
-    "vision",
     "vit_pytorch.nest:NesT",
     one_image,
     image_size=32,
@@ -435,7 +408,6 @@ model(
 model(
     "smp_unet",
     "segmentation-models-pytorch",
-    "vision",
     "segmentation_models_pytorch:Unet",
     lambda: (images(64),),
     "resnet18",
@@ -445,20 +417,16 @@ model(
 model(
     "smp_deeplab",
     "segmentation-models-pytorch",
-    "vision",
     "segmentation_models_pytorch:DeepLabV3Plus",
     lambda: (images(64, samples=4),),
     "resnet18",
     encoder_weights=None,
     classes=2,
 )
-model(
-    "g_mlp", "g-mlp-pytorch", "vision", "g_mlp_pytorch:gMLPVision", one_image, **VISION_TRANSFORMER
-)
+model("g_mlp", "g-mlp-pytorch", "g_mlp_pytorch:gMLPVision", one_image, **VISION_TRANSFORMER)
 model(
     "mlp_mixer",
     "mlp-mixer-pytorch",
-    "vision",
     "mlp_mixer_pytorch:MLPMixer",
     one_image,
     channels=3,
@@ -468,7 +436,6 @@ model(
 model(
     "perceiver",
     "perceiver-pytorch",
-    "vision",
     "perceiver_pytorch:Perceiver",
     lambda: (torch.randn(2, 16, 16, 3),),
     input_channels=3,
@@ -488,7 +455,6 @@ model(
 model(
     "monai_swin_unetr",
     "monai",
-    "medical",
     "monai.networks.nets:SwinUNETR",
     lambda: (images(64, channels=1),),
     in_channels=1,
@@ -501,7 +467,6 @@ model(
 model(
     "monai_unet",
     "monai",
-    "medical",
     "monai.networks.nets:UNet",
     lambda: (images(32, channels=1, samples=4),),
     short=True,
@@ -514,7 +479,6 @@ model(
 model(
     "monai_segresnet",
     "monai",
-    "medical",
     "monai.networks.nets:SegResNet",
     lambda: (torch.randn(2, 1, 16, 16, 16),),
     spatial_dims=3,
@@ -527,7 +491,6 @@ model(
 model(
     "monai_unetr",
     "monai",
-    "medical",
     "monai.networks.nets:UNETR",
     lambda: (images(32, channels=1),),
     in_channels=1,
@@ -543,7 +506,6 @@ model(
 model(
     "diffusers_dit",
     "diffusers",
-    "diffusion",
     "diffusers:DiTTransformer2DModel",
     lambda: {
         "hidden_states": images(8, channels=4),
@@ -562,7 +524,6 @@ model(
 model(
     "diffusers_flux",
     "diffusers",
-    "diffusion",
     "diffusers:FluxTransformer2DModel",
     lambda: {
         "hidden_states": torch.randn(2, 16, 4),
@@ -584,7 +545,6 @@ model(
 model(
     "diffusers_vae",
     "diffusers",
-    "diffusion",
     "diffusers:AutoencoderKL",
     lambda: (images(16),),
     block_out_channels=(16, 32),
@@ -595,7 +555,6 @@ model(
 model(
     "ddpm_unet",
     "denoising-diffusion-pytorch",
-    "diffusion",
     "denoising_diffusion_pytorch:Unet",
     lambda: (images(16), torch.tensor([3, 500])),
     dim=16,
@@ -607,7 +566,6 @@ model(
 model(
     "wav2vec2",
     "transformers",
-    "audio",
     "transformers:Wav2Vec2ForCTC",
     lambda: {"input_values": torch.randn(2, 800)},
     vocab_size=20,
@@ -623,7 +581,6 @@ model(
 model(
     "whisper",
     "transformers",
-    "audio",
     "transformers:WhisperForConditionalGeneration",
     lambda: {"input_features": torch.randn(2, 16, 64), "labels": tokens(length=12)},
     short=True,
@@ -639,7 +596,6 @@ model(
 model(
     "encodec",
     "transformers",
-    "audio",
     "transformers:EncodecModel",
     lambda: {"input_values": torch.randn(2, 1, 640)},
     num_filters=4,
@@ -651,7 +607,6 @@ model(
 model(
     "conformer",
     "conformer",
-    "audio",
     "conformer:Conformer",
     lambda: (torch.randn(2, 32, 32),),
     dim=32,
@@ -663,7 +618,6 @@ model(
 model(
     "residual_quantizer",
     "vector-quantize-pytorch",
-    "audio",
     "vector_quantize_pytorch:ResidualFSQ",
     lambda: (torch.randn(2, 32, 16),),
     dim=16,
@@ -674,7 +628,6 @@ model(
 model(
     "egnn",
     "egnn-pytorch",
-    "graphs",
     "egnn_pytorch:EGNN_Network",
     lambda: (torch.randint(0, 21, (2, 16)), torch.randn(2, 16, 3)),
     num_tokens=21,
@@ -687,7 +640,6 @@ model(
 model(
     "fourier_operator",
     "neuraloperator",
-    "operators",
     "neuralop.models:FNO",
     lambda: (images(16, channels=1),),
     n_modes=(8, 8),
@@ -699,7 +651,6 @@ model(
 model(
     "u_shaped_operator",
     "neuraloperator",
-    "operators",
     "neuralop.models:UNO",
     lambda: (images(16, channels=1),),
     in_channels=1,
@@ -715,7 +666,6 @@ model(
 model(
     "patch_tst",
     "transformers",
-    "time series",
     "transformers:PatchTSTForPrediction",
     lambda: {"past_values": torch.randn(4, 32, 3)},
     short=True,
@@ -732,7 +682,6 @@ model(
 model(
     "inverted_transformer",
     "iTransformer",
-    "time series",
     "iTransformer:iTransformer",
     lambda: (torch.randn(4, 32, 6),),
     num_variates=6,
@@ -746,7 +695,6 @@ model(
 model(
     "patch_mixer",
     "transformers",
-    "time series",
     "transformers:PatchTSMixerForPrediction",
     lambda: {"past_values": torch.randn(4, 32, 3)},
     num_input_channels=3,
@@ -761,7 +709,6 @@ model(
 model(
     "tabnet",
     "pytorch-tabnet",
-    "tables",
     "pytorch_tabnet.tab_network:TabNet",
     lambda: (torch.randn(16, 12),),
     12,
@@ -774,7 +721,6 @@ model(
 model(
     "ft_transformer",
     "rtdl-revisiting-models",
-    "tables",
     "rtdl_revisiting_models:FTTransformer",
     lambda: (torch.randn(8, 6), None),
     n_cont_features=6,
@@ -792,7 +738,6 @@ model(
 model(
     "block_recurrent",
     "block-recurrent-transformer-pytorch",
-    "recurrent",
     "block_recurrent_transformer_pytorch:BlockRecurrentTransformer",
     some_tokens,
     depth=3,
@@ -806,7 +751,6 @@ model(
 model(
     "rwkv",
     "transformers",
-    "recurrent",
     "transformers:RwkvForCausalLM",
     lambda: labelled(16),
     vocab_size=97,
@@ -838,42 +782,21 @@ def _language_model(kind: str, **options: Any) -> Any:
     return model, {"input_ids": ids, "labels": ids}
 
 
-@zoo_model("transformers", field="language", short=True)
-def gpt2() -> Any:
-    return _language_model("gpt2", n_embd=32, n_layer=3, n_head=2, n_positions=64)
+CAUSAL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
+    "llama": ("llama", {}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True}),
+    "mamba": ("mamba", {"state_size": 8}),
+    "falcon": ("falcon", {}),
+    "bloom": ("bloom", {"n_layer": 3, "n_head": 2}),
+}
+for name, (kind, sizes) in CAUSAL_MODELS.items():
+    build = partial(_language_model, kind, **sizes)
+    ZOO[name] = ZooModel(name, "transformers", build, name in ("gpt2", "llama", "mixtral"))
 
 
-@zoo_model("transformers", field="language", short=True)
-def llama() -> Any:
-    return _language_model("llama")
-
-
-@zoo_model("transformers", field="language")
-def gemma3() -> Any:
-    return _language_model("gemma3_text", head_dim=16, sliding_window=16)
-
-
-@zoo_model("transformers", field="language", short=True)
-def mixtral() -> Any:
-    return _language_model("mixtral", num_local_experts=4, output_router_logits=True)
-
-
-@zoo_model("transformers", field="language")
-def mamba() -> Any:
-    return _language_model("mamba", state_size=8)
-
-
-@zoo_model("transformers", field="language")
-def falcon() -> Any:
-    return _language_model("falcon")
-
-
-@zoo_model("transformers", field="language")
-def bloom() -> Any:
-    return _language_model("bloom", n_layer=3, n_head=2)
-
-
-@zoo_model("x-transformers", field="language", short=True)
+@zoo_model("x-transformers", short=True)
 def x_transformer() -> Any:
     from x_transformers import Decoder, TransformerWrapper
 
@@ -882,7 +805,7 @@ def x_transformer() -> Any:
     return model, (tokens(),)
 
 
-@zoo_model("x-transformers", field="language")
+@zoo_model("x-transformers")
 def x_encoder() -> Any:
     from x_transformers import ContinuousTransformerWrapper, Encoder
 
@@ -891,21 +814,21 @@ def x_encoder() -> Any:
     return model, (torch.randn(2, 32, 8),)
 
 
-@zoo_model("mambapy", field="language")
+@zoo_model("mambapy")
 def mamba_py() -> Any:
     from mambapy.mamba import Mamba, MambaConfig
 
     return Mamba(MambaConfig(d_model=32, n_layers=3)), (torch.randn(2, 32, 32),)
 
 
-@zoo_model("st-moe-pytorch", field="language")
+@zoo_model("st-moe-pytorch")
 def st_moe() -> Any:
     from st_moe_pytorch import MoE, SparseMoEBlock
 
     return SparseMoEBlock(MoE(dim=32, num_experts=4, gating_top_n=2)), (torch.randn(2, 32, 32),)
 
 
-@zoo_model("peft", field="adapters")
+@zoo_model("peft")
 def lora() -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -914,7 +837,7 @@ def lora() -> Any:
     return get_peft_model(model, config), batch
 
 
-@zoo_model("peft", field="adapters")
+@zoo_model("peft")
 def dora() -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -923,7 +846,7 @@ def dora() -> Any:
     return get_peft_model(model, config), batch
 
 
-@zoo_model("peft", field="adapters")
+@zoo_model("peft")
 def scaled_activations() -> Any:
     from peft import IA3Config, get_peft_model
 
@@ -932,7 +855,7 @@ def scaled_activations() -> Any:
     return get_peft_model(model, config), batch
 
 
-@zoo_model("transformers", field="vision")
+@zoo_model("transformers")
 def clip() -> Any:
     import transformers
 
@@ -960,65 +883,37 @@ def clip() -> Any:
     return transformers.CLIPModel(config), batch
 
 
-def _timm(name: str, size: int = 32, **options: Any) -> Any:
+def _timm(name: str, size: int, **options: Any) -> Any:
     import timm
 
     return timm.create_model(name, num_classes=10, **options), (images(size),)
 
 
-@zoo_model("timm", field="vision")
-def timm_vit() -> Any:
-    return _timm(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2
-    )
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
+SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 16}
+SWIN |= {"depths": (2, 2, 2), "num_heads": (2, 2, 2)}
+TIMM_MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "vit": ("vit_tiny_patch16_224", 32, VIT),
+    "swin": ("swin_tiny_patch4_window7_224", 64, SWIN),
+    "convnext": ("convnext_atto", 32, {"depths": (2, 2, 2, 2), "dims": (8, 16, 32, 64)}),
+    "efficientnet": ("efficientnet_lite0", 64, {}),
+    "resnet": ("resnet10t", 64, {}),
+    "densenet": ("densenet121", 64, {"growth_rate": 8, "block_config": (2, 2, 2)}),
+    "maxvit": ("maxvit_rmlp_pico_rw_256", 64, {"img_size": 64}),
+}
+for short_name, (kind, size, sizes) in TIMM_MODELS.items():
+    name = f"timm_{short_name}"
+    ZOO[name] = ZooModel(name, "timm", partial(_timm, kind, size, **sizes), is_short=False)
 
 
-@zoo_model("timm", field="vision")
-def timm_swin() -> Any:
-    return _timm(
-        "swin_tiny_patch4_window7_224",
-        64,
-        img_size=64,
-        window_size=4,
-        embed_dim=16,
-        depths=(2, 2, 2),
-        num_heads=(2, 2, 2),
-    )
-
-
-@zoo_model("timm", field="vision")
-def timm_convnext() -> Any:
-    return _timm("convnext_atto", depths=(2, 2, 2, 2), dims=(8, 16, 32, 64))
-
-
-@zoo_model("timm", field="vision")
-def timm_efficientnet() -> Any:
-    return _timm("efficientnet_lite0", 64)
-
-
-@zoo_model("timm", field="vision")
-def timm_resnet() -> Any:
-    return _timm("resnet10t", 64)
-
-
-@zoo_model("timm", field="vision")
-def timm_densenet() -> Any:
-    return _timm("densenet121", 64, growth_rate=8, block_config=(2, 2, 2))
-
-
-@zoo_model("timm", field="vision")
-def timm_maxvit() -> Any:
-    return _timm("maxvit_rmlp_pico_rw_256", 64, img_size=64)
-
-
-@zoo_model("efficientnet-pytorch", field="vision")
+@zoo_model("efficientnet-pytorch")
 def efficientnet_pytorch() -> Any:
     from efficientnet_pytorch import EfficientNet
 
     return EfficientNet.from_name("efficientnet-b0", num_classes=10), (images(64, samples=4),)
 
 
-@zoo_model("lambda-networks", field="vision")
+@zoo_model("lambda-networks")
 def lambda_layer() -> Any:
     from lambda_networks import LambdaLayer
 
@@ -1051,12 +946,12 @@ def _diffusers_unet(**options: Any) -> Any:
     return UNet2DConditionModel(**(sizes | options)), batch
 
 
-@zoo_model("diffusers", field="diffusion")
+@zoo_model("diffusers")
 def diffusers_unet() -> Any:
     return _diffusers_unet()
 
 
-@zoo_model("denoising-diffusion-pytorch", field="diffusion")
+@zoo_model("denoising-diffusion-pytorch")
 def ddpm() -> Any:
     from denoising_diffusion_pytorch import GaussianDiffusion, Unet
 
@@ -1075,7 +970,7 @@ def _graphs() -> Any:
     return Batch.from_data_list(graphs)
 
 
-@zoo_model("torch_geometric", field="graphs")
+@zoo_model("torch_geometric")
 def graph_convolution() -> Any:
     from torch_geometric.nn import GCN
 
@@ -1083,7 +978,7 @@ def graph_convolution() -> Any:
     return GCN(8, 32, num_layers=3, out_channels=4), (graphs.x, graphs.edge_index)
 
 
-@zoo_model("torch_geometric", field="graphs", short=True)
+@zoo_model("torch_geometric", short=True)
 def graph_attention() -> Any:
     from torch_geometric.nn import GAT, global_mean_pool
 
@@ -1098,7 +993,7 @@ def graph_attention() -> Any:
     return OnData(), (_graphs(),)
 
 
-@zoo_model("torch_geometric", field="graphs")
+@zoo_model("torch_geometric")
 def graph_u_net() -> Any:
     from torch_geometric.nn import GraphUNet
 
@@ -1106,7 +1001,7 @@ def graph_u_net() -> Any:
     return GraphUNet(8, 16, 4, depth=2), (graphs.x, graphs.edge_index)
 
 
-@zoo_model("e3nn", field="graphs")
+@zoo_model("e3nn")
 def equivariant_product() -> Any:
     from e3nn import o3
     from e3nn.nn import FullyConnectedNet
@@ -1128,7 +1023,7 @@ def equivariant_product() -> Any:
     return Product(), (torch.randn(8, 10),)
 
 
-@zoo_model("nflows", field="operators")
+@zoo_model("nflows")
 def autoregressive_flow() -> Any:
     from nflows.distributions.normal import StandardNormal
     from nflows.flows.base import Flow
@@ -1155,7 +1050,7 @@ def autoregressive_flow() -> Any:
     return Likelihood(), (torch.randn(8, 8),)
 
 
-@zoo_model("torchdiffeq", field="operators")
+@zoo_model("torchdiffeq")
 def neural_equation() -> Any:
     from torchdiffeq import odeint
 
@@ -1181,7 +1076,7 @@ def neural_equation() -> Any:
     return Solver(), (torch.randn(8, 8),)
 
 
-@zoo_model("snntorch", field="spiking", short=True)
+@zoo_model("snntorch", short=True)
 def snntorch_net() -> Any:
     import snntorch
 
@@ -1203,7 +1098,7 @@ def snntorch_net() -> Any:
     return Net(), (torch.randn(8, 16),)
 
 
-@zoo_model("spikingjelly", field="spiking")
+@zoo_model("spikingjelly")
 def spikingjelly_net() -> Any:
     from spikingjelly.activation_based import functional, layer, neuron
 

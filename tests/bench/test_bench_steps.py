@@ -100,12 +100,6 @@ def test_accumulation_lowers_the_peak_and_does_the_same_work():
     assert cut.loss == pytest.approx(plain.loss, rel=1e-6)
 
 
-def test_a_batch_that_does_not_divide_has_uneven_microbatches_without_a_sample_lost():
-    step = TrainingStep(Case(SMALL, batch_size=5), find_lever("accumulate=3"))
-    assert [len(each["tokens"]) for each in step.window] == [2, 2, 1]
-    assert step.window.num_terms == 5 * 16
-
-
 def test_steps_share_weights_and_moments_and_leave_them():
     plain = TrainingStep(Case(SMALL))
     plain()
@@ -122,12 +116,6 @@ def test_steps_share_weights_and_moments_and_leave_them():
         Case(SMALL), find_lever("bf16"), like=plain
     )  # a different dtype shares nothing
     assert not half.optimizer.state
-
-
-def test_the_unit_follows_from_the_batch():
-    assert TrainingStep(Case(SMALL)).unit == "tokens"
-    assert TrainingStep(Case(mlp())).unit == "samples"
-    assert TrainingStep(Case(replace(ROWS, count=lambda batch: batch.numel()))).unit == "terms"
 
 
 def test_compiled_code_is_measured_without_a_dispatch_mode():

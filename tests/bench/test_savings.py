@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from curry_train.bench import steps
 from curry_train.bench.savings import (
     MEASURED_OUTCOME,
     SavingsRow,
@@ -28,8 +27,6 @@ from curry_train.core.timing import Ratio, Spread
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Strategy
 from curry_train.workloads.workload import Case, Workload, WorkloadError
-
-RECOMPUTE = ["full", "sequential", "selective"]
 
 
 def chain(depth=4, width=16):
@@ -97,23 +94,6 @@ def test_figures_of_full_recompute_are_those_that_can_be_counted():
     assert (none.recompute_ratio, none.peak_ratio, none.held_ratio) == (0.0, 1.0, 1.0)
     assert {row.parity for row in (none, full)} == {"bit-equal"}
     assert full.worst_error == 0.0
-
-
-@pytest.mark.parametrize(("repeats", "interval"), [(4, (None, None)), (8, (1.5, 1.5))])
-def test_steps_are_timed_in_turns_against_the_same_round(monkeypatch, repeats, interval):
-    def timed(ways, *, rounds, warmup, tell, **_):
-        assert (rounds, warmup) == (repeats, 1)
-        for way, act in enumerate(ways):
-            tell(0, way)
-            act()
-        # A machine that gets slower from round to round.
-        return [[cost * (1 + turn) for turn in range(rounds)] for cost in (1.0, 1.5, 1.25, 2.0)]
-
-    monkeypatch.setattr(steps, "time_in_turns", timed)
-    rows = measure_savings(Case(chain()), RECOMPUTE, repeats=repeats)
-    assert [row.ratio and row.ratio.median for row in rows] == [None, 1.5, 1.25, 2.0]
-    assert rows[0].step.median == (1 + repeats) / 2
-    assert (rows[1].ratio.lower, rows[1].ratio.upper) == interval
 
 
 def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch):

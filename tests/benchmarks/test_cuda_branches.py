@@ -4,7 +4,6 @@ python -m pytest tests/benchmarks/test_cuda_branches.py
 """
 
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,25 +12,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from curry_train.bench import savings
-from curry_train.core import generators as core_generators
-from curry_train.core import measure, parity
+from curry_train.core import measure
 from curry_train.core.timing import wait_for
 from curry_train.core.wording import provenance
-from curry_train.gates import memory_plan
-from curry_train.gates.verdict import NotApplicable
-from curry_train.plan import device, timeline
+from curry_train.plan import timeline
 from curry_train.plan.device import profile_of
 from curry_train.primitives import (
     compile_budget,
     offload,
     offload_blocks,
-    regions,
     strategies,
 )
 from curry_train.runs import background, state
 from curry_train.runs.random_state import restore_random_state, take_random_state
-from curry_train.workloads.models import mlp
-from curry_train.workloads.workload import Case
 
 CUDA = torch.device("cuda")
 
@@ -280,18 +273,6 @@ def test_held_bytes_and_peak_are_those_after_a_first_step(counted, monkeypatch):
     assert (found.held_bytes, found.peak_bytes) == (100, 100)
 
 
-def test_what_no_layer_owns_is_the_rest_of_what_the_allocator_counts(counted, monkeypatch):
-    monkeypatch.setattr(measure, "_device", lambda module: CUDA)
-    model = nn.Sequential(nn.Linear(2, 2))
-
-    def loss(module, batch):
-        counted.hold(512)
-        return module(batch).sum()
-
-    rows = measure.measure_layers(model, torch.ones(1, 2), loss, {"0": model[0]})
-    assert [row.bytes for row in rows] == [0, 512]
-
-
 def test_a_step_waits_for_its_device_and_a_record_names_the_card(counted, monkeypatch):
     wait_for(torch.device("cpu"))
     assert counted.calls == []
@@ -331,25 +312,6 @@ def draw(states, index):
     states[index] = states[index] + 1
 
 
-def test_the_generators_of_all_devices_are_restored(generators):
-    before = {index: state.clone() for index, state in generators.items()}
-    with core_generators.generators_kept():
-        draw(generators, 0)
-        draw(generators, 1)
-    assert all(torch.equal(generators[index], state) for index, state in before.items())
-
-
-def test_recompute_draws_again_from_the_device_of_its_tensors(generators):
-    taken = core_generators.generator_states()
-    draw(generators, 1)
-    assert not core_generators.same_state(taken, core_generators.generator_states())
-    with core_generators.generators_kept():
-        core_generators.set_generator_states(taken)
-        assert generators[1].tolist() == [1, 0]
-        draw(generators, 1)
-    assert generators[1].tolist() == [2, 1]
-
-
 def test_a_checkpoint_has_the_generators_of_all_devices(generators):
     taken = take_random_state()
     saved = {name: tensor.tolist() for name, tensor in taken.items() if "cuda" in name}
@@ -362,71 +324,7 @@ def test_a_checkpoint_has_the_generators_of_all_devices(generators):
     assert notes == ["the generator cuda-1 was saved, but does not exist here"]
 
 
-def test_steps_that_leave_another_state_of_a_device_are_not_the_same(generators):
-    model = nn.Linear(2, 2)
-    first = parity.record(model, torch.zeros(()))
-    assert parity.compare(first, parity.record(model, torch.zeros(()))).holds
-    draw(generators, 1)
-    assert not parity.compare(first, parity.record(model, torch.zeros(()))).holds
-
-
-def test_regions_refuse_what_draws_from_the_device_of_its_parameters(generators):
-    class OnCudaModule(nn.Module):
-        def parameters(self, recurse=True):
-            return iter([SimpleNamespace(device=torch.device("cuda", 1))])
-
-    states = regions.generator_states(OnCudaModule())
-    assert [state.tolist() for state in states[1:]] == [[1, 0]]
-
-
 # Profiles of devices, and what a gate asks of one.
-
-
-class OnHost(TorchFunctionMode):
-    """Make tensors for a CUDA device on the host, and note which host memory is pinned."""
-
-    def __init__(self):
-        super().__init__()
-        self.pinned = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.pop("pin_memory", False):
-            self.pinned.append(str(kwargs["device"]))
-        if "device" in kwargs:
-            kwargs["device"] = "cpu"
-        return func(*args, **kwargs)
-
-
-def test_the_rate_of_copies_is_that_of_the_slower_direction_with_pinned_memory(monkeypatch):
-    seconds = iter([2.0, 4.0])
-    copied = []
-
-    def timed(on, operation):
-        copied.append(operation())
-        return next(seconds)
-
-    monkeypatch.setitem(device.MANY_BYTES, "cuda", 1024)
-    monkeypatch.setattr(device, "_least_seconds", timed)
-    with OnHost() as host:
-        assert device.copy_rate(CUDA) == 1024 / 4
-    assert host.pinned == ["cpu"]
-    assert all(bool(one.all()) for one in copied)
-    assert copied[0].data_ptr() != copied[1].data_ptr()
-
-
-def test_a_card_without_a_data_sheet_is_measured(monkeypatch):
-    properties = SimpleNamespace(total_memory=80 * 2**30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda on: "Unknown 9000")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda on: properties)
-    for name in ("elementwise_rate", "copy_rate", "dispatch_seconds"):
-        monkeypatch.setattr(device, name, lambda on: 2.0)
-    monkeypatch.setattr(device, "product_rate", lambda on, dtype: 1e12)
-    found = device.measure_profile("cuda")
-    assert (found.name, found.source) == ("Unknown 9000", "measured")
-    assert found.memory_bytes == found.usable_bytes == 80 * 2**30
-    assert found.host_bytes_per_second == 2.0
 
 
 def test_what_operations_use_inside_is_part_of_a_peak(counted):
@@ -436,15 +334,6 @@ def test_what_operations_use_inside_is_part_of_a_peak(counted):
     found = timeline._peak(record, 0, owners)
     assert found.bytes_alive == 900
     assert found.owners[timeline.ALLOCATOR_GROUP] == 300
-
-
-def test_a_gate_that_would_not_fit_the_device_says_so(monkeypatch):
-    head = memory_plan.Head("head", width=64, classes=1000, bias=False)
-    monkeypatch.setattr(memory_plan, "find_head", lambda case: head)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda on: (2**20, 2**30))
-    case = replace(Case(mlp(depth=1, width=4)), device=CUDA)
-    with pytest.raises(NotApplicable, match=r"0\.0 GiB are free; measure on the CPU"):
-        memory_plan.measure_chunked_memory(case)
 
 
 def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(monkeypatch):

@@ -1,4 +1,4 @@
-"""A short torture of the checkpoint store finds nothing wrong, and finds each planted fault.
+"""A short torture of the checkpoint store finds nothing wrong, and its judge what is wrong.
 
     python -m pytest tests/benchmarks/test_torture.py
 
@@ -16,14 +16,7 @@ from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.runs import Store
-from torture import wrongs
-from torture_lives import STOPPED, Blow, History, Life, RankReport, Setup, judge
-
-# A new command of `runs` is listed here if it reads no checkpoint, and otherwise in
-# torture_hostile.COMMANDS, which tries it on hostile ones.
-OTHER_COMMANDS = {"estimate", "locate", "plot", "record", "resume-check", "spike-check"}
-# It loads by `saving`, and `tests/runs/test_box.py` tries forged boxes.
-OTHER_COMMANDS |= {"replay"}
+from torture import STOPPED, Blow, History, Life, RankReport, Setup, judge, wrongs
 
 
 def run(*words):
@@ -41,61 +34,20 @@ def run(*words):
 
 
 def test_kills_and_signals_lose_nothing():
-    counts = ("--kills", "4", "--signals", "4", "--every", "39")
-    only = ("kills.one_rank", "kills.at_each_change", "signals.one_rank")
-    status, found = run(*counts, "--only", *only)
+    only = ("kills.at_each_change", "signals.one_rank")
+    status, found = run("--signals", "2", "--every", "60", "--only", *only)
     assert (wrongs(found), status) == ([], 0)
-    assert found["kills"]["one_rank"]["blows"] >= 2
     assert found["kills"]["at_each_change"]["blows"] >= 1
-    assert found["signals"]["total"] >= 2
+    assert found["signals"]["total"] >= 1
 
 
 @pytest.mark.long
-def test_kills_and_signals_to_several_ranks_lose_nothing():
+def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():
     only = ("kills.two_ranks", "kills.three_ranks", "signals.two_ranks", "signals.three_ranks")
-    status, found = run("--kills", "12", "--signals", "12", "--only", *only)
+    status, found = run("--kills", "12", "--signals", "12", "--only", "kills.one_rank", *only)
     assert (wrongs(found), status) == ([], 0)
-    assert found["kills"]["total"] >= 4
+    assert found["kills"]["total"] >= 8
     assert found["signals"]["total"] >= 4
-
-
-@pytest.mark.long
-def test_damage_and_hostile_files():
-    status, found = run("--flips", "36", "--every", "43", "--only", "damage", "hostile")
-    assert (wrongs(found), status) == ([], 0)
-    assert found["damage"]["flips"]["flips"] >= 36
-    assert found["damage"]["swaps"]["swaps"] >= 1
-    assert found["hostile"]["shapes"] >= 30
-
-
-KILLED = ("--kills", "150", "--only", "kills.one_rank")
-FORGED = ("--every", "500", "--only", "hostile")
-FAULTS = {
-    "generators_stay_as_they_are": ("was not as the straight run at step", KILLED),
-    "renamed_before_it_is_whole": ("is half there", KILLED),
-    "the_older_goes_before_the_newer_is_whole": ("", KILLED),
-    "retention_deletes_the_newest": ("", KILLED),
-    "the_optimizer_does_not_wait": ("was not as the straight run at step", KILLED),
-    "hashes_are_not_compared": ("was taken for whole", ("--flips", "8", "--only", "damage")),
-    "anything_is_unpickled": ("the code in it was run", FORGED),
-    "links_are_followed": ("was opened", FORGED),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault):
-    words, part = FAULTS[fault]
-    status, found = run("--plant", fault, *part)
-    assert status == 1
-    assert any(words in wrong for wrong in wrongs(found)), wrongs(found)
-
-
-def test_every_command_that_reads_a_checkpoint_is_tried():
-    from curry_train.cli.runs import runs_command
-    from torture_hostile import COMMANDS
-
-    assert set(runs_command.list_commands(None)) == {*COMMANDS, *OTHER_COMMANDS}
 
 
 # The judge of SIGTERM, on lives of two ranks that nobody lived.

@@ -3,7 +3,6 @@
 python -m pytest tests/benchmarks/test_torture_peers.py
 """
 
-import argparse
 import json
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from tree import ROOT
 
 import torture_peers
-from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
+from torture_peer_savers import Peer, prepared, state_of, step_of
 from torture_peers import (
     fill_disks,
     flip_many,
     forge_many,
     kill_many,
-    torture_peer,
     with_table,
 )
 
@@ -85,23 +83,3 @@ def test_the_page_shows_the_recorded_table():
     assert ours["kills"]["kills"] >= 20
     wrong = ("newest_fails", "older", "lost", "silent", "executed", "not_reported")
     assert {part[key] for part in ours.values() for key in wrong if key in part} == {0}
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", PEERS)
-def test_a_short_torture_of_each_library(tmp_path, name):
-    try:
-        peer = prepared(name)
-    except SystemExit as error:
-        pytest.skip(str(error))
-    options = argparse.Namespace(kills=10, resaves=5, flips=12, folder=str(tmp_path))
-    found = torture_peer(peer, options, seed=0)
-    print(json.dumps(found))
-    assert found["kills"]["kills"] == 10
-    assert found["flips"]["flips"] == 12
-    if name == "ours" or name.endswith("_committed"):
-        wrong = {key: number for part in found.values() for key, number in part.items()}
-        assert {wrong[key] for key in ("lost", "silent", "newest_fails", "not_reported")} == {0}
-    if name == "ours":
-        assert found["hostile"]["executed"] == 0

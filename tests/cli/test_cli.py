@@ -145,6 +145,14 @@ def test_a_model_without_blocks_gets_a_message_on_naming_them(run, tmp_path, mon
     assert "1 held, 0 failed, 1 not applicable" in ended.output
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"), [([], "--shrink 2, or --gate NAME"), (["--shrink", "2"], "--gate NAME")]
+)
+def test_gates_that_take_long_say_how_to_run_fewer(run, monkeypatch, words, advice):
+    monkeypatch.setattr("curry_train.cli.validate.LONG_SECONDS", 0.0)
+    assert f"\nQuicker: {advice}\n" in run(*QUICK, *words).output
+
+
 def test_a_gate_that_raises_counts_as_failed_and_the_others_run(run, monkeypatch):
     def broken(case):
         raise KeyError("no layer 'blocks'")

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from curry_train.cli.figures import NONFINITE_COLOUR
+from curry_train.cli.figures import NONFINITE_COLOUR, ZERO_COLOUR
 from curry_train.cli.main import main
 from curry_train.primitives.grad_flow import AFTER_BACKWARD
 
@@ -33,7 +33,10 @@ class Root(nn.Module):
         return {"out": torch.sqrt(x - x)}  # whose derivative is infinite at 0
 
 def build():
-    return Root(), torch.randn(4, 4)
+    root = Root()
+    for parameter in root.layers[0].parameters():
+        nn.init.zeros_(parameter)
+    return root, torch.randn(4, 4)
 """
 
 
@@ -76,7 +79,8 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_p
     ended = run(*words, "--json", "own.json", "--plot", "own.png")
     assert ended.exit_code == 1, ended.output
     pixels = imread(tmp_path / "own.png")[..., :3]
-    assert (abs(pixels - list(to_rgb(NONFINITE_COLOUR))).max(-1) < 0.02).sum() > 5000
+    for colour in (NONFINITE_COLOUR, ZERO_COLOUR):
+        assert (abs(pixels - list(to_rgb(colour))).max(-1) < 0.02).sum() > 5000
     assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
     data = json.loads((tmp_path / "own.json").read_text())
     assert data["steps"][0]["gradient"]["norm"] == "nan"

@@ -4,7 +4,6 @@ python -m pytest tests/cli/test_memory_snapshot.py
 """
 
 import json
-import pickle
 
 import pytest
 from click.testing import CliRunner
@@ -96,31 +95,6 @@ def test_names_from_the_file_are_escaped(tmp_path):
     output = run("--snapshot", path).output
     assert "\x1b" not in output
     assert "\\x1b[2J\\n.py" in output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "mlp", "--snapshot", "FILE"], "give either --model or --snapshot"),
-        (["--snapshot", "FILE", "--dtype", "bfloat16"], "--dtype is of a model"),
-        (["--snapshot", "BAD"], "is no CUDA memory snapshot"),
-    ],
-)
-def test_wrong_usage_ends_in_one_line(tmp_path, recorded, arguments, message):
-    (tmp_path / "bad.pickle").write_bytes(pickle.dumps({"segments": [Touch()]}))
-    files = {"FILE": recorded, "BAD": tmp_path / "bad.pickle"}
-    ended = run(*(files.get(word, word) for word in arguments))
-    assert ended.exit_code == 2
-    # Where a line is broken depends on the length of the path.
-    assert message in " ".join(ended.output.split())
-    assert "Traceback" not in ended.output
-
-
-class Touch:
-    """Runs a call where its pickle is loaded."""
-
-    def __reduce__(self):
-        return print, ("run",)
 
 
 def test_a_measured_step_with_convolutions_names_their_workspace():

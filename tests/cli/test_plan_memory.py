@@ -9,17 +9,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
-from curry_train.cli.figures import plot_plan
 from curry_train.cli.plan import plan_command
 from curry_train.plan.device import PROFILES
-from curry_train.plan.planner import Planner
 from curry_train.plan.saved import Plan
-from curry_train.workloads.workload import Workload
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plan_memory.py"
 MODELS = """
     import torch
     from torch import nn
@@ -105,7 +100,10 @@ def narrow(text):
 
 def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_path):
     pytest.importorskip("matplotlib")
-    free = json.loads(run("--json", "-", "--microbatch", "8").stdout)["plan"]["peak_bytes"]
+    for size in "48":
+        as_it_is = json.loads(run("--json", "-", "--microbatch", size).stdout)
+        free = as_it_is["plan"]["peak_bytes"]
+        assert sum(as_it_is["plain_peak"].values()) == free
     budget = f"{round(0.8 * free)}B"
     found = run(
         "--explain",
@@ -136,40 +134,6 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_p
 
     assert plan.apply(blocks()[0])
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_and_the_table_agree(tmp_path):
-    """Check that rows that fit are corners of their lines, and larger ones where lines begin."""
-    pytest.importorskip("matplotlib")
-    from planned_models import blocks
-
-    loss = Workload(
-        "blocks",
-        lambda: blocks()[0],
-        lambda size: torch.randn(size, 16, 32),
-        lambda m, x: m(x).sum(),
-    )
-    with Planner(loss, device="cpu", without=("sac", "regions"), chunked_loss=False) as planner:
-        least = planner.plan(2**30, global_batch=8, microbatch=1).peak_bytes
-        plan = planner.plan(round(1.2 * least), global_batch=8)
-        lines = plot_plan(planner, plan, tmp_path / "plan.png")
-    fits = [row for row in plan.candidates if row.step_seconds is not None]
-    large = [row for row in plan.candidates if row.step_seconds is None]
-    assert len(fits) >= 2
-    assert len(large) >= 1
-    for row in fits:
-        line = lines[f"{row.steps} x {row.microbatch} samples"]
-        corners = {(one.peak_bytes, one.step_seconds) for one in line}
-        assert (row.peak_bytes, row.step_seconds) in corners
-    for row in large:
-        line = lines[f"{row.steps} x {row.microbatch} samples"]
-        assert min(one.peak_bytes for one in line) == row.peak_bytes > plan.budget_bytes
-    (best,) = [
-        one
-        for one in lines[f"{plan.steps} x {plan.microbatch} samples"]
-        if one.options == plan.options
-    ]
-    assert (best.peak_bytes, best.step_seconds) == (plan.peak_bytes, plan.step_seconds)
 
 
 def test_the_output_mentions_that_a_model_was_measured_for_real():

@@ -74,18 +74,3 @@ def test_results_are_written_as_json(run, tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert [one["gate"] for one in found["results"]] == ["loop/mode", "loop/zeroed"]
     assert found["steps"] == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ([], "give either --script or --trainer"),
-        (["--script", "a.py", "--trainer", "b:c"], "give either --script or --trainer"),
-        (["--script", "gone.py"], "there is no file gone.py"),
-        (["--script", "gone.py", "--steps", "1"], "--steps"),
-    ],
-)
-def test_wrong_usage_ends_in_one_line(words, text):
-    ended = CliRunner().invoke(preflight.preflight_command, words)
-    assert ended.exit_code == 2
-    assert text in ended.output

@@ -184,21 +184,3 @@ def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
     status, lines, _ = checked(monkeypatch, tmp_path, PLAIN, *words)
     assert status == 2
     assert "Let the program save within 5 steps" in " ".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--steps", "5", "--kill-at", "5"], "--kill-at 5 has to be below --steps 5"),
-        (["--script", "nowhere.py"], "there is no file nowhere.py"),
-        (["--script", "a.py", "--trainer", "b:c"], "give either --script or --trainer"),
-        (["--resume-with", "--resume latest"], "--resume-with is for --script"),
-        (["--trainer", "a:b", "--", "more"], "'more' is for no script: give --script FILE"),
-        (["batch_size=4"], "Error: batch_size must be a multiple of microbatch, 16; got 4"),
-    ],
-)
-def test_wrong_usage_has_a_message_and_status_2(words, message):
-    ended = CliRunner().invoke(main, ["runs", "resume-check", *words])
-    assert ended.exit_code == 2
-    assert message in " ".join(ended.output.split())
-    assert "no line of yours" not in ended.output

@@ -11,14 +11,8 @@ import pytest
 from click.testing import CliRunner
 from journals import clock, facts, loss_of, plant, plant_eventful, train
 
-from curry_train.cli.runs_diff import (
-    ABSENT_VALUE,
-    changes,
-    describe,
-    difference,
-    runs_diff_command,
-)
-from curry_train.runs.history import read_history
+from curry_train.cli.runs_diff import describe, difference, runs_diff_command
+from curry_train.runs.history import ABSENT_VALUE, changes, read_history
 from curry_train.runs.journal import Journal
 
 

@@ -1,14 +1,13 @@
 """The picture of runs. `python -m pytest tests/cli/test_runs_plot.py`."""
 
 import json
-import math
 
 import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from journals import loss_of, plant, plant_eventful
+from journals import plant, plant_eventful
 
 from curry_train.cli.figures import (
     FAINT_OPACITY,
@@ -18,7 +17,6 @@ from curry_train.cli.figures import (
 )
 from curry_train.cli.runs_plot import runs_plot_command
 from curry_train.runs.history import read_history
-from curry_train.runs.journal import Journal
 
 
 @pytest.fixture
@@ -48,10 +46,6 @@ def figure(monkeypatch, tmp_path):
 
 def panel(figure, label):
     return next(axes for axes in figure.axes if axes.get_ylabel().startswith(label))
-
-
-def lines_with(axes, marker):
-    return [line for line in axes.lines if line.get_marker() == marker]
 
 
 def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
@@ -94,15 +88,6 @@ def test_there_is_a_panel_for_each_figure_in_the_journals(figure, tmp_path):
     assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
 
 
-def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
-    folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else loss_of(step))
-    loss = panel(figure([folder]), "loss")
-    (lost,) = [line for line in lines_with(loss, "x") if len(line.get_xdata())]
-    assert list(lost.get_xdata()) == [16, 17, 18, 19, 20]
-    everything = plant(tmp_path / "lost", loss=lambda step: math.nan)
-    assert figure([everything]).axes
-
-
 def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     folders = []
     for number in range(20):
@@ -124,22 +109,6 @@ def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
         assert box.y1 <= inside.y1
     kept = {f"sweep-{number:03d}" for number in range(20) if (number * 7) % 20 < MOST_NAMED}
     assert {text[:9] for text in texts} == kept
-
-
-def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
-    folder = plant(tmp_path / "run", last=10, loss=float)
-    loss = panel(figure([folder], smooth=4), "loss, mean over 4 steps")
-    assert list(loss.lines[0].get_xdata()) == [4, 5, 6, 7, 8, 9, 10]
-    assert list(loss.lines[0].get_ydata()) == pytest.approx([2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5])
-
-
-def test_journals_without_steps_are_left_out_and_an_empty_plot_is_an_error(figure, tmp_path):
-    (tmp_path / "begun").mkdir()
-    with Journal(tmp_path / "begun") as journal:
-        journal.start()
-    with pytest.raises(ValueError, match="nothing to draw: no journal has a step that counts"):
-        figure([tmp_path / "begun"])
-    assert figure([tmp_path / "begun", plant(tmp_path / "run")]).get_suptitle() == "run"
 
 
 def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):

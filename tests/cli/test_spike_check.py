@@ -28,12 +28,21 @@ SIZES = {"steps": 44, "at": 34, "num_windows": 4}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return spike_check(tmp_path_factory.mktemp("runs"), TINY, **SIZES)
+def checked(tmp_path_factory):
+    """Run the command once; return its end, what it wrote, and its folder."""
+    folder = tmp_path_factory.mktemp("checked")
+    words = ["spike-check", "--steps", "44", "--at", "34", "--windows", "4"]
+    words += ["--json", "spike.json", "--runs", "kept", *TINY]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done = CliRunner().invoke(runs_command, words)
+    assert (done.exit_code, done.stderr) == (0, ""), done.output
+    return done, json.loads((folder / "spike.json").read_text()), folder
 
 
-def test_the_recovered_run_equals_one_that_never_saw_the_samples(found):
-    assert found["held"]
+def test_the_recovered_run_equals_one_that_never_saw_the_samples(checked):
+    _, found, _ = checked
+    assert found["held"] is True
     assert (found["rollbacks"], found["back_to"], found["difference"]) == (1, 20, None)
     assert 1 <= found["found_after"] <= found["patience"] == 3
     losses = found["losses"]
@@ -41,22 +50,15 @@ def test_the_recovered_run_equals_one_that_never_saw_the_samples(found):
     assert found["skipped"] == [[(34 - 9) * 16, (36 + 8) * 16]]
 
 
-def test_the_command_prints_the_result_and_keeps_the_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    words = ["spike-check", "--steps", "44", "--at", "34", "--windows", "4"]
-    words += ["--json", "spike.json"]
-    done = CliRunner().invoke(runs_command, [*words, "--runs", "kept", *TINY])
-    assert (done.exit_code, done.stderr) == (0, ""), done.output
+def test_the_command_prints_the_result_and_keeps_the_runs(checked):
+    done, found, folder = checked
     lines = done.stdout.splitlines()
     assert lines[0] == "planted: bad samples in steps 34 to 37 of 44"
     assert lines[-1] == "equal to the bit to the run that never saw them"
     assert max(map(len, lines)) <= 80
-    facts = json.loads((tmp_path / "spike.json").read_text())
-    assert facts["held"] is True
-    assert facts["dev_losses"].keys() == {"recovered", "without", "through"}
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
-        "recovered-001", "through-001", "without-001",
-    ]  # fmt: skip
+    names = {"recovered", "without", "through"}
+    assert found["dev_losses"].keys() == names
+    assert {path.name for path in (folder / "kept").iterdir()} == {f"{name}-001" for name in names}
 
 
 def no_rollback(run, monkeypatch):
@@ -117,24 +119,3 @@ def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):
         match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked",
     ):
         spike_check(tmp_path, TINY, **SIZES)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--steps", "40", "--at", "38", "--windows", "9"],
-            "bad windows 38 to 46 are not all among the 40 steps",
-        ),
-        (["--steps", "30"], "begin in step 20, and the watchdog judges from step 33 on"),
-        (["--steps", "40", "spike.action=warn"], "needs spike.action=rollback"),
-        (["--steps", "40", "--runs", "full"], "full is not empty: give a new folder"),
-    ],
-)
-def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    done = CliRunner().invoke(runs_command, ["spike-check", *words])
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.output.split())

@@ -1,4 +1,4 @@
-"""Each mistake on the command line of a command on a model is one line and status 2.
+"""Each mistake on the command line is one line and status 2.
 
 python -m pytest tests/cli/test_wrong_usage.py
 """
@@ -66,10 +66,18 @@ grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no modul
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
 train --trainer made.py:blocks              | takes no --trainer, give a factory
+train stpes=3                               | Error: stpes is no key; did you mean steps?
+train --config none.yaml                    | can't read the configuration none.yaml: No such file or directory
+train --resume latest                       | there is no saved state to resume from for 'latest'
+train parallel=ddp                          | this is a single process: start it with torchrun
+train model=mlp                             | use data.source=workload
 memory                                      | give either --model or --snapshot
 memory --model bert                         | no workload is called 'bert'
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
 memory --model mlp --plot absent/step.png   | create it first
+memory --model mlp --snapshot made.py       | give either --model or --snapshot
+memory --snapshot made.py --dtype bfloat16  | --dtype is of a model
+memory --snapshot made.py                   | is no CUDA memory snapshot
 plan --model mlp                            | a plan needs a --budget
 PLAN --budget 24                            | '24' has no unit: write 24GiB
 PLAN --budget 0                             | must be at least 1 byte
@@ -110,6 +118,30 @@ gen-tests --model mlp --out t.py --package absent | can't import absent.gates
 gen-tests --model mlp --out absent/t.py     | the folder of 'absent/t.py' does not exist: create it first
 gen-tests --model mlp --out folder          | is a directory
 gen-tests --model mlp --out t.py --batch-size 0 | 0 is not in the range
+preflight                                   | give either --script or --trainer
+preflight --script a.py --trainer b:c       | give either --script or --trainer
+preflight --script gone.py                  | there is no file gone.py
+preflight --script gone.py --steps 1        | --steps
+runs list nowhere                           | there is no folder nowhere
+runs show nowhere                           | nowhere is no run: give a folder that holds rollback, recovery, best-k or journal.jsonl
+runs estimate                               | give --parameters or --model
+runs estimate --parameters many             | many
+runs estimate --parameters 7e9 retention.rollback=1 | checkpoint.retention.rollback is no key
+runs estimate --parameters 7e9 best_k       | sets nothing: write key=value
+runs record --out A                         | give either --script or --trainer
+runs record --script gone.py --out A        | there is no file gone.py
+runs record --script train.py               | --out
+runs locate A B                             | runs record
+runs resume-check --steps 5 --kill-at 5     | --kill-at 5 has to be below --steps 5
+runs resume-check --script nowhere.py       | there is no file nowhere.py
+runs resume-check --script a.py --trainer b:c | give either --script or --trainer
+runs resume-check --resume-with '--resume latest' | --resume-with is for --script
+runs resume-check --trainer a:b -- more     | 'more' is for no script: give --script FILE
+runs resume-check batch_size=4              | Error: batch_size must be a multiple of microbatch, 16; got 4
+runs spike-check --steps 40 --at 38 --windows 9 | bad windows 38 to 46 are not all among the 40 steps
+runs spike-check --steps 30                 | begin in step 20, and the watchdog judges from step 33 on
+runs spike-check --steps 40 spike.action=warn | needs spike.action=rollback
+runs spike-check --steps 40 --runs .        | is not empty: give a new folder
 savings --out out --batch-size 2,x          | 'x' is not a whole number from 1 up
 savings --out out --limit 3                 | '3' has no unit
 savings --out out --limit 999TiB            | a limit of 999 TiB is more than
@@ -144,6 +176,7 @@ def test_a_mistake_is_one_message_and_status_2_and_writes_nothing(row, folder):
     assert ended.exit_code == 2, ended.output
     assert message.strip() in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.output
+    assert "no line of yours" not in ended.output
     assert ended.stdout == ""
     left = {path.name for path in folder.iterdir()} - {"__pycache__"}
     assert left == {"made.py", "folder"}

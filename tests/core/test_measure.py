@@ -213,15 +213,6 @@ def test_the_peak_is_that_of_the_cpus_own_allocations(run):
     assert measure_memory(model, x, square_sum) == measure_allocated(model, x, square_sum)
 
 
-@pytest.mark.parametrize("run", [four_sums, gathered], ids=lambda run: run.__name__)
-def test_without_the_correction_the_peak_is_too_high(monkeypatch, run):
-    model = Model(run)
-    x = torch.randn(ROWS, WIDTH)
-    monkeypatch.setattr(LiveStorages, "_sum_of", lambda *_: None)
-    real = measure_allocated(model, x, square_sum).peak_bytes
-    assert measure_memory(model, x, square_sum).peak_bytes > real
-
-
 def test_a_gradient_that_someone_holds_is_not_added_to_in_place():
     held = []
 

@@ -19,7 +19,6 @@ from curry_train.core.timing import (
     find_device,
     order_of_rounds,
     paired_ratio,
-    spread_of,
     time_in_turns,
 )
 
@@ -121,21 +120,6 @@ def test_five_rounds_are_too_few_for_an_interval():
 )
 def test_a_difference_is_seen_when_the_interval_excludes_one(bounds, verdict):
     assert Ratio(1.0, *bounds, 0.95).verdict == verdict
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "message"),
-    [
-        ([1.0, 2.0], [1.0], "2 timings can't be compared with 1"),
-        ([], [], "0 timings"),
-        ([1.0], [0.0], "give it more to do"),
-    ],
-)
-def test_timings_of_different_rounds_are_an_error(ours, theirs, message):
-    with pytest.raises(ValueError, match=message):
-        paired_ratio(ours, theirs)
-    with pytest.raises(ValueError, match="no timings"):
-        spread_of([])
 
 
 # The device of a name.

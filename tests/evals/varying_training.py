@@ -1,4 +1,4 @@
-"""Write the snapshots of two cases: steps whose rows have other lengths, and evaluations between.
+"""Write the snapshots of three cases: rows of other lengths, evaluations between, a large file.
 
     PYTHONPATH=template:benchmarks:tests/plan python tests/evals/varying_training.py
 
@@ -6,11 +6,13 @@ It prints the MiB that the same runs reserve with each change.
 """
 
 import functools
+import pickle
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import snapshot_files
-from snapshot_files import MIB, Recorder, Training, python
+from snapshot_files import MIB, Recorder, Training, native, python
 
 CASES = Path(__file__).resolve().parents[2] / "evals/memory-plan"
 LENGTHS = (1130, 905, 1420, 1015, 1610, 1290, 1777)
@@ -150,7 +152,42 @@ def file_of(name):
     return CASES / name / "fixture/oom.pickle"
 
 
+@dataclass
+class Keeping(Training):
+    """Steps that keep a tensor each for an epoch; stacks are deep and, as in files, not shared."""
+
+    code: str = "/home/ana/ranker/rank.py"
+    kept: list = field(default_factory=list)
+
+    def stack(self, *frames, op="empty"):
+        found = super().stack(*frames, op=op)
+        deep = [native(f"torch::call_{number}", f"/build/{number}.cpp") for number in range(140)]
+        return [dict(one) for one in (*found[:2], *deep, *found[2:], *deep)]
+
+    def step(self, **options):
+        super().step(**options)
+        self.kept.append(self.make("activations", 4 * MIB, self.in_forward("scores", 83)))
+        if len(self.kept) == 50:
+            self.drop(*self.kept)
+            self.kept = []
+
+
+def keeping():
+    """Return the large training after 80 steps."""
+    training = Keeping()
+    training.build()
+    for _ in range(80):
+        training.step()
+    return training
+
+
+LARGE_FILE = CASES / "large-snapshot/fixture/oom.zip"
+
+
 def main():
+    LARGE_FILE.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(LARGE_FILE, "w", zipfile.ZIP_LZMA) as file:
+        file.writestr("oom.pickle", pickle.dumps(keeping().recorder.snapshot(), protocol=4))
     # Equal frames are written once.
     for name in ("python", "native"):
         setattr(snapshot_files, name, functools.cache(getattr(snapshot_files, name)))

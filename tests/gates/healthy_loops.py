@@ -18,7 +18,6 @@ from loops import (
     classifier,
     climb,
     fit,
-    in_half,
     loader,
     of_tokens,
     padded_tokens,
@@ -253,8 +252,9 @@ def scaler_that_is_off():
 
 
 def bfloat16():
-    model = classifier().bfloat16()
-    fit(model, adamw(model, rate=1e-3), in_half())
+    model = nn.Sequential(nn.Embedding(500, 8), nn.Flatten(), nn.Linear(32, 5)).bfloat16()
+    batches = [(torch.randint(500, (8, 4)), labels) for _, labels in loader()]
+    fit(model, adamw(model, rate=1e-3), batches)
 
 
 def compiled():

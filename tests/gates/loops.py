@@ -517,14 +517,18 @@ def frozen_input_of_reentrant_checkpoints():
 
 
 def scheduled_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    models = [classifier(), classifier()]
+    optimizers = [adamw(model) for model in models]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.9**step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for number, (inputs, labels) in enumerate(loader()):
-        (F.cross_entropy(model(inputs), labels) / 2).backward()
+        for model in models:
+            scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
         if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
         if number:
             scheduler.step()  # here
 

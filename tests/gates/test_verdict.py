@@ -3,6 +3,8 @@
 Run: `python -m pytest tests/gates/test_verdict.py`.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from curry_train.gates.verdict import (
     TECHNIQUES,
     Gate,
     discover,
+    shared_result,
     techniques_of,
 )
 from curry_train.workloads.models import load_workload
@@ -33,6 +36,15 @@ def test_what_a_gate_ran_is_counted():
     assert Gate("a/planted", of_ours).run(case).ran == ()
     assert Gate("a/model", of_user).run(case).ran == ("model", "loss")
     assert Gate("a/machine", of_ours, machine=True).run(case).ran == ("machine",)
+
+
+def test_gates_of_one_case_share_a_result_and_those_of_another_do_not():
+    case = Case(load_workload("mlp"))
+    another = replace(case, dtype=torch.bfloat16)
+    calls = []
+    for one in (case, replace(case), another, case):
+        shared_result(one, "key", lambda one=one: calls.append(one))
+    assert calls == [case, another, case]
 
 
 @pytest.mark.parametrize(

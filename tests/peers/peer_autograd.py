@@ -3,12 +3,11 @@
 import contextlib
 import gc
 import weakref
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from peer_table import (
     Block,
-    Change,
     X,
     behaviour,
     blocks_of,
@@ -17,9 +16,11 @@ from peer_table import (
     loss_of,
     pair,
     require_same,
+    step,
     train,
+    trains,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     checkpoint,
     set_checkpoint_debug_enabled,
@@ -29,20 +30,16 @@ from torch.utils.checkpoint import (
 # Backward in parts, again, and of higher order.
 
 
-@behaviour("a graph that is kept, and backward through it twice")
-def kept_graph(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss = loss_of(model(X))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("a graph that is kept, and backward through it twice")
+def kept_graph(model):
+    loss = loss_of(model(X))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
 
 
 @behaviour("a second backward through a freed graph is an error")
-def freed_graph(change: Change) -> None:
+def freed_graph(change):
     for model in pair(change):
         loss = loss_of(model(X))
         loss.backward()
@@ -54,281 +51,203 @@ def freed_graph(change: Change) -> None:
         assert "second time" in message or "extra time" in message, "no error"
 
 
-@behaviour("gradients of gradients")
-def gradient_penalty(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        x = X.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
-        slope.square().sum().backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("gradients of gradients")
+def gradient_penalty(model):
+    x = X.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+    slope.square().sum().backward()
+    return gradients(model)
 
 
-@behaviour("torch.autograd.grad for the input alone")
-def input_gradient(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        x = X.clone().requires_grad_()
-        return torch.autograd.grad(loss_of(model(x)), x)
-
-    require_same(change, step)
+@step("torch.autograd.grad for the input alone")
+def input_gradient(model):
+    x = X.clone().requires_grad_()
+    return torch.autograd.grad(loss_of(model(x)), x)
 
 
-@behaviour("backward for some of the weights: backward(inputs=...)")
-def some_inputs(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss_of(model(X)).backward(inputs=[model.layers[1].first.weight])
-        return gradients(model)
-
-    require_same(change, step)
+@step("backward for some of the weights: backward(inputs=...)")
+def some_inputs(model):
+    loss_of(model(X)).backward(inputs=[model.layers[1].first.weight])
+    return gradients(model)
 
 
-@behaviour("backward of one half of the output and then of the other")
-def halves(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        output = model(X)
-        output[:2].square().sum().backward(retain_graph=True)
-        output[2:].square().sum().backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("backward of one half of the output and then of the other")
+def halves(model):
+    output = model(X)
+    output[:2].square().sum().backward(retain_graph=True)
+    output[2:].square().sum().backward()
+    return gradients(model)
 
 
-@behaviour("two forwards before their backwards, in either order")
-def two_forwards(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        for order in ((0, 1), (1, 0)):
-            losses = [loss_of(model(X)), loss_of(model(2 * X))]
-            for index in order:
-                losses[index].backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("two forwards before their backwards, in either order")
+def two_forwards(model):
+    for order in ((0, 1), (1, 0)):
+        losses = [loss_of(model(X)), loss_of(model(2 * X))]
+        for index in order:
+            losses[index].backward()
+    return gradients(model)
 
 
-@behaviour("one backward through several forwards")
-def several_forwards(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        (loss_of(model(X)) + loss_of(model(2 * X))).backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("one backward through several forwards")
+def several_forwards(model):
+    (loss_of(model(X)) + loss_of(model(2 * X))).backward()
+    return gradients(model)
 
 
-@behaviour("a forward without backward leaves nothing behind")
-def no_backward(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model(X)
-        return train(model)
-
-    require_same(change, step)
+@step("a forward without backward leaves nothing behind")
+def no_backward(model):
+    model(X)
+    return train(model)
 
 
-@behaviour("a block is called twice in one forward")
-def called_twice(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss_of(model.layers[3](model.layers[3](X))).backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("a block is called twice in one forward")
+def called_twice(model):
+    loss_of(model.layers[3](model.layers[3](X))).backward()
+    return gradients(model)
 
 
-@behaviour("backward inside of forward, as for forces")
-def backward_inside(change: Change) -> None:
-    class Forces(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.enable_grad():
-                place = x if x.requires_grad else x.detach().requires_grad_()
-                energy = self.inner(place).square().sum()
-                (force,) = torch.autograd.grad(energy, place, create_graph=True)
-            return x + force
-
-    require_same(change, block=Forces)
+@trains("backward inside of forward, as for forces")
+class Forces(Block):
+    def forward(self, x):
+        with torch.enable_grad():
+            place = x if x.requires_grad else x.detach().requires_grad_()
+            energy = self.inner(place).square().sum()
+            (force,) = torch.autograd.grad(energy, place, create_graph=True)
+        return x + force
 
 
-@behaviour("mixed: some blocks are frozen")
-def frozen(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.embed.requires_grad_(False)
-        model.layers[0].requires_grad_(False)
-        model.layers[2].norm.requires_grad_(False)
-        return train(model)
-
-    require_same(change, step)
+@step("mixed: some blocks are frozen")
+def frozen(model):
+    model.embed.requires_grad_(False)
+    model.layers[0].requires_grad_(False)
+    model.layers[2].norm.requires_grad_(False)
+    return train(model)
 
 
-@behaviour("no input of the block requires grad")
-def no_grad_inputs(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.embed.requires_grad_(False)
-        return train(model)
-
-    require_same(change, step)
+@step("no input of the block requires grad")
+def no_grad_inputs(model):
+    model.embed.requires_grad_(False)
+    return train(model)
 
 
 # Early stop, debug, nesting.
 
 
-@behaviour("early stop switched off by torch's context")
-def early_stop(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        with set_checkpoint_early_stop(False):
-            return train(model)
-
-    require_same(change, step)
+@step("early stop switched off by torch's context")
+def early_stop(model):
+    with set_checkpoint_early_stop(False):
+        return train(model)
 
 
-@behaviour("torch's debug mode, which logs the operations of both runs")
-def debug_mode(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        with set_checkpoint_debug_enabled(True):
-            return train(model)
-
-    require_same(change, step)
+@step("torch's debug mode, which logs the operations of both runs")
+def debug_mode(model):
+    with set_checkpoint_debug_enabled(True):
+        return train(model)
 
 
-@behaviour("torch's checkpoint inside of the block")
-def torch_inside(change: Change) -> None:
-    class Inside(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + checkpoint(self.inner, x, use_reentrant=False)
-
-    require_same(change, block=Inside)
+@trains("torch's checkpoint inside of the block")
+class Inside(Block):
+    def forward(self, x):
+        return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
-@behaviour("torch's checkpoint around the whole model")
-def torch_around(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss_of(checkpoint(model, X, use_reentrant=False)).backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("torch's checkpoint around the whole model")
+def torch_around(model):
+    loss_of(checkpoint(model, X, use_reentrant=False)).backward()
+    return gradients(model)
 
 
-@behaviour("torch's reentrant checkpoint around the whole model")
-def reentrant_around(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)).backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("torch's reentrant checkpoint around the whole model")
+def reentrant_around(model):
+    loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)).backward()
+    return gradients(model)
 
 
-@behaviour("save_on_cpu around the whole model")
-def hooks_around(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        with torch.autograd.graph.save_on_cpu():
-            loss = loss_of(model(X))
-        loss.backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("save_on_cpu around the whole model")
+def hooks_around(model):
+    with torch.autograd.graph.save_on_cpu():
+        loss = loss_of(model(X))
+    loss.backward()
+    return gradients(model)
 
 
-@behaviour(
+@step(
     "saved-tensor hooks are forbidden around the model",
     every=limit("not today"),
     torch=limit("not today"),
 )
-def hooks_forbidden(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        with torch.autograd.graph.disable_saved_tensors_hooks("not today"):
-            return train(model)
-
-    require_same(change, step)
+def hooks_forbidden(model):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not today"):
+        return train(model)
 
 
 # Hooks.
 
 
-@behaviour("forward hooks of a block run once", segments=limit("the results differ"))
-def forward_hooks(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        calls: list[str] = []
-        for index, layer in enumerate(blocks_of(model)):
-            layer.register_forward_pre_hook(lambda *_, i=index: calls.append(f"before {i}"))
-            layer.register_forward_hook(lambda *_, i=index: calls.append(f"after {i}"))
-        return [train(model), calls]
-
-    require_same(change, step)
+@step("forward hooks of a block run once", segments=limit("the results differ"))
+def forward_hooks(model):
+    calls = []
+    for index, layer in enumerate(blocks_of(model)):
+        layer.register_forward_pre_hook(lambda *_, i=index: calls.append(f"before {i}"))
+        layer.register_forward_hook(lambda *_, i=index: calls.append(f"after {i}"))
+    return [train(model), calls]
 
 
-@behaviour("a forward hook changes the output of a block")
-def changing_hooks(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        for layer in model.layers:
-            layer.register_forward_hook(lambda module, inputs, output: output * 1.5)
-        return train(model)
-
-    require_same(change, step)
+@step("a forward hook changes the output of a block")
+def changing_hooks(model):
+    for layer in model.layers:
+        layer.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    return train(model)
 
 
-@behaviour("backward hooks of a block run once and see the gradients")
-def backward_hooks(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        seen: list[Any] = []
-        for layer in model.layers:
-            layer.register_full_backward_pre_hook(lambda module, above: seen.append(above))
-            layer.register_full_backward_hook(lambda module, below, above: seen.append(below))
-        return [train(model), seen]
-
-    require_same(change, step)
+@step("backward hooks of a block run once and see the gradients")
+def backward_hooks(model):
+    seen = []
+    for layer in model.layers:
+        layer.register_full_backward_pre_hook(lambda module, above: seen.append(above))
+        layer.register_full_backward_hook(lambda module, below, above: seen.append(below))
+    return [train(model), seen]
 
 
 @behaviour("hooks of tensors inside of a block run once")
-def tensor_hooks(change: Change) -> None:
-    seen: list[Tensor] = []
+def tensor_hooks(change):
+    seen = []
 
     class Hooked(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             hidden = self.inner(x)
             hidden.register_hook(seen.append)
             return x + hidden
 
-    def step(model: nn.Module) -> Any:
+    def step(model):
         seen.clear()
         return [train(model), list(seen)]
 
     require_same(change, step, Hooked)
 
 
-@behaviour("hooks of weights run once, after each gradient is complete")
-def weight_hooks(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        seen: list[Tensor] = []
-        for weight in model.parameters():
-            weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.clone()))
-        train(model)
-        return [len(seen), sum(tensor.sum() for tensor in seen)]
-
-    require_same(change, step)
+@step("hooks of weights run once, after each gradient is complete")
+def weight_hooks(model):
+    seen = []
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.clone()))
+    train(model)
+    return [len(seen), sum(tensor.sum() for tensor in seen)]
 
 
-@behaviour("an optimizer step in the hook of each weight")
-def optimizer_in_backward(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        for weight in model.parameters():
-            optimizer = torch.optim.SGD([weight], lr=0.1)
+@step("an optimizer step in the hook of each weight")
+def optimizer_in_backward(model):
+    for weight in model.parameters():
+        optimizer = torch.optim.SGD([weight], lr=0.1)
 
-            def update(_: Tensor, optimizer: Any = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
+        def update(_, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
 
-            weight.register_post_accumulate_grad_hook(update)
-        loss_of(model(X)).backward()
-        loss_of(model(X)).backward()
-        return [weight.detach() for weight in model.parameters()]
-
-    require_same(change, step)
+        weight.register_post_accumulate_grad_hook(update)
+    loss_of(model(X)).backward()
+    loss_of(model(X)).backward()
+    return [weight.detach() for weight in model.parameters()]
 
 
 # Functions of the user's own, and the tensors that they save.
@@ -338,16 +257,16 @@ class Cube(torch.autograd.Function):
     """Reads its saved tensors `reads` times, and notes what it finds."""
 
     reads = 1
-    notes: ClassVar[list[Any]] = []
+    notes: ClassVar[list] = []
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+    def forward(ctx, x, weight, mask):
         ctx.save_for_backward(x, weight, mask)
         ctx.mask = mask
         return x**3 * weight * mask
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient):
         for _ in range(Cube.reads):
             x, weight, mask = ctx.saved_tensors
         Cube.notes.append((mask is ctx.mask, hasattr(weight, "main_grad")))
@@ -355,17 +274,17 @@ class Cube(torch.autograd.Function):
 
 
 class Cubed(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gain = nn.Parameter(torch.ones(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mask = torch.ones_like(x)
         return Cube.apply(super().forward(x), self.gain, mask)
 
 
-def cubed(change: Change, *, reads: int = 1, note: int | None = None) -> None:
-    def step(model: nn.Module) -> Any:
+def cubed(change, *, reads=1, note=None):
+    def step(model):
         for layer in blocks_of(model):
             layer.gain.main_grad = torch.zeros(8)
         Cube.reads = reads
@@ -378,7 +297,7 @@ def cubed(change: Change, *, reads: int = 1, note: int | None = None) -> None:
 
 
 @behaviour("a function of one's own saves tensors")
-def own_function(change: Change) -> None:
+def own_function(change):
     cubed(change)
 
 
@@ -392,19 +311,19 @@ UNPACKED_TWICE = limit("already unpacked once")
     segments=UNPACKED_TWICE,
     torch=UNPACKED_TWICE,
 )
-def reads_twice(change: Change) -> None:
+def reads_twice(change):
     cubed(change, reads=2)
 
 
 @behaviour("a saved tensor without grad is the same object in backward")
-def identity(change: Change) -> None:
+def identity(change):
     class Kept(Cubed):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return Cube.apply(Block.forward(self, x), self.gain, mask)
 
     mask = torch.ones(4, 8)
 
-    def step(model: nn.Module) -> Any:
+    def step(model):
         Cube.reads = 1
         Cube.notes.clear()
         train(model)
@@ -421,27 +340,24 @@ NO_ATTRIBUTES = limit("the results differ")
     every=NO_ATTRIBUTES,
     torch=NO_ATTRIBUTES,
 )
-def attributes(change: Change) -> None:
+def attributes(change):
     cubed(change, note=1)
 
 
-@behaviour("writes in place inside of a block", sac=limit("has been mutated"))
-def writes_inside(change: Change) -> None:
-    class Writing(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(self.norm(x))
-            hidden.relu_()
-            out = torch.zeros_like(x)
-            out[:2] = self.last(hidden)[:2]
-            return x + out
-
-    require_same(change, block=Writing)
+@trains("writes in place inside of a block", sac=limit("has been mutated"))
+class Writing(Block):
+    def forward(self, x):
+        hidden = self.first(self.norm(x))
+        hidden.relu_()
+        out = torch.zeros_like(x)
+        out[:2] = self.last(hidden)[:2]
+        return x + out
 
 
 @behaviour(
     "a weight changed in place between forward and backward is an error", torch=limit("no e")
 )
-def changed_weight(change: Change) -> None:
+def changed_weight(change):
     for model in pair(change):
         loss = loss_of(model(X))
         with torch.no_grad():
@@ -458,11 +374,11 @@ def changed_weight(change: Change) -> None:
 
 
 @behaviour("activations of a block are freed after backward")
-def freed(change: Change) -> None:
-    inside: list[Any] = []
+def freed(change):
+    inside = []
 
     class Noting(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             hidden = self.first(self.norm(x))
             inside.append(weakref.ref(hidden))
             return x + self.last(nn.functional.gelu(hidden))
@@ -481,7 +397,7 @@ def freed(change: Change) -> None:
 
 
 @behaviour("an output that is dropped frees everything without the garbage collector")
-def dropped(change: Change) -> None:
+def dropped(change):
     for model in pair(change):
         x = torch.randn(4, 8, requires_grad=True) * 1
         alive = weakref.ref(x)
@@ -494,59 +410,53 @@ def dropped(change: Change) -> None:
             gc.enable()
 
 
-@behaviour("an error in the forward of a block passes, and the next step is right")
-def forward_error(change: Change) -> None:
-    class Failing(Block):
-        def forward(self, x: Tensor, fails: bool) -> Tensor:
-            output = super().forward(x)
-            if fails:
-                raise KeyError("planned")
-            return output
-
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        with contextlib.suppress(KeyError):
-            model(X, True)
-        return train(model, False)
-
-    require_same(change, step, Failing)
+class Failing(Block):
+    def forward(self, x, fails):
+        output = super().forward(x)
+        if fails:
+            raise KeyError("planned")
+        return output
 
 
-@behaviour("an interrupt in the forward of a block passes, and the next step is right")
-def interrupt(change: Change) -> None:
-    class Interrupted(Block):
-        def forward(self, x: Tensor, fails: bool) -> Tensor:
-            output = super().forward(x)
-            if fails:
-                raise KeyboardInterrupt
-            return output
-
-    def step(model: nn.Module) -> Any:
-        with contextlib.suppress(KeyboardInterrupt):
-            model(X, True)
-        return train(model, False)
-
-    require_same(change, step, Interrupted)
+@step("an error in the forward of a block passes, and the next step is right", block=Failing)
+def forward_error(model):
+    with contextlib.suppress(KeyError):
+        model(X, True)
+    return train(model, False)
 
 
-@behaviour("an error in backward passes, and the next step is right")
-def backward_error(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        def fail(_: Tensor) -> None:
-            raise ArithmeticError("planned")
+class Interrupted(Block):
+    def forward(self, x, fails):
+        output = super().forward(x)
+        if fails:
+            raise KeyboardInterrupt
+        return output
 
-        handle = model.layers[1].last.weight.register_hook(fail)
-        with contextlib.suppress(ArithmeticError):
-            loss_of(model(X)).backward()
-        handle.remove()
-        return train(model)
 
-    require_same(change, step)
+@step(
+    "an interrupt in the forward of a block passes, and the next step is right", block=Interrupted
+)
+def interrupt(model):
+    with contextlib.suppress(KeyboardInterrupt):
+        model(X, True)
+    return train(model, False)
+
+
+@step("an error in backward passes, and the next step is right")
+def backward_error(model):
+    def fail(_):
+        raise ArithmeticError("planned")
+
+    handle = model.layers[1].last.weight.register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        loss_of(model(X)).backward()
+    handle.remove()
+    return train(model)
 
 
 @behaviour("anomaly detection")
-def anomaly(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
+def anomaly(change):
+    def step(model):
         with torch.autograd.detect_anomaly(check_nan=True):
             return train(model)
 

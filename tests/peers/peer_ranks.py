@@ -1,7 +1,5 @@
 """Behaviours on two ranks: DDP with a static graph or unused weights, and FSDP2."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from peer_table import (
@@ -9,26 +7,25 @@ from peer_table import (
     LEVERS,
     Block,
     Chain,
-    Change,
     X,
     behaviour,
     loss_of,
     same,
     torch_checkpoints,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
 class Unused(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.spare = nn.Linear(8, 8)
 
 
-def two_steps(plain: nn.Module, model: nn.Module) -> list[Any]:
+def two_steps(plain, model):
     """Train on the rank's rows, and return the gradients of each step."""
     rows = X[dist.get_rank() :: 2]
     found = []
@@ -39,14 +36,14 @@ def two_steps(plain: nn.Module, model: nn.Module) -> list[Any]:
     return found
 
 
-def whole(gradient: Any) -> Any:
+def whole(gradient):
     if gradient is None:
         return None
-    tensor: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return tensor.clone()
 
 
-def require_same_on_ranks(change: Change, wrap: Any, block: Any = Block) -> None:
+def require_same_on_ranks(change, wrap, block=Block):
     found = []
     for act in (lambda model: None, change):
         model = Chain(block)
@@ -56,22 +53,22 @@ def require_same_on_ranks(change: Change, wrap: Any, block: Any = Block) -> None
 
 
 @behaviour("DDP with a static graph", on_ranks=True)
-def ddp_static(change: Change) -> None:
+def ddp_static(change):
     require_same_on_ranks(
         change, lambda model: DistributedDataParallel(model, static_graph=True), Unused
     )
 
 
 @behaviour("DDP that looks for unused weights", on_ranks=True)
-def ddp_unused(change: Change) -> None:
+def ddp_unused(change):
     require_same_on_ranks(
         change, lambda model: DistributedDataParallel(model, find_unused_parameters=True), Unused
     )
 
 
 @behaviour("FSDP2 that shards each block", on_ranks=True)
-def fsdp2(change: Change) -> None:
-    def shard(model: Any) -> Any:
+def fsdp2(change):
+    def shard(model):
         mesh = init_device_mesh("cpu", (2,))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -80,10 +77,10 @@ def fsdp2(change: Change) -> None:
     require_same_on_ranks(change, shard)
 
 
-def errors_on_ranks() -> dict[str, dict[str, str]]:
+def errors_on_ranks():
     """Return the error of each behaviour under each lever, empty where it holds."""
     torch.manual_seed(0)
-    found: dict[str, dict[str, str]] = {}
+    found = {}
     for one in BEHAVIOURS:
         if not one.on_ranks:
             continue

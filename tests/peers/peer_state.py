@@ -5,12 +5,10 @@ import io
 import pickle
 import random
 import warnings
-from typing import Any
 
 import torch
 from peer_table import (
     Block,
-    Change,
     X,
     behaviour,
     gradients,
@@ -19,9 +17,11 @@ from peer_table import (
     pair,
     require_same,
     same,
+    step,
     train,
+    trains,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
@@ -29,21 +29,21 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 
 class Dropping(Block):
-    def inner(self, x: Tensor) -> Tensor:
+    def inner(self, x):
         return nn.functional.dropout(super().inner(x), 0.4)
 
 
-@behaviour("dropout draws the same mask again, and the generator ends where it did")
-def dropout(change: Change) -> None:
-    require_same(change, lambda model: [train(model), torch.get_rng_state()], Dropping)
+@step("dropout draws the same mask again, and the generator ends where it did", block=Dropping)
+def dropout(model):
+    return [train(model), torch.get_rng_state()]
 
 
 class Noisy(Block):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.generator = torch.Generator().manual_seed(3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mask = torch.rand(x.shape, generator=self.generator) > 0.5
         return x + self.inner(x * mask) * mask
 
@@ -52,28 +52,27 @@ DIFFERENT = limit("the results differ")
 
 
 @behaviour("a generator of the block's own", torch=DIFFERENT)
-def own_generator(change: Change) -> None:
+def own_generator(change):
     require_same(change, block=Noisy)
 
 
-@behaviour(
+class Chance(Block):
+    def forward(self, x):
+        scale = random.random()
+        return x + self.inner(x * scale) * scale
+
+
+@step(
     "numbers of Python's random in the block",
     recompute=DIFFERENT,
     sac=DIFFERENT,
     segments=DIFFERENT,
     torch=DIFFERENT,
+    block=Chance,
 )
-def python_random(change: Change) -> None:
-    class Chance(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            scale = random.random()
-            return x + self.inner(x * scale) * scale
-
-    def step(model: nn.Module) -> Any:
-        random.seed(3)
-        return train(model)
-
-    require_same(change, step, Chance)
+def python_random(model):
+    random.seed(3)
+    return train(model)
 
 
 @behaviour(
@@ -83,135 +82,116 @@ def python_random(change: Change) -> None:
     segments=DIFFERENT,
     torch=DIFFERENT,
 )
-def global_generator(change: Change) -> None:
+def global_generator(change):
     generator = torch.Generator()
 
     class Elsewhere(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             mask = torch.rand(x.shape, generator=generator) > 0.5
             return x + self.inner(x * mask) * mask
 
-    def step(model: nn.Module) -> Any:
+    def step(model):
         generator.manual_seed(3)
         return train(model)
 
     require_same(change, step, Elsewhere)
 
 
-@behaviour("random numbers drawn between forward and backward do not matter")
-def drawn_between(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss = loss_of(model(X))
-        torch.rand(17)
-        loss.backward()
-        return [gradients(model), torch.rand(3)]
-
-    require_same(change, step, Dropping)
+@step("random numbers drawn between forward and backward do not matter", block=Dropping)
+def drawn_between(model):
+    loss = loss_of(model(X))
+    torch.rand(17)
+    loss.backward()
+    return [gradients(model), torch.rand(3)]
 
 
 # State of blocks.
 
 
-@behaviour("running statistics of batch norms move once", torch=DIFFERENT)
-def batch_norm(change: Change) -> None:
-    class Normed(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8)
-
-    require_same(change, block=Normed)
+@trains("running statistics of batch norms move once", torch=DIFFERENT)
+class Normed(Block):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
 
 
-@behaviour("a counter in a buffer moves once, and its value is that of forward", torch=DIFFERENT)
-def counter(change: Change) -> None:
-    class Counting(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.ones(()))
+@trains("a counter in a buffer moves once, and its value is that of forward", torch=DIFFERENT)
+class Counting(Block):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return x + self.inner(x) * self.count.clone()
-
-    require_same(change, block=Counting)
+    def forward(self, x):
+        self.count += 1
+        return x + self.inner(x) * self.count.clone()
 
 
-@behaviour("an attribute that forward changes moves once", torch=DIFFERENT)
-def attribute(change: Change) -> None:
-    class Remembering(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-            self.seen: list[int] = []
+class Remembering(Block):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.seen = []
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            self.seen.append(self.calls)
-            return x + self.inner(x) * float(self.calls)
-
-    def step(model: nn.Module) -> Any:
-        found = [train(model), train(model)]
-        return [
-            found,
-            [(layer.calls, layer.seen) for layer in model.modules() if hasattr(layer, "calls")],
-        ]
-
-    require_same(change, step, Remembering)
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return x + self.inner(x) * float(self.calls)
 
 
-@behaviour(
-    "eval() between forward and backward", torch=limit("number of tensors|the results differ")
+@step("an attribute that forward changes moves once", torch=DIFFERENT, block=Remembering)
+def attribute(model):
+    found = [train(model), train(model)]
+    return [
+        found,
+        [(layer.calls, layer.seen) for layer in model.modules() if hasattr(layer, "calls")],
+    ]
+
+
+class Dropout(Block):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.4)
+
+    def inner(self, x):
+        return self.last(self.dropout(nn.functional.gelu(self.first(self.norm(x)))))
+
+
+@step(
+    "eval() between forward and backward",
+    torch=limit("number of tensors|the results differ"),
+    block=Dropout,
 )
-def eval_between(change: Change) -> None:
-    class Dropout(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dropout = nn.Dropout(0.4)
-
-        def inner(self, x: Tensor) -> Tensor:
-            return self.last(self.dropout(nn.functional.gelu(self.first(self.norm(x)))))
-
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss = loss_of(model(X))
-        model.eval()
-        loss.backward()
-        model.train()
-        return gradients(model)
-
-    require_same(change, step, Dropout)
+def eval_between(model):
+    loss = loss_of(model(X))
+    model.eval()
+    loss.backward()
+    model.train()
+    return gradients(model)
 
 
-@behaviour("training in eval mode")
-def eval_mode(change: Change) -> None:
-    require_same(change, lambda model: train(model.eval()), Dropping)
+@step("training in eval mode", block=Dropping)
+def eval_mode(model):
+    return train(model.eval())
 
 
-@behaviour("forward without grad mode and in inference mode")
-def no_grad(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        with torch.no_grad():
-            found = [model(X)]
-        with torch.inference_mode():
-            found.append(model(X).clone())
-        return [found, train(model)]
-
-    require_same(change, step)
+@step("forward without grad mode and in inference mode")
+def no_grad(model):
+    with torch.no_grad():
+        found = [model(X)]
+    with torch.inference_mode():
+        found.append(model(X).clone())
+    return [found, train(model)]
 
 
-@behaviour("weights replaced between forward and backward", torch=DIFFERENT)
-def replaced(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        first = list(model.parameters())
-        loss = loss_of(model(X))
-        for module in model.modules():
-            for name, weight in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(weight.detach() * 3 + 1))
-        loss.backward()
-        return [weight.grad for weight in first]
-
-    require_same(change, step)
+@step("weights replaced between forward and backward", torch=DIFFERENT)
+def replaced(model):
+    first = list(model.parameters())
+    loss = loss_of(model(X))
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(weight.detach() * 3 + 1))
+    loss.backward()
+    return [weight.grad for weight in first]
 
 
 @behaviour(
@@ -221,14 +201,14 @@ def replaced(change: Change) -> None:
     segments=limit("different (metadata|number)"),
     sac=limit("different (metadata|number)"),
 )
-def global_shape(change: Change) -> None:
+def global_shape(change):
     rows = [4]
 
     class Global(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x + nn.functional.pad(self.inner(x[: rows[0]]), (0, 0, 0, 4 - rows[0]))
 
-    def step(model: nn.Module) -> Any:
+    def step(model):
         rows[0] = 4
         loss = loss_of(model(X))
         rows[0] = 3
@@ -238,25 +218,22 @@ def global_shape(change: Change) -> None:
     require_same(change, step, Global)
 
 
-@behaviour("spectral norm and weight norm", torch=DIFFERENT)
-def parametrized(change: Change) -> None:
-    class Parametrized(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = weight_norm(self.first)
-            self.last = spectral_norm(self.last)
-
-    require_same(change, block=Parametrized)
+@trains("spectral norm and weight norm", torch=DIFFERENT)
+class Parametrized(Block):
+    def __init__(self):
+        super().__init__()
+        self.first = weight_norm(self.first)
+        self.last = spectral_norm(self.last)
 
 
 @behaviour("one weight shared by two blocks, and by the layer before them")
-def tied(change: Change) -> None:
+def tied(change):
     class Tied(Block):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inside = nn.Linear(8, 8)
 
-        def inner(self, x: Tensor) -> Tensor:
+        def inner(self, x):
             return super().inner(self.inside(x))
 
     found = []
@@ -270,107 +247,85 @@ def tied(change: Change) -> None:
     assert same(*found), "the results differ"
 
 
-@behaviour("an LSTM in the block")
-def recurrent(change: Change) -> None:
-    class Recurrent(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8)
+@trains("an LSTM in the block")
+class Recurrent(Block):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
 
-        def inner(self, x: Tensor) -> Tensor:
-            return super().inner(self.lstm(x[:, None])[0][:, 0])
-
-    require_same(change, block=Recurrent)
+    def inner(self, x):
+        return super().inner(self.lstm(x[:, None])[0][:, 0])
 
 
-@behaviour("attention with dropout in the block")
-def attention(change: Change) -> None:
-    class Attending(Block):
-        def inner(self, x: Tensor) -> Tensor:
-            rows = self.norm(x)[None]
-            attended = nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)
-            return super().inner(attended[0])
-
-    require_same(change, block=Attending)
+@trains("attention with dropout in the block")
+class Attending(Block):
+    def inner(self, x):
+        rows = self.norm(x)[None]
+        attended = nn.functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.2)
+        return super().inner(attended[0])
 
 
-@behaviour("sparse gradients of an embedding")
-def sparse(change: Change) -> None:
-    class Sparse(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(5, 8, sparse=True)
+class Sparse(Block):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 8, sparse=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.inner(x + self.table(torch.tensor([0, 3, 3, 1])))
+    def forward(self, x):
+        return x + self.inner(x + self.table(torch.tensor([0, 3, 3, 1])))
 
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss_of(model(X)).backward()
-        return [weight.grad.to_dense() for weight in model.parameters()]
 
-    require_same(change, step, Sparse)
+@step("sparse gradients of an embedding", block=Sparse)
+def sparse(model):
+    loss_of(model(X)).backward()
+    return [weight.grad.to_dense() for weight in model.parameters()]
 
 
 # Precision.
 
 
-@behaviour("autocast around forward, and backward outside of it")
-def autocast(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
+@step("autocast around forward, and backward outside of it")
+def autocast(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model(X).float())
+    loss.backward()
+    return gradients(model)
+
+
+class Exact(Block):
+    def inner(self, x):
+        with torch.autocast("cpu", enabled=False):
+            x = self.norm(x.float())
+        return self.last(nn.functional.gelu(self.first(x))).float()
+
+
+@step("autocast switched off in a part of the block", block=Exact)
+def autocast_off(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return train(model)
+
+
+@trains("autocast inside of the block alone")
+class Half(Block):
+    def inner(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model(X).float())
-        loss.backward()
-        return gradients(model)
-
-    require_same(change, step)
+            return super().inner(x).float()
 
 
-@behaviour("autocast switched off in a part of the block")
-def autocast_off(change: Change) -> None:
-    class Exact(Block):
-        def inner(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", enabled=False):
-                x = self.norm(x.float())
-            return self.last(nn.functional.gelu(self.first(x))).float()
-
-    def step(model: nn.Module) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return train(model)
-
-    require_same(change, step, Exact)
-
-
-@behaviour("autocast inside of the block alone")
-def autocast_inside(change: Change) -> None:
-    class Half(Block):
-        def inner(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return super().inner(x).float()
-
-    require_same(change, block=Half)
-
-
-@behaviour("autocast and one weight in all blocks")
-def autocast_tied(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        for layer in model.layers[1:]:
-            layer.first = model.layers[0].first
-        model.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(model(X).float())
-        loss.backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("autocast and one weight in all blocks")
+def autocast_tied(model):
+    for layer in model.layers[1:]:
+        layer.first = model.layers[0].first
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model(X).float())
+    loss.backward()
+    return gradients(model)
 
 
 @behaviour("weights and inputs in bfloat16 and in double precision")
-def dtypes(change: Change) -> None:
+def dtypes(change):
     for dtype in (torch.bfloat16, torch.float64):
 
-        def step(model: nn.Module, dtype: torch.dtype = dtype) -> Any:
+        def step(model, dtype=dtype):
             model.to(dtype)
             loss_of(model(X.to(dtype))).backward()
             return gradients(model)
@@ -381,36 +336,30 @@ def dtypes(change: Change) -> None:
 # Copies.
 
 
-@behaviour("a deep copy of the model trains the same")
-def deep_copy(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        copied = copy.deepcopy(model)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.zero_()
-        return train(copied)
-
-    require_same(change, step)
+@step("a deep copy of the model trains the same")
+def deep_copy(model):
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    return train(copied)
 
 
-@behaviour("a pickled model trains the same")
-def pickled(change: Change) -> None:
-    require_same(change, lambda model: train(pickle.loads(pickle.dumps(model))))
+@step("a pickled model trains the same")
+def pickled(model):
+    return train(pickle.loads(pickle.dumps(model)))
 
 
-@behaviour("the model saved whole by torch.save trains the same")
-def saved_whole(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        return train(torch.load(file, weights_only=False))
-
-    require_same(change, step)
+@step("the model saved whole by torch.save trains the same")
+def saved_whole(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return train(torch.load(file, weights_only=False))
 
 
 @behaviour("names, state dict and class of modules stay")
-def names(change: Change) -> None:
+def names(change):
     plain, changed = pair(change)
     for model in (plain, changed):
         assert [name for name, _ in model.named_modules()] == [
@@ -422,38 +371,29 @@ def names(change: Change) -> None:
     changed.load_state_dict(plain.state_dict())
 
 
-@behaviour("functional_call with other weights", torch=DIFFERENT)
-def functional(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        weights = {
-            name: (weight.detach() * 1.5).requires_grad_()
-            for name, weight in model.named_parameters()
-        }
-        loss_of(functional_call(model, weights, (X,))).backward()
-        return [weight.grad for weight in weights.values()]
-
-    require_same(change, step)
+@step("functional_call with other weights", torch=DIFFERENT)
+def functional(model):
+    weights = {
+        name: (weight.detach() * 1.5).requires_grad_() for name, weight in model.named_parameters()
+    }
+    loss_of(functional_call(model, weights, (X,))).backward()
+    return [weight.grad for weight in weights.values()]
 
 
 NOT_IN_FUNC = limit("torch.func|functorch|saved tensor hooks|saved_tensors_hooks")
 
 
-@behaviour("torch.func.grad through the blocks", every=NOT_IN_FUNC, torch=NOT_IN_FUNC)
-def func_grad(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        found = torch.func.grad(lambda values: loss_of(functional_call(model, values, (X,))))(
-            weights
-        )
-        return list(found.values())
-
-    require_same(change, step)
+@step("torch.func.grad through the blocks", every=NOT_IN_FUNC, torch=NOT_IN_FUNC)
+def func_grad(model):
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    found = torch.func.grad(lambda values: loss_of(functional_call(model, values, (X,))))(weights)
+    return list(found.values())
 
 
 # Any dispatch mode rounds derivatives of composite operations otherwise.
 @behaviour("forward-mode derivatives", sac=DIFFERENT)
-def forward_mode(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
+def forward_mode(change):
+    def step(model):
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
             return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach()

@@ -2,14 +2,11 @@
 
 import threading
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from peer_table import (
     Block,
-    Change,
     X,
     behaviour,
     gradients,
@@ -18,39 +15,36 @@ from peer_table import (
     refused,
     require_same,
     same,
+    step,
     train,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 # Threads.
 
 
-def in_thread(act: Callable[[], Any]) -> Any:
+def in_thread(act):
     """Run a function in a thread of its own; return its result or raise its error."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         return pool.submit(act).result()
 
 
-@behaviour("forward in one thread and backward in another")
-def other_thread(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        loss = in_thread(lambda: loss_of(model(X)))
-        in_thread(loss.backward)
-        return gradients(model)
-
-    require_same(change, step)
+@step("forward in one thread and backward in another")
+def other_thread(model):
+    loss = in_thread(lambda: loss_of(model(X)))
+    in_thread(loss.backward)
+    return gradients(model)
 
 
 @behaviour("two models train in two threads at once")
-def two_threads(change: Change) -> None:
+def two_threads(change):
     plain, one = pair(change)
     _, other = pair(change)
     expected = train(plain)
     barrier = threading.Barrier(2)
 
-    def run(model: nn.Module) -> Any:
+    def run(model):
         barrier.wait()
         return [train(model) for _ in range(3)]
 
@@ -62,155 +56,118 @@ def two_threads(change: Change) -> None:
 # Modes and instruments of others.
 
 
-@behaviour("torch's counter of operations around the step")
-def counted(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        with FlopCounterMode(display=False):
-            return train(model)
-
-    require_same(change, step)
+@step("torch's counter of operations around the step")
+def counted(model):
+    with FlopCounterMode(display=False):
+        return train(model)
 
 
-@behaviour("torch's tracker of modules around the step")
-def tracked(change: Change) -> None:
+@step("torch's tracker of modules around the step")
+def tracked(model):
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    def step(model: nn.Module) -> Any:
-        tracker = MemTracker()
-        tracker.track_external(model)
-        with tracker:
-            return train(model)
-
-    require_same(change, step)
+    tracker = MemTracker()
+    tracker.track_external(model)
+    with tracker:
+        return train(model)
 
 
-@behaviour("torch's profiler around the step")
-def profiled(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-            return train(model)
-
-    require_same(change, step)
+@step("torch's profiler around the step")
+def profiled(model):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        return train(model)
 
 
-@behaviour("a default device for new tensors")
-def default_device(change: Change) -> None:
-    class Making(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            made = torch.full((8,), 2.0)
-            assert made.device.type == "cpu"
-            return x + self.inner(x * made)
-
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        with torch.device("cpu"):
-            loss = loss_of(model(X))
-        loss.backward()
-        return gradients(model)
-
-    require_same(change, step, Making)
+class Making(Block):
+    def forward(self, x):
+        made = torch.full((8,), 2.0)
+        assert made.device.type == "cpu"
+        return x + self.inner(x * made)
 
 
-@behaviour("a model on the meta device")
-def on_meta(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.to("meta")
-        loss_of(model(X.to("meta"))).backward()
-        return [weight.grad.shape for weight in model.parameters()]
-
-    require_same(change, step)
+@step("a default device for new tensors", block=Making)
+def default_device(model):
+    with torch.device("cpu"):
+        loss = loss_of(model(X))
+    loss.backward()
+    return gradients(model)
 
 
-@behaviour("fake tensors, as planners use them")
-def fake(change: Change) -> None:
+@step("a model on the meta device")
+def on_meta(model):
+    model.to("meta")
+    loss_of(model(X.to("meta"))).backward()
+    return [weight.grad.shape for weight in model.parameters()]
+
+
+@step("fake tensors, as planners use them")
+def fake(model):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def step(model: nn.Module) -> Any:
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            loss_of(model(torch.empty(4, 8))).backward()
-            return [weight.grad.shape for weight in model.parameters()]
-
-    require_same(change, step)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        loss_of(model(torch.empty(4, 8))).backward()
+        return [weight.grad.shape for weight in model.parameters()]
 
 
-@behaviour("deterministic algorithms are demanded")
-def deterministic(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        torch.use_deterministic_algorithms(True)
-        try:
-            return train(model)
-        finally:
-            torch.use_deterministic_algorithms(False)
-
-    require_same(change, step)
+@step("deterministic algorithms are demanded")
+def deterministic(model):
+    torch.use_deterministic_algorithms(True)
+    try:
+        return train(model)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # Loops.
 
 
-@behaviour("microbatches accumulate, and steps of an optimizer follow each other")
-def accumulation(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for _ in range(2):
-            for part in X.split(2):
-                loss_of(model(part)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [weight.detach() for weight in model.parameters()]
-
-    require_same(change, step)
+@step("microbatches accumulate, and steps of an optimizer follow each other")
+def accumulation(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for part in X.split(2):
+            loss_of(model(part)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach() for weight in model.parameters()]
 
 
-@behaviour("other shapes in each step")
-def other_shapes(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        for rows in (4, 1, 3):
-            loss_of(model(X[:rows])).backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("other shapes in each step")
+def other_shapes(model):
+    for rows in (4, 1, 3):
+        loss_of(model(X[:rows])).backward()
+    return gradients(model)
 
 
-@behaviour(
-    "a loop that adds what the blocks return", segments=refused("does not take the output of")
-)
-def residual_loop(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        output = model.embed(X)
-        for layer in model.layers:
-            output = output + layer.inner(output) + layer(output)
-        loss_of(output).backward()
-        return gradients(model)
-
-    require_same(change, step)
+@step("a loop that adds what the blocks return", segments=refused("does not take the output of"))
+def residual_loop(model):
+    output = model.embed(X)
+    for layer in model.layers:
+        output = output + layer.inner(output) + layer(output)
+    loss_of(output).backward()
+    return gradients(model)
 
 
-@behaviour("blocks are skipped at random")
-def skipped(change: Change) -> None:
-    def step(model: nn.Module) -> Any:
-        model.zero_grad()
-        output = model.layers[2](model.layers[0](model.embed(X)))
-        loss_of(output).backward()
-        return [weight.grad for weight in model.layers[0].parameters()]
-
-    require_same(change, step)
+@step("blocks are skipped at random")
+def skipped(model):
+    output = model.layers[2](model.layers[0](model.embed(X)))
+    loss_of(output).backward()
+    return [weight.grad for weight in model.layers[0].parameters()]
 
 
 # Compiled code.
 
 
-def compiled(function: Any) -> Any:
+def compiled(function):
     return torch.compile(function, backend="aot_eager")
 
 
-def close(found: list[Any], expected: list[Any]) -> bool:
+def close(found, expected):
     return all(map(torch.allclose, found, expected))
 
 
 @behaviour("the whole model is compiled", is_long=True)
-def whole_model(change: Change) -> None:
+def whole_model(change):
     plain, changed = pair(change, depth=2)
     torch._dynamo.reset()
     with warnings.catch_warnings():
@@ -222,16 +179,16 @@ def whole_model(change: Change) -> None:
 
 
 @behaviour("a compiled function inside of the block")
-def function_inside(change: Change) -> None:
+def function_inside(change):
     torch._dynamo.reset()
     run = compiled(lambda x, weight: nn.functional.gelu(x @ weight).sin())
 
     class Compiled(Block):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.eye(8) / 2)
 
-        def inner(self, x: Tensor) -> Tensor:
+        def inner(self, x):
             return super().inner(run(self.norm(x), self.weight))
 
     with warnings.catch_warnings():

@@ -3,7 +3,7 @@
 A behaviour is a function that gets `change`, which applies a lever to the blocks of a model in
 place, and fails if training with it is not the plain training. Each cell of the table is one of:
 it holds, it is refused with a message of ours, or it is torch's own limit: then torch's own form
-of the lever fails the same behaviour.
+of the lever fails the same behaviour. `step` and `trains` register one from a step or a block.
 
 python -m pytest tests/peers
 """
@@ -30,7 +30,7 @@ from curry_train.primitives import (
 
 Change = Callable[[nn.Module], Any]
 BLOCKS = "layers.*"
-LEVERS: dict[str, Change] = {
+LEVERS = {
     "recompute": lambda model: recompute_blocks(model, blocks=BLOCKS),
     "sac": lambda model: apply_sac(model, "save_matmuls", blocks=BLOCKS),
     "segments": lambda model: recompute_segments(model, 2, blocks=BLOCKS),
@@ -40,12 +40,12 @@ LEVERS: dict[str, Change] = {
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def torch_checkpoints(model: nn.Module, **options: Any) -> None:
+def torch_checkpoints(model, **options):
     for layer in model.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
-def torch_saves_products(model: nn.Module) -> None:
+def torch_saves_products(model):
     torch_checkpoints(
         model, context_fn=functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
     )
@@ -54,20 +54,20 @@ def torch_saves_products(model: nn.Module) -> None:
 class CheckpointedPair(nn.Module):
     """Two blocks that torch recomputes together."""
 
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+    def __init__(self, first, second):
         super().__init__()
         self.first = first
         self.second = second
 
-    def run(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(self, x, *args, **kwargs):
         output = self.first(x, *args, **kwargs)
         return self.second(output[0] if isinstance(output, tuple) else output, *args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
 
 
-def torch_checkpoints_pairs(model: nn.Module) -> None:
+def torch_checkpoints_pairs(model):
     """Recompute the first two of four blocks as one, as two segments do."""
     first, second, *others = model.layers
     model.layers = nn.ModuleList([CheckpointedPair(first, second), *others])
@@ -76,20 +76,20 @@ def torch_checkpoints_pairs(model: nn.Module) -> None:
 class SavedOnCpu:
     """A forward under torch's `save_on_cpu`."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward):
         self.forward = forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         with torch.autograd.graph.save_on_cpu():
             return self.forward(*args, **kwargs)
 
 
-def torch_saves_on_cpu(model: nn.Module) -> None:
+def torch_saves_on_cpu(model):
     for layer in model.layers:
         layer.forward = SavedOnCpu(layer.forward)
 
 
-TORCHS_OWN: dict[str, Change] = {
+TORCHS_OWN = {
     "recompute": torch_checkpoints,
     "sac": torch_saves_products,
     "segments": torch_checkpoints_pairs,
@@ -111,12 +111,12 @@ class Outcome:
 HOLDS = Outcome("holds")
 
 
-def refused(words: str) -> Outcome:
+def refused(words):
     """Our own error, before anything is wrong."""
     return Outcome("refused", words)
 
 
-def limit(words: str) -> Outcome:
+def limit(words):
     """Torch's own form of the lever fails with these words too."""
     return Outcome("torch's own limit", words)
 
@@ -133,21 +133,21 @@ class Behaviour:
     on_ranks: bool = False
 
 
-BEHAVIOURS: list[Behaviour] = []
+BEHAVIOURS = []
 
 
 def behaviour(
-    name: str,
+    name,
     *,
-    every: Outcome = HOLDS,
-    torch: Outcome = HOLDS,
-    is_long: bool = False,
-    on_ranks: bool = False,
-    **outcomes: Outcome,
-) -> Callable[[Callable[[Change], None]], Callable[[Change], None]]:
+    every=HOLDS,
+    torch=HOLDS,
+    is_long=False,
+    on_ranks=False,
+    **outcomes,
+):
     """Register a behaviour that holds under each lever that is not named."""
 
-    def register(run: Callable[[Change], None]) -> Callable[[Change], None]:
+    def register(run):
         cells = {**dict.fromkeys(LEVERS, every), **outcomes, "torch": torch}
         BEHAVIOURS.append(Behaviour(name, run, cells, is_long, on_ranks))
         return run
@@ -159,50 +159,50 @@ def behaviour(
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.first = nn.Linear(8, 16)
         self.last = nn.Linear(16, 8)
 
-    def inner(self, x: Tensor) -> Tensor:
+    def inner(self, x):
         return self.last(nn.functional.gelu(self.first(self.norm(x))))
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return x + self.inner(x)
 
 
 class Chain(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
+    def __init__(self, block=Block, depth=4):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(8, 8)
         self.layers = nn.ModuleList(block() for _ in range(depth))
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output: Any = self.embed(x)
+    def forward(self, x, *args, **kwargs):
+        output = self.embed(x)
         for layer in self.layers:
             output = layer(output[0] if isinstance(output, tuple) else output, *args, **kwargs)
         return output
 
 
-def blocks_of(model: nn.Module) -> list[nn.Module]:
+def blocks_of(model):
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output):
     tensor = output[0] if isinstance(output, tuple) else output
     return tensor.square().sum()
 
 
-def gradients(model: nn.Module) -> list[Tensor | None]:
+def gradients(model):
     return [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
 
 
-def train(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
+def train(model, *args, **kwargs):
     """Run one step, and return the loss, all gradients and all buffers."""
     model.zero_grad()
     loss = loss_of(model(X, *args, **kwargs))
@@ -210,7 +210,7 @@ def train(model: nn.Module, *args: Any, **kwargs: Any) -> list[Any]:
     return [loss.detach(), gradients(model), [buffer.clone() for buffer in model.buffers()]]
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     """Compare nested values bit by bit."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
@@ -219,9 +219,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def pair(
-    change: Change, block: Callable[[], nn.Module] = Block, depth: int = 4
-) -> tuple[nn.Module, nn.Module]:
+def pair(change, block=Block, depth=4):
     """Return the plain model and a copy that is changed."""
     plain = Chain(block, depth)
     changed = copy.deepcopy(plain)
@@ -230,10 +228,10 @@ def pair(
 
 
 def require_same(
-    change: Change,
-    step: Callable[[nn.Module], Any] = train,
-    block: Callable[[], nn.Module] = Block,
-) -> None:
+    change,
+    step=train,
+    block=Block,
+):
     """Fail unless a step gives the same with and without the lever."""
     found = []
     for model in pair(change, block):
@@ -242,13 +240,33 @@ def require_same(
     assert same(*found), "the results differ"
 
 
+def step(name, *, block=Block, **cells):
+    """Register a step that must give the same with and without the lever."""
+
+    def register(run):
+        behaviour(name, **cells)(functools.partial(require_same, step=run, block=block))
+        return run
+
+    return register
+
+
+def trains(name, **cells):
+    """Register a block whose model must train the same with and without the lever."""
+
+    def register(block):
+        behaviour(name, **cells)(functools.partial(require_same, block=block))
+        return block
+
+    return register
+
+
 # The table as a page shows it.
 
 MARKS = {"holds": "yes", "refused": "refused", "torch's own limit": "limit"}
 HEADINGS = {**{lever: lever for lever in LEVERS}, "torch": "torch's `checkpoint`"}
 
 
-def rendered() -> str:
+def rendered():
     """Format the behaviours that do not hold everywhere, and the number that hold."""
     counts = [sum(one.outcomes[lever] == HOLDS for one in BEHAVIOURS) for lever in HEADINGS]
     lines = [

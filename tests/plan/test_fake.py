@@ -78,10 +78,12 @@ def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
     )
     assert kept // 2**19 == 2 * 656.5
     with Sketch(llama_8b(depth=2), dtype=torch.bfloat16, kernels="cuda") as sketch:
-        blocks = sketch.step(1).blocks
-    assert [block.held for block in blocks.values()] == [kept + stream] * 2  # and its own output
+        step = sketch.step(1)
+    # And its input, for the first norm.
+    assert [block.held for block in step.blocks.values()] == [kept + stream] * 2
     norms, matrices = 2 * width, 2 * width * width + 2 * width * kv_heads * row + 3 * width * hidden
-    assert {block.gradients for block in blocks.values()} == {half * (norms + matrices)}
+    around = 2 * 128256 * width + width
+    assert step.gradients == half * (2 * (norms + matrices) + around)
 
 
 def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):

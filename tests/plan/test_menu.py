@@ -1,23 +1,21 @@
-"""A block's estimated cost under each option is the real one's, and equal blocks are equal.
+"""The chain of measured options predicts whole steps, and equal blocks are measured together.
 
 python -m pytest tests/plan/test_menu.py
 """
 
-import contextlib
 import functools
+import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.core.generators import seeded
-from curry_train.core.measure import LiveStorages
-from curry_train.plan import costs
-from curry_train.plan.costs import BlockKind, candidates, find_kinds, measure_menus
-from curry_train.plan.device import SAC_SECONDS, find_profile
+from curry_train.plan import record
+from curry_train.plan.card import Card
+from curry_train.plan.costs import candidates, find_kinds
+from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.saved import (
     FULL_KIND,
@@ -25,14 +23,14 @@ from curry_train.plan.saved import (
     OFFLOAD_KIND,
     REGIONS_KIND,
     SAC_KIND,
+    Candidate,
     Option,
-    apply_options,
 )
+from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import Bottleneck, transformer
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Workload
 
-CASE = Case(transformer(depth=2), batch_size=4)
-LOSS = CASE.workload.mean_loss
+LLAMA = transformer(depth=2)
 
 
 def workload(build, shape, name="own"):
@@ -62,32 +60,22 @@ def stack(build, number, shape):
     )
 
 
-@contextlib.contextmanager
-def kinds_of(made):
-    """List the kinds of blocks, on tensors without values."""
+def measured(made, *, offload=False, without=()):
+    """Return whole steps with measured menus, and the options that could not run."""
     with Sketch(made) as sketch:
-        yield find_kinds(sketch, sketch.step(4), 4)
+        steps = WholeSteps(sketch, card=Card(find_profile("cpu")))
+        left_out = steps.measure(chunked=False, offload=offload, without=without)
+        return steps, left_out
 
 
-# The figures of a block alone.
+def kinds_of(made):
+    """List the names of equal blocks."""
+    with Sketch(made) as sketch:
+        kinds = find_kinds(sketch.blocks(sketch.build()), [sketch.step(2), sketch.step(4)])
+    return [tuple(names) for names in kinds]
 
 
-def real_figures(build, x, option):
-    """Return the bytes held after forward, and the peak on top, of a block on real tensors."""
-    holder = nn.ModuleList([build()]).train()
-    apply_options(holder, {"0": option})
-    leaf = x.clone().requires_grad_()
-    with seeded(0), LiveStorages() as lives:
-        given = leaf.clone()
-        output = holder[0](given)
-        del given
-        kept = output.clone()
-        own = set(lives.lives_of(output))
-        del output
-        passed_on = sum(life.nbytes for life in own if life.died is None)
-        held, lives.bytes_peak = lives.bytes_alive - kept.nbytes - passed_on, lives.bytes_alive
-        torch.autograd.backward([kept], [torch.ones_like(kept)])
-    return held, lives.bytes_peak - kept.nbytes - held
+# The chain against whole steps.
 
 
 class Gated(nn.Module):
@@ -110,74 +98,66 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_bytes_of_each_option_are_those_of_the_real_block(name):
+def test_the_chain_predicts_the_peaks_of_whole_steps(name):
     build, shape = BLOCKS[name]
-    with kinds_of(stack(lambda _: build(), 3, shape)) as (kind,):
-        found = {option: kind.run(option)[0] for option in candidates(kind, offload=False)}
-    assert {NONE_KIND, REGIONS_KIND, FULL_KIND} <= {option.kind for option in found}
-    x = torch.randn(4, *shape)
-    for option, measured in found.items():
-        assert (measured.held, measured.transient) == real_figures(build, x, option), option
+    made = stack(lambda _: build(), 3, shape)
+    with Sketch(made) as sketch:
+        steps = WholeSteps(sketch, card=Card(find_profile("cpu")))
+        assert not steps.measure(chunked=False, offload=False)
+        draw = random.Random(0)
+        num_exact = 0
+        for size, num_steps in ((4, 1), (4, 2), (16, 1)):
+            given = Candidate(size, num_steps, False)
+            chain = steps.priced(given)
+            kinds = {option.kind for option in chain.blocks[0].options}
+            assert {NONE_KIND, REGIONS_KIND, FULL_KIND} <= kinds
+            assert OFFLOAD_KIND not in kinds
+            for _ in range(2):
+                options = {block.name: draw.choice(block.options) for block in chain.blocks}
+                real = steps.step(Candidate(size, num_steps, False, options=options)).peak_bytes
+                predicted = chain.peak(options)
+                assert real <= predicted <= 1.05 * real, (size, num_steps, options)
+                num_exact += predicted == real
+    assert num_exact >= 4
 
 
 def test_offload_moves_activations_only():
-    with kinds_of(CASE.workload) as (kind,):
-        plain, away = (kind.run(Option(which))[0] for which in (NONE_KIND, OFFLOAD_KIND))
-        assert away.held < 0.01 * plain.held
-        assert (
-            plain.held - away.held <= away.moved_away
-        )  # a tensor that two blocks share moves once per block
-        assert kind.run(Option(NONE_KIND))[0].held == plain.held  # the block is unchanged
-
-
-def test_a_failing_option_leaves_the_block_unchanged(monkeypatch):
-    with kinds_of(CASE.workload) as (kind,):
-        before = type(kind.block)
-        monkeypatch.setattr(before, "forward", lambda self, *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            kind.run(Option(FULL_KIND))
-        assert type(kind.block) is before
-        assert all(parameter.grad is None for parameter in kind.block.parameters())
+    steps, _ = measured(LLAMA, offload=True, without=(SAC_KIND,))
+    (plain,) = {block.held for block in steps.plain_steps(chunked=False)[-1].blocks.values()}
+    away = steps.menus["layers.0"][Option(OFFLOAD_KIND)]
+    assert -plain <= away.large[0] < -0.99 * plain
 
 
 def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():
-    with kinds_of(CASE.workload) as (kind,):
-        profile = find_profile("cpu")
-        kept = Option(SAC_KIND, frozenset({("matmul", 0)}))
-        measured, _ = kind.run(kept)
-        slower = measured.seconds(kept, profile, "float32") - measured.seconds(
-            Option(FULL_KIND), profile, "float32"
-        )
-        assert 0 < slower <= SAC_SECONDS * measured.again.sum() * (1 + 1e-9)
+    steps, _ = measured(LLAMA)
+    menu = steps.menus["layers.0"]
+    full = menu[Option(FULL_KIND)].slowdown
+    assert {option.kind for option in menu if menu[option].slowdown > full} == {SAC_KIND}
+    assert 1 < menu[Option(REGIONS_KIND)].slowdown < full
 
 
 # Which blocks are equal.
 
 
-def measured_kinds(made, monkeypatch):
-    calls = []
-    run = BlockKind.run
-    monkeypatch.setattr(
-        BlockKind, "run", lambda self, option: calls.append(self.names) or run(self, option)
-    )
-    with Sketch(made) as sketch:
-        menus, _ = measure_menus(
-            sketch,
-            [sketch.step(2), sketch.step(4)],
-            offload=False,
-            without=(SAC_KIND, REGIONS_KIND),
-        )
-    return menus, calls
-
-
-def test_blocks_of_one_kind_are_measured_once(monkeypatch):
+def test_blocks_of_one_kind_are_measured_together(monkeypatch):
     counts = {}
+    steps_of = WholeSteps.recorded
     for depth in (2, 6):
-        menus, calls = measured_kinds(stack(lambda _: Gated(), depth, (8, 16)), monkeypatch)
-        assert len(menus) == depth
-        counts[depth] = len(calls)
-        monkeypatch.undo()
-    assert counts[2] == counts[6] <= 6
+        calls = []
+        monkeypatch.setattr(
+            WholeSteps,
+            "recorded",
+            lambda self, one, calls=calls, **options: (
+                calls.append(one.options) or steps_of(self, one, **options)
+            ),
+        )
+        steps, _ = measured(stack(lambda _: Gated(), depth, (8, 16)))
+        assert len(steps.menus) == depth
+        num_options = len(steps.menus["1.0"]) - 1
+        # Two plain steps, and full recompute at the smaller size.
+        assert len(calls) == 3 + -(-num_options // depth)
+        counts[depth] = num_options
+    assert counts[2] == counts[6] > 2
 
 
 class Windowed(nn.Module):
@@ -215,14 +195,7 @@ class Dropping(nn.Module):
     ids=["another attribute", "dropout", "another width"],
 )
 def test_two_kinds_of_one_class_are_not_confused(build):
-    with kinds_of(stack(build, 4, (16,))) as kinds:
-        assert [kind.names for kind in kinds] == [("1.0", "1.2"), ("1.1", "1.3")]
-        first, second = (
-            [kind.run(Option(which))[0] for which in (NONE_KIND, FULL_KIND)] for kind in kinds
-        )
-    assert [(cost.held, cost.transient) for cost in first] != [
-        (cost.held, cost.transient) for cost in second
-    ]
+    assert kinds_of(stack(build, 4, (16,))) == [("1.0", "1.2"), ("1.1", "1.3")]
 
 
 def test_a_frozen_block_is_a_kind_of_its_own():
@@ -230,9 +203,8 @@ def test_a_frozen_block_is_a_kind_of_its_own():
         model = transformer(depth=3, dim=32).build()
         return model.layers[1].requires_grad_(False) and model
 
-    made = Workload("frozen", build, CASE.workload.batch, CASE.workload.loss)
-    with kinds_of(made) as kinds:
-        assert [kind.names for kind in kinds] == [("layers.0", "layers.2"), ("layers.1",)]
+    made = Workload("frozen", build, LLAMA.batch, LLAMA.loss)
+    assert kinds_of(made) == [("layers.0", "layers.2"), ("layers.1",)]
 
 
 def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
@@ -248,15 +220,11 @@ def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
         def forward(self, x):
             runs[self] += 1
             x = self.linear(x)
-            return torch.tanh(x) if runs[self] % 2 else torch.tanh(x) * torch.sigmoid(x)
+            return torch.tanh(x) if runs[self] % 2 == 0 else torch.tanh(x) * torch.sigmoid(x)
 
-    made = stack(lambda _: Writes(), 2, (16,))
-    with Sketch(made) as sketch:
-        menus, left_out = measure_menus(
-            sketch, [sketch.step(2), sketch.step(4)], offload=False, without=(SAC_KIND,)
-        )
+    steps, left_out = measured(stack(lambda _: Writes(), 2, (16,)), without=(SAC_KIND,))
     assert any(f"can't run as {FULL_KIND}" in reason for reason in left_out)
-    assert all(option.kind != FULL_KIND for menu in menus.values() for option, _ in menu)
+    assert all(Option(FULL_KIND) not in menu for menu in steps.menus.values())
 
 
 class Neuron(nn.Module):
@@ -286,21 +254,6 @@ class Spiking(nn.Module):
             for layer in self.layers:
                 x = layer(x)
         return x
-
-
-def test_a_block_that_keeps_state_runs_from_that_of_its_first_call():
-    spiking = workload(Spiking, (16,))
-    with Sketch(spiking) as sketch:
-        first, *_ = find_kinds(sketch, sketch.step(4), 4)
-        anyhow = replace(first, attributes=None)
-        anyhow.run(Option(NONE_KIND))
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            anyhow.run(Option(NONE_KIND))
-        menus, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
-    assert [*menus] == ["layers.0", "layers.1"]
-    assert not left_out
-    for menu in menus.values():
-        assert {option.kind for option, _ in menu} >= {NONE_KIND, FULL_KIND}
 
 
 class Prepared:
@@ -337,28 +290,27 @@ class Giving(nn.Module):
         return x
 
 
-def test_a_block_that_does_not_run_by_itself_is_planned_as_it_is():
-    with Sketch(workload(Giving, (16,))) as sketch:
-        menus, left_out = measure_menus(sketch, [sketch.step(2), sketch.step(4)], offload=False)
-    assert menus == {}
-    assert left_out == tuple(
-        f"layers.{index} does not run by itself (call prepare() first): it is planned as it is"
-        for index in range(2)
-    )
+@pytest.mark.parametrize(("build", "offered"), [(Spiking, FULL_KIND), (Giving, OFFLOAD_KIND)])
+def test_blocks_are_offered_what_they_can_do_in_their_model(build, offered):
+    steps, left_out = measured(workload(build, (16,)), offload=True)
+    assert [*steps.menus] == ["layers.0", "layers.1"]
+    for menu in steps.menus.values():
+        assert {NONE_KIND, offered} <= {option.kind for option in menu}
+        assert (FULL_KIND in {option.kind for option in menu}) == (build is Spiking)
+    assert ("layers.0 can't run as full: call prepare() first" in left_out) == (build is Giving)
 
 
 def test_calls_that_draw_are_never_offered(monkeypatch):
-    with kinds_of(CASE.workload) as (kind,):
-        assert any(("attention", 0) in option.keep for option in candidates(kind, offload=False))
-        monkeypatch.setattr(
-            costs.sac,
-            "draws",
-            lambda operation, args, kwargs: "attention" in str(operation),
-        )
-        anew = replace(kind)  # which has not run yet
-        assert not any(
-            ("attention", 0) in option.keep for option in candidates(anew, offload=False)
-        )
+    def offered():
+        with Sketch(LLAMA) as sketch:
+            expensive = sketch.step(4).blocks["layers.0"].work.expensive
+        return {call for option in candidates(expensive, offload=False) for call in option.keep}
+
+    assert ("attention", 0) in offered()
+    monkeypatch.setattr(
+        record.sac, "draws", lambda operation, args, kwargs: "attention" in str(operation)
+    )
+    assert ("attention", 0) not in offered()
 
 
 # Policies that keep calls by their position.

@@ -173,7 +173,7 @@ def test_a_state_of_one_byte_counts_one_byte(monkeypatch):
 def test_the_branch_with_more_memory_counts():
     _, step = predicted(OPTIMIZERS["condition"])
     _, without = predicted("sgd")
-    assert step.step > without.step
+    assert step.tail > without.tail
 
 
 def test_a_step_that_needs_values_is_measured():

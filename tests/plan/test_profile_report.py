@@ -58,4 +58,5 @@ def test_the_table_fits_80_columns_with_any_names():
     assert max(map(len, text.splitlines())) <= 80
     assert "transformer.layers.7 " in text
     assert "21 smaller layers" in text
+    assert report_of(("holds nothing", 0, 0), rest=0).table()
     assert len(text.splitlines()) == 23

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import numpy
 import pytest
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from curry_train.plan.device import PROFILES
-from curry_train.plan.estimate import Sketch, count_window
+from curry_train.plan.estimate import Sketch, count_window, time_of_window
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.planner import plan
 from curry_train.plan.rank_time import (
@@ -174,6 +175,23 @@ def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
     assert "estimated, not measured" in text
     assert "0.001 GB/s within nodes of 8" in text
     assert Plan.from_json(slow.to_json()).communication == found
+
+
+def test_products_of_a_way_of_the_users_own_take_the_time_of_the_dtype_of_its_policy():
+    def own(model, mesh):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for one in (*model.layers, model):
+            fully_shard(one, mesh=mesh, mp_policy=policy)
+
+    ways = ((own, {}), ("fsdp2", {"precision": "bfloat16"}), ("fsdp2", {}))
+    mixed, built_in, plain = (
+        time_of_window(
+            step_of(kind, ranks=2, **options), PROFILES["cpu"], SLOW_LINKS, dtype="float32", steps=1
+        ).compute
+        for kind, options in ways
+    )
+    # The CPU has no half-precision products.
+    assert mixed == built_in > 2 * plain
 
 
 def test_parameters_that_fsdp2_keeps_on_the_host_are_refused():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 import ranks
 from curry_train import primitives
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.plan.costs import Drop
+from curry_train.plan.costs import drop_saved_tensors
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
@@ -178,9 +178,10 @@ def test_two_ranks_of_one_world_are_predicted_in_one_process():
 def test_offload_moves_activations_of_a_rank_and_none_of_its_weights(sharding):
     moved = []
     for shared in (Sharding(), sharding):
-        with Sketch(small(depth=1), sharding=shared) as sketch, Drop() as offload:
-            sketch.step(1, change=lambda module, offload=offload: offload(module, ["layers.0"]))
-        moved.append(offload.bytes_away)
+        with Sketch(small(depth=1), sharding=shared) as sketch:
+            plain = sketch.step(1)
+            away = sketch.step(1, change=functools.partial(drop_saved_tensors, names=["layers.0"]))
+            moved.append(plain.timeline.after["forward"] - away.timeline.after["forward"])
     alone, on_a_rank = moved
     if sharding.kind == "fsdp2":
         assert on_a_rank == alone

@@ -416,8 +416,6 @@ def test_the_head_is_the_output_layer_or_the_one_that_is_named(build, head, expe
 
 IGNORED = -100
 SMALLEST_SIZE = 1e-3
-# Half precision rounds logits and their gradients once; float32 sums in another order.
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def reference(hidden, weight, targets, *, bias, options):
@@ -543,6 +541,7 @@ SINGLE_CLASS = dict(
 
 @settings(max_examples=60, deadline=None)
 @example(**SINGLE_CLASS)
+@example(**SINGLE_CLASS | {"options": {"softcap": 2.0}, "classes": 3, "needs": (False, True, True)})
 @given(
     options=OPTIONS,
     weighted=st.sampled_from(["", "class", "token", "both", "probability"]),
@@ -565,7 +564,7 @@ def test_every_combination_of_options_is_the_reference(
         if tensor is not None:
             tensor.requires_grad_(need)
     add_weights(options, weighted, tensors)
-    assert compared(tensors, options, chunk_tokens=chunk_tokens) < TOLERANCES[torch.float64]
+    assert compared(tensors, options, chunk_tokens=chunk_tokens) < 1e-12
 
 
 def add_weights(options, weighted, tensors):
@@ -576,31 +575,6 @@ def add_weights(options, weighted, tensors):
         options["token_weights"] = torch.linspace(0, 3, size).reshape(tensors[3].shape)
     if weighted == "probability":
         options["token_weights"] = "probability"
-
-
-EACH = [
-    {"reduction": "none"},
-    {"z_loss": 1e-2},
-    {"softcap": 3.0},
-    {"label_smoothing": 0.1, "class": True},
-    {"class": True, "reduction": "sum"},
-    {"token": True},
-    {"token_weights": "probability"},
-    {"token_weights": "probability", "reduction": "none", "z_loss": 1e-2, "softcap": 3.0},
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("options", EACH, ids=str)
-def test_options_hold_in_low_precision_and_under_autocast(options, autocast, dtype):
-    options = dict(options)
-    tensors = make(3, tokens=40, width=16, classes=70, ignored=0.3, biased=True, dtype=dtype)
-    chosen = [name for name in ("class", "token") if options.pop(name, False)]
-    add_weights(options, "".join(chosen), tensors)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        error = compared(tensors, options)
-    assert error < TOLERANCES[torch.bfloat16 if autocast else dtype]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

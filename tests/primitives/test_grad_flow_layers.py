@@ -114,10 +114,6 @@ def test_outputs_of_every_structure_are_counted_once(kind):
     [
         (lambda: GradFlow(nn.Linear(2, 2)), "has no module with parameters to probe"),
         (
-            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), layers="layers.*"),
-            "layers 'layers.*' matches no module",
-        ),
-        (
             lambda: GradFlow(nn.Sequential(nn.LazyLinear(2))),
             "run one batch through the model first",
         ),
@@ -128,12 +124,6 @@ def test_outputs_of_every_structure_are_counted_once(kind):
         (
             lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"),
             "an optimizer is needed, got str",
-        ),
-        (
-            lambda: GradFlow(
-                nn.Sequential(nn.Linear(2, 2)), torch.optim.SGD(nn.Linear(2, 2).parameters())
-            ),
-            "SGD holds no parameter of this model",
         ),
         (
             lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), scaler=1024.0),
@@ -346,28 +336,24 @@ def test_a_model_whose_layers_are_called_one_by_one_is_probed():
     assert record.gradients_read == AFTER_BACKWARD
 
 
-def test_validation_in_between_is_not_training():
+def validate(model):
+    with torch.no_grad():
+        model(batch(rows=100))
+    with torch.inference_mode():
+        model(batch(rows=100))
+
+
+def train_copies(model):
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(batch(rows=50)).sum().backward()
+
+
+@pytest.mark.parametrize("beside", [validate, train_copies])
+def test_validation_and_copies_made_in_a_probed_step_are_not_probed(beside):
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=1) as flow:
-        with torch.no_grad():
-            model(batch(rows=100))
-        with torch.inference_mode():
-            model(batch(rows=100))
-        model(batch()).sum().backward()
-        optimizer.step()
-    assert flow.records[0].layers["0.0"].activation.elements == 32
-    assert flow.records[0].forwards == 1
-
-
-def test_copies_and_pickles_made_in_a_probed_step_are_unprobed_models():
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradFlow(model, optimizer, every=1) as flow:
-        others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        for other in others:
-            other(batch(rows=50)).sum().backward()
-            other.zero_grad()
+        beside(model)
         model(batch()).sum().backward()
         optimizer.step()
     assert flow.records[0].layers["0.0"].activation.elements == 32

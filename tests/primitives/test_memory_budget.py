@@ -28,7 +28,6 @@ from compiled_models import (
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from tree import ROOT
 from warm_python import warm_python
 
@@ -118,29 +117,6 @@ def test_torch_ignores_kept_operations_at_zero_so_the_smallest_budget_replaces_i
         step(bounded(block_class(dropout), 0.0))
 
 
-class Watching(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def test_torch_never_runs_compiled_code_again_after_a_dispatch_mode():
-    runs = []
-
-    def backend(graph, inputs):
-        def run(*args):
-            runs.append(None)
-            return graph(*args)
-
-        return run
-
-    compiled = torch.compile(lambda x: torch.sin(x) * 2, backend=backend)
-    compiled(torch.ones(3))
-    with Watching():
-        compiled(torch.ones(3))
-    compiled(torch.ones(3))
-    assert len(runs) == 1
-
-
 # The contract.
 
 
@@ -195,14 +171,14 @@ def test_other_shapes_threads_and_resets_keep_the_budget_and_the_draws():
         # The loss itself takes 16 bytes.
         saved[size] = held_bytes(model, rows(size)) // (64 * size)
 
-    for size in (64, 32, 16, 48):
+    for size in (64, 16, 48):
         check(size)
     torch._dynamo.reset()
     check(24)
     thread = threading.Thread(target=check, args=(40,))
     thread.start()
     thread.join()
-    assert len(saved) == 6
+    assert len(saved) == 5
     assert len(set(saved.values())) == 1
 
 

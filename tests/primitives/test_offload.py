@@ -3,13 +3,11 @@
 python -m pytest tests/primitives/test_offload.py
 """
 
-import collections
 import contextlib
 import copy
 import functools
 import gc
 import pickle
-import random
 import weakref
 
 import pytest
@@ -21,7 +19,6 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import offload
 from curry_train.primitives.offload import (
-    HostCopies,
     HostMemoryShort,
     offload_blocks,
     offload_report,
@@ -355,92 +352,6 @@ def test_no_cast_of_a_weight_stays_alive_until_backward(batch):
 
 
 # Slow copies, as on CUDA.
-
-
-class Event:
-    def __init__(self, copies, copy):
-        self.copies, self.copy = copies, copy
-
-    def query(self):
-        if (
-            self.copies.queue and self.copies.chance.random() < 0.3
-        ):  # one more copy was done meanwhile
-            self.copies.queue[0].synchronize()
-        return self.copy is None
-
-    def synchronize(self):
-        while self.copy is not None:
-            event = self.copies.queue.popleft()
-            event.copy()
-            event.copy = None
-
-
-class Late(HostCopies):
-    """Copy in the order of calls, each when its result is awaited, and check both memories."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.queue, self.chance = collections.deque(), random.Random(0)
-
-    def _copy(self, target, source):
-        nbytes, offset = source.nbytes, target.storage_offset()
-        here, there = (weakref.ref(each.untyped_storage()) for each in (source, target))
-        if (
-            target.data_ptr() == target.untyped_storage().data_ptr()
-            and target.untyped_storage().nbytes() == nbytes
-        ):
-            target.fill_(255)  # reading it before the copy gives wrong numbers
-
-        def copy():
-            assert here() is not None, "the source of a copy was freed before it"
-            assert there() is not None, "a copy writes to freed memory"
-            whole = torch.empty(0, dtype=torch.uint8)
-            whole.set_(there(), offset, (nbytes,)).copy_(
-                torch.empty(0, dtype=torch.uint8).set_(here(), 0, (nbytes,))
-            )
-
-        self.queue.append(Event(self, copy))
-        return self.queue[-1]
-
-    def wait(self, done):
-        done.synchronize()
-
-
-class WithoutWaiting(Late):
-    def wait(self, done):
-        pass
-
-
-class WithoutSources(Late):
-    def out(self, source, host, *, most_bytes):
-        super().out(source, host, most_bytes=most_bytes)
-        self._leaving.clear()
-        self._leaving_bytes = 0
-
-
-def late_steps(batch, monkeypatch, copies):
-    monkeypatch.setattr(offload, "HostCopies", copies)
-    plain, model = blocks_of_two(6), blocks_of_two(6)
-    offload_blocks(model)
-    for size in (64, 48, 64):
-        steps = [record_step(module, batch[:size], square_sum) for module in (plain, model)]
-        assert compare(*steps).bit_equal
-    return model
-
-
-def test_the_computation_waits_for_copies_and_both_memories_stay_until_they_are_done(
-    batch, monkeypatch
-):
-    model = late_steps(batch, monkeypatch, Late)
-    for _ in steps_that_leave_nothing(model, batch):
-        pass
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # freeing raises too
-@pytest.mark.parametrize("copies", [WithoutWaiting, WithoutSources])
-def test_a_missing_wait_for_copies_is_caught(batch, monkeypatch, copies):
-    with pytest.raises(AssertionError):
-        late_steps(batch, monkeypatch, copies)
 
 
 @pytest.mark.cuda

@@ -19,9 +19,7 @@ from curry_train.primitives.recompute import (
 )
 from curry_train.primitives.segments import recompute_segments, remove_segments
 from curry_train.primitives.strategies import (
-    STRATEGIES,
     CheckpointConfig,
-    Sample,
     choose_segments,
 )
 from curry_train.workloads.models import snn
@@ -245,19 +243,6 @@ def test_selective_patterns_choose_blocks_and_one_without_a_match_is_an_error(ba
 def test_selective_without_its_inputs_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         apply(chain(3), **config)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_strategies_name_what_they_changed(name, batch):
-    model = chain()
-    sample = Sample(batch.repeat(8, 1), lambda module, batch: module(batch).sum())
-    if name.startswith("timesteps"):  # the model has no loop over time
-        with pytest.raises(ValueError, match="has no method unroll"):
-            STRATEGIES[name].apply(model, sample)
-        return
-    names = STRATEGIES[name].apply(model, sample)
-    assert (names == []) == (name == "none")
-    assert all(type(model.get_submodule(found)) is not Block for found in names)
 
 
 @pytest.mark.parametrize("size", [1, 4, None])

@@ -292,6 +292,12 @@ def test_modules_that_recompute_by_themselves_are_no_blocks():
     assert any("run in eval mode or without gradients" in note for note in choice.notes)
 
 
+def test_blocks_in_eval_mode_are_left_out():
+    model = made(PairsInLists)
+    model.layers[0].eval()
+    assert chosen(model).names == PAIRS[2:]
+
+
 class DropsLayers(nn.Module):
     def __init__(self):
         super().__init__()

@@ -23,7 +23,6 @@ from torch.utils.checkpoint import (
 
 from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
-from curry_train.gates.sac import torch_sac
 from curry_train.primitives import POLICIES, sac
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import (
@@ -69,43 +68,6 @@ def test_a_named_policy_is_the_same_training(name):
     record, memory, _ = figures(lambda model: apply_sac(model, name))
     assert compare(plain()[0], record).bit_equal
     assert memory.held_bytes < plain()[1].held_bytes
-
-
-def test_bytes_and_flops_equal_those_of_torchs_own():
-    ours, theirs = figures(apply_sac), figures(torch_sac)
-    assert ours[1:] == theirs[1:]
-    assert compare(theirs[0], ours[0]).bit_equal
-
-
-class Attending(nn.Module):
-    """Attention with dropout, then dropout: on CUDA the kernel draws, on CPU separate calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x):
-        heads = [part.view(*x.shape[:2], 4, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
-        mixed = F.scaled_dot_product_attention(*heads, dropout_p=0.2, is_causal=True)
-        return x + F.dropout(self.out(mixed.transpose(1, 2).reshape(x.shape)), 0.2)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_dropout_inside_and_after_attention_is_drawn_the_same(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    torch.manual_seed(0)
-    dtype = (
-        torch.bfloat16 if device == "cuda" else torch.float32
-    )  # flash attention takes no float32
-    model = nn.Sequential(*[Attending() for _ in range(2)]).to(device, dtype)
-    x, records = torch.randn(2, 16, 32, device=device, dtype=dtype), []
-    for apply in (nothing, lambda model: apply_sac(model)):
-        changed = copy.deepcopy(model)
-        apply(changed)
-        torch.manual_seed(1)
-        records.append(record_step(changed, x, lambda model, x: model(x).square().mean()))
-    assert compare(*records).bit_equal
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -390,7 +352,7 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
         (keep("tanh", "mm", "rand_like"), {"attention": 1, "tanh": 0}),
         # A third of what is cheap may be kept without a product, and more with one.
         (keep("tanh"), {"product": 3, "attention": 1, "tanh": 0}),
-        (calls(("matmul", 1), ("attention", 0)), {"product": 2}),
+        (calls(("matmul", 1)), {"product": 2, "attention": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -27,16 +27,15 @@ BACK = {"action": "rollback", "window": 32, "skip_around": 2}
 class Planted:
     """A loader whose batches with an index in `bad` have wrong targets."""
 
-    def __init__(self, loader, bad, wrong):
+    def __init__(self, loader, bad):
         self.loader = loader
         self.bad = bad
-        self.wrong = wrong
         self.epoch = 0
         self.generator = loader.generator
 
     def __iter__(self):
         for number, (inputs, targets) in enumerate(self.loader, start=BATCHES * self.epoch):
-            yield inputs, targets + self.wrong if number in self.bad else targets
+            yield inputs, targets + 50.0 if number in self.bad else targets
 
 
 def train(
@@ -46,7 +45,6 @@ def train(
     microbatches=1,
     rollback_every=10,
     bad=BAD,
-    wrong=50.0,
     rank=0,
     journal=True,
     own=None,
@@ -62,7 +60,7 @@ def train(
     inputs = torch.randn(4 * BATCHES, 4)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     source = Planted(
-        DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else (), wrong
+        DataLoader(data, batch_size=4, shuffle=True, generator=own), bad if rank == 0 else ()
     )
     kept = {"journal": journal, "rollback_every": rollback_every}
     try:
@@ -103,12 +101,9 @@ def equal(a, b):
     return a[:2] == b[:2] and all(torch.equal(a[2][name], b[2][name]) for name in a[2])
 
 
-HOW = [{"microbatches": 2}, {"rollback_every": 35, "journal": False}]
-
-
-@pytest.mark.parametrize("how", HOW, ids=lambda how: " ".join(how))
-def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path, how):
-    """Go back from the third epoch into the second, with a save every 35 steps."""
+def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path):
+    """Go back from the third epoch into the second, with a save every 18 steps of two batches."""
+    how = {"microbatches": 2, "rollback_every": 18, "journal": False}
     statuses, ended = started_again(tmp_path / "spiked", **how)
     assert statuses == [75]
     (recovery,) = json.loads((tmp_path / "spiked/recoveries.json").read_text())
@@ -132,15 +127,8 @@ def test_the_journal_and_the_terminal_have_spike_rollback_and_skip(tmp_path, cap
     )
     assert "start again to go on" in caplog.text
     recorded = events(tmp_path / "run")
-    assert [event["kind"] for event in recorded] == [
-        "start",
-        "spike",
-        "rollback",
-        "skip",
-        "stop",
-        "resume",
-        "stop",
-    ]
+    kinds = ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]
+    assert [event["kind"] for event in recorded] == kinds
     spike, rollback, skip = recorded[1:4]
     assert (
         read_history(f"{tmp_path}/run@1").steps.step[-1] == 93
@@ -160,12 +148,6 @@ def test_a_spike_that_returns_ends_with_an_error_and_advice(tmp_path):
         match=re.escape("after 3 rollbacks") + r'.*saving\(\.\.\., resume="before-\d+"\)',
     ):
         train(tmp_path / "run", bad=range(90, 1000))
-
-
-def test_a_loss_that_is_nan_causes_a_rollback_at_once(tmp_path):
-    statuses, _ = started_again(tmp_path / "run", bad=[70], wrong=float("nan"))
-    assert statuses == [75]
-    assert events(tmp_path / "run")[1]["step"] == 71
 
 
 def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(tmp_path, caplog):

@@ -6,7 +6,6 @@ python -m pytest tests/runs/test_cadence.py
 import random
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_models import new_state
@@ -16,24 +15,8 @@ from curry_train.runs.policy import (
     FIRST_SAVE_STEPS,
     SAVE_MARGIN_FACTOR,
     Cadence,
-    due,
 )
 from curry_train.runs.policy_config import PolicyConfig
-
-
-@pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        (0, ()),
-        (1, ()),
-        (100, ("rollback",)),
-        (999, ()),
-        (1000, ("rollback", "recovery")),
-        (1100, ("rollback",)),
-    ],
-)
-def test_kinds_are_due_at_multiples(step, expected):
-    assert due(step, PolicyConfig()) == expected
 
 
 @settings(deadline=None)  # a slow machine is not a failure
@@ -86,6 +69,20 @@ def test_waiting_for_a_background_save_is_charged_to_that_save():
             late = 0.3
         assert saves <= 1 or saving <= 0.035 * stepping
     assert saves == 51  # 21 s are earned: 50 saves of 0.4 s, and 0.8 s for the next
+
+
+def test_an_automatic_cadence_counts_on_from_the_step_that_it_turned_back_to():
+    cadence = Cadence(PolicyConfig("auto", overhead=0.1))
+    for step in range(1, 61):
+        cadence.stepped(1.0)
+        if cadence.is_due(step):
+            cadence.waited(2.0, save=True)
+    assert cadence.steps_to_next() == 20
+    assert not cadence.is_due(80 - 1)
+    cadence.turned_back()
+    for _ in range(20):
+        cadence.stepped(1.0)
+    assert cadence.is_due(40)
 
 
 def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(tmp_path, caplog):

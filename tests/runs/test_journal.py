@@ -19,21 +19,10 @@ from curry_train.runs.journal import Journal, JournalError, read_events
     [
         (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
         (
-            lambda j: j.write("save", step=1.0),
-            ValueError,
-            r"a step is a whole number from 0, got 1\.0",
-        ),
-        (
-            lambda j: j.write("save", step=1, attempt=3),
-            ValueError,
-            "save of step 1 can't have facts called attempt: rename them",
-        ),
-        (
             lambda j: j.step(1, loss=1.0, learning_rate=0.1, time=3.0, v=1),
             ValueError,
             "facts called time, v: rename them",
         ),
-        (lambda j: j.write("save", step=1, by={("a", 1): 2}), ValueError, "written as JSON"),
         (
             lambda j: j.step(1, loss=torch.ones(2), learning_rate=0.1),
             ValueError,
@@ -57,18 +46,6 @@ def test_a_wrong_call_is_an_error_and_writes_nothing(tmp_path, act, error, messa
         journal.step(1, loss=1.0, learning_rate=1.0)
 
 
-def test_an_event_before_the_run_is_an_error(tmp_path):
-    with Journal(tmp_path) as journal:
-        for act in (
-            lambda: journal.write("save", step=1),
-            lambda: journal.rollback(1, from_step=2, reason="x"),
-        ):
-            with pytest.raises(
-                JournalError, match="before the run began: call start or resume first"
-            ):
-                act()
-
-
 def test_a_journal_that_is_opened_again_takes_no_event_before_a_resume(tmp_path):
     plant(tmp_path / "run", last=2)
     with Journal(tmp_path / "run") as journal:
@@ -79,11 +56,9 @@ def test_a_journal_that_is_opened_again_takes_no_event_before_a_resume(tmp_path)
     assert lines_of(tmp_path / "run")[-1]["attempt"] == 2
 
 
-@pytest.mark.parametrize(
-    "content", [b"\x89PNG\r\n\x1a\n", bytes(range(256)) * 9000, b"{}\n" * 3, b"x" * 5_000_000]
-)
-def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path, content):
+def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path):
     path = tmp_path / "journal.jsonl"
+    content = bytes(range(256)) * 9000
     path.write_bytes(content)
     with pytest.raises(JournalError, match="not a journal of a run"):
         Journal(tmp_path)

@@ -4,7 +4,7 @@ python -m pytest tests/runs/test_journal_history.py
 """
 
 import pytest
-from journals import loss_of, plant, plant_eventful, train
+from journals import loss_of, plant_eventful
 
 from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal
@@ -26,16 +26,6 @@ def test_each_attempt_counts_up_to_the_start_of_the_next(tmp_path):
         (part.step[0], part.step[-1], part.attempt[0]) for part in history.course.superseded
     ]
     assert given_up == [(11, 20, 1), (21, 30, 2)]
-
-
-def test_a_resumed_run_has_only_the_steps_that_it_repeated(tmp_path):
-    """Leave out steps 16 to 20 of the first attempt, which did not shape the current weights."""
-    folder = plant(tmp_path / "run", last=20)
-    with Journal(folder) as journal:
-        journal.resume(10)
-        assert list(read_history(folder).steps.step) == list(range(1, 11))
-        train(journal, range(11, 16))
-    assert list(read_history(folder).steps.step) == list(range(1, 16))
 
 
 def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):

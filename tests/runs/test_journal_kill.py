@@ -3,7 +3,7 @@
 python -m pytest tests/runs/test_journal_kill.py
 """
 
-from journals import clock, facts, lines_of, plant
+from journals import clock, lines_of, plant
 
 from curry_train.runs.journal import Journal, read_events
 
@@ -12,13 +12,16 @@ def test_a_journal_cut_at_any_byte_of_its_last_lines_is_continued(tmp_path):
     """Keep whole events, skip a torn one, and number attempts correctly."""
     path = plant(tmp_path / "run", last=3) / "journal.jsonl"
     whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
     ends = [place + 1 for place in range(len(whole)) if whole[place : place + 1] == b"\n"]
-    for length in range(first, len(whole) + 1, 3):
+    for length in range(0, len(whole) + 1, 3):
         path.write_bytes(whole[:length])
         kept = sum(end - 1 <= length for end in ends)
         torn = whole[:length].rpartition(b"\n")[2] if length + 1 not in ends else b""
         with Journal(tmp_path / "run", clock=clock()) as journal:
+            if not kept:
+                assert journal.empty
+                journal.start()
+                continue
             journal.resume(1)
             journal.step(2, loss=1.0, learning_rate=1.0)
         lines = lines_of(tmp_path / "run")
@@ -32,20 +35,3 @@ def test_a_journal_cut_at_any_byte_of_its_last_lines_is_continued(tmp_path):
             2,
             2,
         )
-
-
-def test_a_journal_cut_in_its_first_line_starts_again(tmp_path):
-    (tmp_path / "whole").mkdir()
-    with Journal(tmp_path / "whole", clock=clock()) as journal:
-        journal.start(facts=facts())
-    whole = (tmp_path / "whole/journal.jsonl").read_bytes()
-    (tmp_path / "run").mkdir()
-    path = tmp_path / "run/journal.jsonl"
-    for length in range(0, len(whole) - 1, 7):
-        path.write_bytes(whole[:length])
-        with Journal(tmp_path / "run") as journal:
-            assert journal.empty
-            journal.start()
-        lines = lines_of(tmp_path / "run")
-        assert [line["kind"] for line in lines] == ["start"], length
-        assert lines[0]["attempt"] == 1

@@ -135,16 +135,6 @@ def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fa
     assert ("model.h.0.up is model.h.0.widen in B" in text) == (fault == "renamed")
 
 
-def test_a_record_that_was_cut_off_is_compared_as_far_as_it_goes(tmp_path):
-    whole = recorded(tmp_path / "a")
-    lines = (tmp_path / "a" / "rank-0.jsonl").read_text()
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "rank-0.jsonl").write_text(lines[: len(lines) // 2])
-    found = locate(whole, read_fingerprints(tmp_path / "b"))
-    assert found.is_equal
-    assert 0 < found.num_compared < locate(whole, whole).num_compared
-
-
 @pytest.mark.parametrize(
     ("fault", "text"),
     [

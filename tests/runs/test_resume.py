@@ -76,6 +76,8 @@ def test_damaged_checkpoints_are_skipped_and_reported(run, hard, caplog):
     place, held = run
     damage(place / "rollback/step-00000100.dcp", hard=hard)
     damage(place / "recovery/step-00000050.dcp")
+    # Older than what is loaded, and so not named.
+    damage(place / "rollback/step-00000009.dcp", hard=True)
     state = new_state(1)
     resumed = load_chosen(place, state, "latest")
     assert resumed.saved.folder == "recovery/step-00000010.dcp"
@@ -84,11 +86,6 @@ def test_damaged_checkpoints_are_skipped_and_reported(run, hard, caplog):
     assert "another hash" in resumed.words
     assert ("its save was not finished" in resumed.words) == hard
     assert "skipped a damaged checkpoint" in caplog.text
-
-
-def test_damage_older_than_the_loaded_checkpoint_is_not_reported(run):
-    damage(run[0] / "rollback/step-00000009.dcp", hard=True)
-    assert load_chosen(run[0], new_state(1), "latest").damaged == {}
 
 
 def test_without_an_intact_checkpoint_each_is_named_and_nothing_changes(run):
@@ -114,6 +111,7 @@ def test_a_requested_step_is_not_replaced_by_another(run):
     ("what", "error", "message"),
     [
         (11, NothingSaved, "holds no step 11; saved steps: 9, 10, 50, 100"),
+        ("before-9", NothingSaved, "no state from before step 9; saved steps: 9"),
         (
             "newest",
             ValueError,

@@ -3,13 +3,9 @@
 python -m pytest tests/runs/test_retention.py
 """
 
-import math
-
-import pytest
-
 from curry_train.runs.layout import Metric, SavedCheckpoint
 from curry_train.runs.policy_config import PolicyConfig, Retention
-from curry_train.runs.retention import is_among_best, to_delete
+from curry_train.runs.retention import to_delete
 
 
 def saved(kind, step, value=None, *, name="dev_loss"):
@@ -45,12 +41,6 @@ def test_a_recovery_counts_as_a_rollback_and_outlives_it():
 
 def test_turning_best_k_off_deletes_nothing():
     assert to_delete([saved("best-k", 1, 0.5)], PolicyConfig(best_k=0)) == []
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("direction", ["minimize", "maximize"])
-def test_nan_is_never_among_the_best(value, direction):
-    assert not is_among_best(value, 1, [], PolicyConfig(best_k_direction=direction))
 
 
 def test_checkpoints_at_multiples_of_keep_every_are_never_deleted():

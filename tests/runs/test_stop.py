@@ -125,6 +125,10 @@ def test_a_process_that_the_training_started_can_be_terminated(tmp_path, later, 
     assert ended == -signal.SIGTERM
 
 
+def note_worker(path, worker):
+    path.write_text(str(worker))
+
+
 def signal_from_outside(process):
     """Signal a process as another one does: the kernel names the sender."""
     subprocess.run(["/bin/sh", "-c", f"kill -TERM {process.pid}"], check=True)
@@ -136,8 +140,9 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
 ):
     """Signal the workers alone: the training would end with their error in the middle of a step."""
     seen = []
-    loader = batches(1, worker_init_fn=None, **options)
-    run = run_of(tmp_path)
+    own_start = functools.partial(note_worker, tmp_path / "worker")
+    loader = batches(1, worker_init_fn=own_start, **options)
+    run = run_of(tmp_path / "run")
     for batch in run.batches(loader):
         if not seen:
             (worker,) = multiprocessing.active_children()
@@ -148,7 +153,8 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
         run.state.optimizers[0].step()
         run.step()
     assert len(seen) == 6
-    assert loader.worker_init_fn is None
+    assert loader.worker_init_fn is own_start
+    assert (tmp_path / "worker").read_text() == "0"
     run.close()
     if options:
         # Only this process, which started the worker, ends it.
@@ -159,19 +165,6 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
         worker.join(10)
         signal.signal(signal.SIGCHLD, before)
         assert worker.exitcode == 0
-
-
-def note_worker(path, worker):
-    path.write_text(str(worker))
-
-
-def test_a_loader_keeps_its_own_start_of_workers(tmp_path):
-    run = run_of(tmp_path / "run")
-    start = functools.partial(note_worker, tmp_path / "worker")
-    for _ in run.batches(batches(1, worker_init_fn=start)):
-        break
-    assert (tmp_path / "worker").read_text() == "0"
-    run.close()
 
 
 def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):

@@ -56,16 +56,6 @@ def test_a_folder_in_place_of_latest_is_warned_of_and_nothing_is_deleted(tmp_pat
     assert "latest does not point to rollback/step-00000002.dcp" in caplog.text
 
 
-@pytest.mark.parametrize("content", [b"", b"rollback/gone.dcp\n"])
-def test_a_file_in_place_of_latest_is_replaced(tmp_path, content):
-    with Store(tmp_path) as store:
-        store.save("rollback", 1, new_state())
-        (tmp_path / "latest").unlink()
-        (tmp_path / "latest").write_bytes(content)
-        store.save("rollback", 2, new_state())
-    assert str((tmp_path / "latest").readlink()) == "rollback/step-00000002.dcp"
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, number):
     def refuse(files, key):

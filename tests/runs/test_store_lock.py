@@ -106,17 +106,10 @@ def test_a_lock_is_waited_for(tmp_path):
     second.close()
 
 
-DAMAGE = {
-    "nested": lambda path: path.write_text("[" * 4000),
-    "zeros": lambda path: path.write_bytes(bytes(2**23)),
-    "torn": lambda path: path.write_text('{"pid": 1'),
-}
-
-
 @pytest.mark.parametrize("name", ["writer.lock", "writer.json"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_lock_file_stops_nobody(tmp_path, damage, name):
-    DAMAGE[damage](tmp_path / name)
+@pytest.mark.parametrize("content", ["[" * 4000, "\0" * 2**23, '{"pid": 1'])
+def test_a_damaged_lock_file_stops_nobody(tmp_path, content, name):
+    (tmp_path / name).write_text(content)
     with Store(tmp_path) as store:
         store.save("rollback", 1, new_state())
         with pytest.raises(LockedRun, match=f"process {os.getpid()} on"):

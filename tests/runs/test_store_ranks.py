@@ -222,21 +222,19 @@ def load_both(folder):
     found = {}
     for what in ("latest", "best"):
         state = new_state(seed=9, build=sharded)
-        reader = SavedRun(folder)
-        report = reader.load(reader.committed("best-k")[0] if what == "best" else what, state)
-        found[what] = {"state": hash_of(tensors_of(state)), "notes": report.notes}
+        notes = load_chosen(folder, state, what).report.notes
+        found[what] = {"state": hash_of(tensors_of(state)), "notes": notes}
     return found
 
 
 def test_one_rank_loads_a_checkpoint_of_two_and_two_one_of_one(answers, folder, tmp_path):
     saved = answers[0]["fsdp2"]["state"]
     model = [row for row in saved if row[0].startswith("model.")]
-    reader = SavedRun(folder / "fsdp2")
     alone, best = new_state(seed=3), new_state(seed=4)
-    report = reader.load("latest", alone)
+    report = load_chosen(folder / "fsdp2", alone).report
     assert report.notes[0] == "saved by 2 ranks, loaded by 1: the state is bit-equal"
     assert hash_of(tensors_of(alone)) == saved
-    reader.load(reader.committed("best-k")[0], best)
+    load_chosen(folder / "fsdp2", best, "best")
     assert [row for row in hash_of(tensors_of(best)) if row[0].startswith("model.")] == model
     with Store(tmp_path) as store:
         store.save("rollback", 2, alone)

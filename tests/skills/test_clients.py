@@ -1,4 +1,4 @@
-"""Every agent client loads every skill; a skill that a client drops silently is detected.
+"""Every agent client loads every skill, by the commands that the README has.
 
 `make clients` installs their packages, 1.4 GB; a client that is not installed is skipped.
 Run: `python -m pytest tests/skills/test_clients.py`.
@@ -12,28 +12,10 @@ from client_packages import Unavailable
 from pages import RECORD_KEYS
 from tree import ROOT
 
-from clients import CLIENTS, commit, copy_bundle, loaded_skills, problems
+from clients import CLIENTS, copy_bundle, loaded_skills, problems
 
 NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# A fault in each of six skills: what is replaced in its SKILL.md.
-FAULTS = {
-    "bench": ("\nname: bench\n", "\nname: other\n"),
-    "recompute": ('description: "', 'description: "Frees" memory: '),  # no YAML
-    "sac": ("---\nname", "--\nname"),  # no frontmatter
-    "grad-flow": ('\ndescription: "', '\nsummary: "'),
-    "memory-plan": ("\nname: memory-plan\n", "\n"),
-}
-# Which of these each client drops silently. Claude Code takes the folder as the name, Codex and
-# Copilot CLI do so if there is no name, Copilot CLI needs no description, and Gemini CLI reads
-# invalid YAML.
-DROPPED = {
-    "Claude Code": {"grad-accum", "grad-flow", "recompute", "sac"},
-    "Codex": {"bench", "grad-accum", "grad-flow", "recompute", "sac"},
-    "Copilot CLI": {"bench", "grad-accum", "recompute", "sac"},
-    "Gemini CLI": {"bench", "grad-accum", "grad-flow", "memory-plan", "sac"},
-    "npx skills": {"bench", "grad-accum", "grad-flow", "memory-plan", "recompute", "sac"},
-}
 
 
 def loaded_by(name, bundle):
@@ -50,13 +32,13 @@ def bundle(tmp_path):
 
 # These have no option to leave folders of a repository out.
 WHOLE_REPOSITORY = ("Gemini CLI", "Copilot CLI")
-# Starting these clients takes longest, and others show the same.
-SLOW_CLIENTS = ("Gemini CLI", "Copilot CLI")
+# Starting the other clients takes seconds each, and the record below has what they load.
+QUICK_CLIENT = "npx skills"
 
 
 def short_of(names):
     return [
-        pytest.param(name, marks=[pytest.mark.long] if name in SLOW_CLIENTS else [])
+        pytest.param(name, marks=[] if name == QUICK_CLIENT else [pytest.mark.long])
         for name in names
     ]
 
@@ -65,22 +47,6 @@ def short_of(names):
 def test_every_skill_is_loaded(name, bundle):
     loaded, output, _ = loaded_by(name, bundle)
     assert problems(loaded, bundle) == [], output
-
-
-@pytest.mark.parametrize("name", short_of(CLIENTS))
-def test_a_skill_that_a_client_drops_is_noticed(name, bundle):
-    for skill, (old, new) in FAULTS.items():
-        page = bundle / "skills" / skill / "SKILL.md"
-        text = page.read_text()
-        assert old in text
-        page.write_text(text.replace(old, new, 1))
-    (bundle / "skills/grad-accum/SKILL.md").rename(bundle / "skills/grad-accum/skill.txt")
-    commit(bundle)
-    loaded, output, _ = loaded_by(name, bundle)
-    expected = {f"did not load {skill}" for skill in DROPPED[name]}
-    if "bench" in DROPPED[name]:
-        expected |= {"loaded other, which is no folder"}
-    assert set(problems(loaded, bundle)) == expected, output
 
 
 class Typed(list):

@@ -3,14 +3,10 @@
 Run with `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
-import json
-
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
-import accumulation_cost
 from curry_train import benchmark
 from curry_train.benchmark import compare_steps, run_accumulated_step
 from curry_train.primitives import GradientAccumulation
@@ -83,13 +79,3 @@ def test_timing_waits_for_cuda_if_it_was_used(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
     compare_steps({"one": lambda: None}, rounds=1, warmup=0)
     assert len(waited) == 2
-
-
-def test_the_cost_of_accumulation_is_measured_and_written(tmp_path):
-    path = tmp_path / "cost.json"
-    ended = CliRunner().invoke(accumulation_cost.main, ["--repeats", "3", "--json", str(path)])
-    assert ended.exit_code == 0, ended.output
-    assert ended.output.count("microsteps: by hand") == 3
-    found = json.loads(path.read_text())
-    assert set(found["helper_cost"]) == {"microsteps_4", "microsteps_8", "microsteps_32"}
-    assert found["helper_cost"]["microsteps_4"]["by_hand_us"] > 0

@@ -260,14 +260,6 @@ def test_every_epoch_has_every_sample_once(size, seed, epoch):
     assert sorted(found) == list(range(size))
 
 
-def test_a_position_has_the_same_sample_in_any_range():
-    order = Order(1000, seed=3)
-    positions = numpy.arange(5000)
-    together = order(positions)
-    alone = [int(order([position])[0]) for position in positions[::97]]
-    assert alone == together[::97].tolist()
-
-
 def test_order_of_a_seed_never_changes():
     """Keep the order, so that a run resumed with a later version sees the same samples."""
     assert Order(100, seed=0)(range(10)).tolist() == [37, 34, 32, 2, 27, 68, 75, 67, 39, 78]
@@ -299,13 +291,6 @@ def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
 def test_the_length_defaults_to_the_models_own():
     train, _ = opened("training_models:tiny", "data.length=5")
     assert train.batch([0])["tokens"].shape == (1, 5)
-
-
-def test_files_of_tokens_are_read(tmp_path):
-    numpy.save(tmp_path / "0.npy", numpy.arange(200) % 50)
-    train, dev = opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
-    assert (len(train), len(dev)) == (11, 1)
-    assert train.batch([1])["tokens"].tolist() == [list(range(16, 32))]
 
 
 def test_a_users_own_dataset_is_found_by_its_name():

@@ -97,6 +97,16 @@ def lightning(precision="32-true"):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return [3 * batch[0], batch[1]]
+
+    class Data(pytorch_lightning.LightningDataModule):
+        def train_dataloader(self):
+            return loader()
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return [batch[0] - 1, batch[1]]
+
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pytorch_lightning.Trainer(
         max_steps=1,
@@ -106,7 +116,7 @@ def lightning(precision="32-true"):
         enable_model_summary=False,
         **quiet,
     )
-    return trainer, Classifier(), loader()
+    return trainer, Classifier(), loader() if precision == "32-true" else Data()
 
 
 def lightning_bf16():
@@ -168,7 +178,14 @@ def trained_by_hugging_face(trainer):
 def trained_by_lightning(made):
     trainer, module, data = made
     trainer.fit(module, data)
-    return module, list(data)[:2]
+    batches = [module.on_before_batch_transfer(one, 0) for one in loader_of(data)]
+    if hasattr(data, "on_after_batch_transfer"):
+        batches = [data.on_after_batch_transfer(one, 0) for one in batches]
+    return module, batches[:2]
+
+
+def loader_of(data):
+    return data.train_dataloader() if hasattr(data, "train_dataloader") else data
 
 
 def trained_by_accelerate(made):

@@ -33,6 +33,10 @@ def main():
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=parser.parse_args().lr)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    try:
+        model(torch.ones(8, 17))
+    except RuntimeError:
+        print("takes 16 features")
     for inputs, targets in loader():
         optimizer.zero_grad()
         logits = model(inputs)

@@ -15,14 +15,12 @@ import click
 import numpy
 
 from ..core.wording import format_bytes, format_seconds
-from ..runs.history import History, Steps, read_history
+from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
 from .options import results_option
 from .screen import Ended, ScreenCommand, fill_screen, table
 
 SECTIONS = ("config", "code", "environment")
-# Stands for the value of a key that only the other run has.
-ABSENT_VALUE = "(none)"
 
 
 def difference(a: History, b: History) -> dict[str, Any]:
@@ -88,19 +86,6 @@ def continuation(earlier: History, later: History) -> str | None:
     if opened.kind == "rollback":
         return f"{later.name} rolled {earlier.name} back to step {opened.step}"
     return f"{later.name} resumed from {earlier.name} at step {opened.step}"
-
-
-def changes(a: Any, b: Any, *, name: str = "") -> list[dict[str, Any]]:
-    """List the differing leaves; a mapping that only one side has counts as one leaf."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        found = []
-        for key in dict.fromkeys([*a, *b]):
-            inner = f"{name}.{key}" if name else str(key)
-            found += changes(a.get(key, ABSENT_VALUE), b.get(key, ABSENT_VALUE), name=inner)
-        return found
-    # 1 differs from true, and equals 1.0.
-    is_equal = isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
-    return [] if is_equal else [{"name": name, "a": a, "b": b}]
 
 
 def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:

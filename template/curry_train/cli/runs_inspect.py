@@ -9,6 +9,7 @@ format can't prove something, the result says that it can't be told.
 Proof: `python -m pytest tests/cli/test_inspection.py tests/cli/test_runs_inspect.py`.
 """
 
+import dataclasses
 import fnmatch
 import io
 import json
@@ -29,7 +30,7 @@ from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
-from ..runs.trainers import Commit, read_commit
+from ..runs.trainers import read_commit, verify_commit
 from .options import results_option
 from .runs import is_run
 from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, table
@@ -129,12 +130,12 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
     try:
         if path.is_dir():
             manifest = parse_manifest(read_whole(path / MANIFEST_FILE_NAME))
-            commit = Commit(path, manifest)
+            commit = dataclasses.replace(manifest, location=str(path))
             found.format = "curry-train checkpoint"
             found.values |= {"step": str(manifest.step), "kind": manifest.kind}
         else:
             commit = read_commit(path)
-        commit.verify()
+        verify_commit(commit)
     except FileNotFoundError:
         return
     except RunError as error:
@@ -143,7 +144,7 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
     # The manifest proves each bit, so that nothing is left that the inner format can't tell.
     found.complete = True
     found.unknown = [one for one in found.unknown if "can't be told" not in one or "NaN" in one]
-    found.hashed = {HASH_NAME: len(commit.manifest.files)}
+    found.hashed = {HASH_NAME: len(commit.files)}
 
 
 # Folders.

@@ -740,15 +740,13 @@ def schedule(trace: Trace) -> Iterator[Fault]:
             )
         for number, window in enumerate(windows):
             own = [event for event in window.of(Schedule) if event.scheduler is one]
-            # A scaler may have left out steps, of which the schedule does not know.
-            tried = [event for event in window.of(Scaling) if event.call == "step"]
-            if number == 0 and own and len(tried) < 2 and trace.events[0] is window.events[0]:
+            if number == 0 and own and trace.events[0] is window.events[0]:
                 yield (
                     own[0].place,
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-            if own and len(own) > max(own[0].num_expected, len(tried)):
+            if own and len(own) > own[0].num_expected:
                 yield (
                     own[0].place,
                     f"{len(own)} steps of the schedule per optimizer step",

@@ -20,7 +20,6 @@ from .shapes import NEEDS_VALUES_ERRORS, PretendedCase, pretended
 
 # Bytes for each byte of a trained parameter: itself, its gradient, and two moments of AdamW.
 BYTES_OF_TRAINED = 4
-
 # Makes the case of a workload.
 MakeCase = Callable[[Workload], Case]
 

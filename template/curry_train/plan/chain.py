@@ -11,17 +11,18 @@ Proof: `python -m pytest tests/plan/test_chain.py tests/plan/test_plan.py`.
 """
 
 import bisect
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
-from .costs import MEASURED_MICROBATCH_SIZES, Measured, Menu
+from .costs import Menu, at_size, work_of
 from .device import DeviceProfile
 from .estimate import StepEstimate
-from .saved import NONE_KIND, Option
+from .saved import OFFLOAD_KIND, Option
 
 # States that the search keeps after each block; its time is proportional to them.
 MOST_STATES = 2048
@@ -42,21 +43,6 @@ class PricedBlock:
     held: Integers  # bytes after forward
     transient: Integers  # the most bytes on top of them during its own backward
     seconds: Floats  # above the block as it is
-
-    def only(self, kinds: Collection[str]) -> "PricedBlock":
-        """Return the block with the options of these kinds, and with itself as it is."""
-        places = [
-            place
-            for place, option in enumerate(self.options)
-            if option.kind == NONE_KIND or option.kind in kinds
-        ]
-        return replace(
-            self,
-            options=tuple(self.options[place] for place in places),
-            held=self.held[places],
-            transient=self.transient[places],
-            seconds=self.seconds[places],
-        )
 
 
 @dataclass(frozen=True)
@@ -141,10 +127,6 @@ class PricedChain:
         extra = zip(self.blocks, places, strict=True)
         return self.plain_seconds + sum(float(block.seconds[place]) for block, place in extra)
 
-    def only(self, kinds: Collection[str]) -> "PricedChain":
-        """Return the chain with the options of these kinds alone."""
-        return replace(self, blocks=tuple(block.only(kinds) for block in self.blocks))
-
     def shifted(self, shifts: Integers) -> "PricedChain":
         """Return the chain with so many bytes more at each of its moments."""
         return replace(self, standing=self.standing + shifts)
@@ -180,81 +162,71 @@ def chain_of(
     menus: Mapping[str, Menu],
     microbatch: int,
     *,
-    accumulated: bool,
+    like: StepEstimate,
+    more: int,
     profile: DeviceProfile,
     dtype: str,
 ) -> PricedChain:
     """Return the chain at a microbatch size, of the menus of blocks by their names.
 
-    `steps` are of the measured sizes. `accumulated`: all gradients of earlier microbatches are in
-    memory.
+    `steps` are plain ones of the measured sizes. `like` is one of the larger size with gradients of
+    earlier microbatches, or of one rank of several; for it a device needs `more` than its tensors.
     """
-    first = steps[0]
+    last = steps[-1]
 
     def at(figure: Callable[[StepEstimate], Any]) -> Any:
-        return at_size(microbatch, [figure(step) for step in steps])
+        return numpy.maximum(0.0, at_size(microbatch, *map(figure, steps)))
 
-    # Backward runs from the last block to the first: gradients of later blocks exist already.
-    gradients = {}
-    later = first.head_gradients
-    for name in reversed([*first.blocks]):
-        gradients[name] = later
-        later += first.blocks[name].gradients
+    def moment(figure: Callable[[StepEstimate], int]) -> float:
+        return float(at(figure)) + figure(like) - figure(last) + more
 
     blocks = []
     standing = []
-    for name, block in first.blocks.items():
+    held = 0.0
+    for name in last.blocks:
         if name in menus:
-            others = first.gradients - block.gradients if accumulated else gradients[name]
-            standing.append(at(lambda step: step.fixed + step.rest) + others)
-            blocks.append(_price(name, menus[name], microbatch, block.calls, profile, dtype))
 
-    if blocks:
-        standing.append(at(lambda step: step.fixed + step.head))
-        standing[-1] += first.gradients if accumulated else 0
-    else:
-        standing.append(at(lambda step: step.peak_bytes))
+            def peak(step: StepEstimate, name: str = name) -> int:
+                # A rank may not have a block.
+                return step.blocks[name].peak if name in step.blocks else last.blocks[name].peak
+
+            blocks.append(_price(name, menus[name], microbatch, steps, profile, dtype))
+            held += float(blocks[-1].held[0])
+            standing.append(moment(peak) - held)
+    standing.append(moment(lambda step: step.head) - held)
+    flops, moved = at(lambda step: step.flops), at(lambda step: step.moved)
     return PricedChain(
         tuple(blocks),
         _whole(standing),
-        round(float(at(lambda step: step.step))),
-        profile.work_seconds(at(lambda step: step.flops), at(lambda step: step.moved), dtype=dtype),
+        round(moment(lambda step: step.tail)),
+        profile.work_seconds(flops, moved, dtype=dtype),
     )
 
 
 def _price(
-    name: str, menu: Menu, microbatch: int, calls: int, profile: DeviceProfile, dtype: str
+    name: str,
+    menu: Menu,
+    microbatch: int,
+    steps: Sequence[StepEstimate],
+    profile: DeviceProfile,
+    dtype: str,
 ) -> PricedBlock:
     """Price the menu of a block for a microbatch size."""
-    options = tuple(option for option, _ in menu)
-    sized = [_sized(measured, microbatch) for _, measured in menu]
-    figures = [
-        (one.held, one.transient, one.seconds(option, profile, dtype))
-        for option, one in zip(options, sized, strict=True)
-    ]
-    held, transient, seconds = numpy.array(figures).T
-    extra = numpy.maximum(0.0, calls * (seconds - seconds[0]))
-    return PricedBlock(name, options, calls * _whole(held), _whole(transient), extra)
-
-
-def _sized(measured: Sequence[Measured], microbatch: int) -> Measured:
-    """Return the costs of an option at a microbatch size."""
-    pairs = zip(*(vars(size).values() for size in measured), strict=True)
-    return Measured(*(at_size(microbatch, pair) for pair in pairs))
+    work = zip(*(work_of(step, name) for step in steps), strict=True)
+    flops, moved = (numpy.maximum(0.0, at_size(microbatch, *sizes)) for sizes in work)
+    plain = profile.work_seconds(flops, moved, dtype=dtype)
+    whole = at_size(microbatch, *(step.blocks[name].held for step in steps))
+    held, transient, seconds = [], [], []
+    for option, cost in menu.items():
+        more, besides = at_size(microbatch, cost.small, cost.large)
+        held.append(max(0.0, whole + more))
+        transient.append(besides)
+        # Copies to the host and back overlap with the computation.
+        copied = -2 * more if option.kind == OFFLOAD_KIND else 0.0
+        copies = copied / (profile.host_bytes_per_second or math.inf)
+        seconds.append(max(0.0, cost.slowdown * plain - plain, copies - plain))
+    return PricedBlock(name, tuple(menu), _whole(held), _whole(transient), numpy.array(seconds))
 
 
 def _whole(figures: Any) -> Integers:
     return numpy.rint(figures).astype(numpy.int64)
-
-
-def at_size(microbatch: int, figures: Sequence[Any]) -> Any:
-    """Extrapolate figures from their values at the measured sizes.
-
-    If the two sizes run different numbers of operations, scale the larger one in proportion.
-    """
-    first, second = figures
-    small, large = MEASURED_MICROBATCH_SIZES
-    if numpy.shape(first) != numpy.shape(second):
-        return second * (microbatch / large)
-    slope = (second - first) / (large - small)
-    return numpy.maximum(0.0, first + slope * (microbatch - small))

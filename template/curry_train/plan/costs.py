@@ -1,31 +1,26 @@
-"""Measure what each option of a block costs in bytes and seconds.
+"""Measure what each option of a block costs in bytes and seconds, in whole steps.
+
+In one step, blocks that cost the same run under one option each, so that few steps are enough.
 
 Proof: `python -m pytest tests/plan/test_menu.py`.
 """
 
 import functools
-import gc
 import itertools
-import math
-import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only
 
-from ..core.generators import seeded
-from ..core.measure import LiveStorages, has_wrapper, operands, tensors_in
-from ..primitives import sac
-from ..primitives.rerun import TORCH_ATTRIBUTES
+from ..core.measure import has_wrapper
 from .device import REGIONS_SECONDS, SAC_SECONDS, DeviceProfile
-from .estimate import Sketch, StepEstimate
-from .record import operation_cost
+from .estimate import StepEstimate
 from .saved import (
     FULL_KIND,
     NONE_KIND,
@@ -33,256 +28,11 @@ from .saved import (
     REGIONS_KIND,
     SAC_KIND,
     Option,
-    apply_options,
-    remove_options,
 )
-from .shapes import NEEDS_VALUES_ERRORS
 
-# Costs of one block under each option: held bytes, transient bytes and operations.
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Costs of a block under one option."""
-
-    held: Any  # bytes held after forward
-    transient: Any  # the most bytes besides the held ones during backward
-    flops: Any  # of each operation of forward and backward
-    moved: Any  # bytes read and written by each operation
-    again: Any  # 1 for operations of forward and recompute, which selective recompute slows down
-    moved_away: Any = 0  # bytes that offload moves to the host
-
-    def seconds(self, option: Option, profile: DeviceProfile, dtype: str) -> float:
-        """Predict the time of forward and backward.
-
-        Offload copies to the host and back; the copies overlap with the computation.
-        """
-        extra = {SAC_KIND: SAC_SECONDS, REGIONS_KIND: REGIONS_SECONDS}.get(option.kind, 0.0)
-        seconds = profile.work_seconds(
-            self.flops, self.moved, dtype=dtype, extra_seconds=extra * self.again
-        )
-        copies = 2 * self.moved_away / (profile.host_bytes_per_second or math.inf)
-        return max(seconds, copies)
-
-
-class BlockLives(LiveStorages):
-    """Record the storages, FLOPs and bytes moved of one block's forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.costs: list[tuple[int, int, bool]] = []
-        self.forward = True
-        # Family, bytes of the output and FLOPs of each expensive call of the forward.
-        self.calls: list[tuple[str, int, int]] = []
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        out = super().run(func, args, kwargs)
-        flops, moved = operation_cost(func, args, kwargs, out)
-        self.costs.append((flops, moved, self.forward or torch.is_grad_enabled()))
-
-        family = sac.family_of(func) if isinstance(func, sac.Operation) else None
-        if self.forward and family:
-            made = sum(value.untyped_storage().nbytes() for value in operands(out))
-            # A call that draws random numbers must not be kept: keeping 0 FLOPs gains nothing.
-            drawn = sac.draws(func, args, kwargs)
-            self.calls.append((family, 0, 0) if drawn else (family, made, flops))
-        return out
-
-
-def _autocast_now() -> dict[str, Any]:
-    """Return the arguments of `torch.autocast` for the context that is active."""
-    return {
-        "dtype": torch.get_autocast_dtype("cpu"),
-        "enabled": torch.is_autocast_enabled("cpu"),
-        "cache_enabled": torch.is_autocast_cache_enabled(),
-    }
-
-
-class FirstAttributes:
-    """The plain attributes that the modules of a block have at its first call in the model.
-
-    A block that keeps state between its calls, or is given some before each, runs from them alone.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        # Mapping a tree copies its dictionaries, lists and tuples.
-        self._found = [
-            (module, tree_map_only(Tensor, _leaf, _plain_attributes(module)))
-            for module in block.modules()
-        ]
-
-    def hold_graph(self) -> bool:
-        """Return whether the attributes now hold tensors of a graph, which one backward frees."""
-        now = [_plain_attributes(module) for module, _ in self._found]
-        return any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_iter(now))
-
-    def put_back(self) -> None:
-        for module, attributes in self._found:
-            for name in _plain_attributes(module).keys() - attributes.keys():
-                del vars(module)[name]
-            vars(module).update(tree_map_only(Tensor, _leaf, attributes))
-
-
-PLAIN_TYPES = (bool, int, float, str, dict, list, tuple, Tensor, type(None))
-
-
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds itself, without parameters, buffers, modules and hooks."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if name not in TORCH_ATTRIBUTES and isinstance(value, PLAIN_TYPES)
-    }
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """A group of blocks that cost the same, with one of them to measure."""
-
-    block: nn.Module
-    args: tuple[Any, ...]  # of the first call of the block
-    kwargs: dict[str, Any]
-    names: tuple[str, ...]  # of all blocks of the kind
-    autocast: dict[str, Any]  # as the model calls the block
-    attributes: FirstAttributes | None  # put back before each run
-
-    @functools.cached_property
-    def plain(self) -> tuple[Measured, list[tuple[str, int, int]]]:
-        """The costs of the block without recompute, and the expensive calls of its forward."""
-        return self.run(Option(NONE_KIND))
-
-    def run(self, option: Option) -> tuple[Measured, list[tuple[str, int, int]]]:
-        """Run forward and backward of the block under an option, which is removed afterwards.
-
-        Return the costs, and the expensive calls of the forward.
-        """
-        holder = nn.ModuleList([self.block])
-        trained = [p for p in self.block.parameters() if p.requires_grad]
-        for parameter in trained:
-            parameter.grad = None
-        leaves = tree_map_only(Tensor, _leaf, (self.args, self.kwargs))
-        if self.attributes is not None:
-            self.attributes.put_back()
-
-        try:
-            with Drop() as drop:
-                apply_options(holder, {"0": option}, offload=drop)
-                gc.collect()
-                with seeded(0), torch.enable_grad(), BlockLives() as lives:
-                    args, kwargs = tree_map_only(Tensor, _passed_on, leaves)
-                    with torch.autocast("cpu", **self.autocast):
-                        output = holder[0](*args, **kwargs)
-                    # Without a reference from here, inputs count only if the block holds them, and
-                    # outputs only if the block holds them for its own backward.
-                    del args, kwargs
-                    outputs = [
-                        tensor.clone() for tensor in tensors_in(output) if tensor.requires_grad
-                    ]
-                    made = {
-                        life for tensor in tensors_in(output) for life in lives.lives_of(tensor)
-                    }
-                    del output
-                    beside = sum(tensor.nbytes for tensor in outputs)
-
-                    # An output that stays alive is the input that the next block holds, and is
-                    # counted there.
-                    passed_on = sum(life.nbytes for life in made if life.died is None)
-                    held = lives.bytes_alive - beside - passed_on
-
-                    lives.forward = False
-                    lives.bytes_peak = lives.bytes_alive
-                    if outputs:
-                        torch.autograd.backward(
-                            outputs, [torch.empty_like(tensor) for tensor in outputs]
-                        )
-        finally:
-            remove_options(holder)
-            for parameter in trained:
-                parameter.grad = None
-
-        flops, moved, again = (
-            numpy.array(column, dtype=numpy.float64) for column in zip(*lives.costs, strict=True)
-        )
-        transient = lives.bytes_peak - beside - held
-        return Measured(held, transient, flops, moved, again, drop.bytes_away), lives.calls
-
-
-class Drop:
-    """Stand in for `offload_blocks` on tensors without values, until the end of its context.
-
-    Saved tensors are freed until backward.
-    """
-
-    def __init__(self) -> None:
-        self.bytes_away = 0
-        # By address, which a later storage may reuse once the first one is freed.
-        self.known: dict[int, weakref.ref[Any]] = {}
-        self.changed: list[nn.Module] = []
-
-    def __enter__(self) -> "Drop":
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        for block in self.changed:
-            del block.forward
-
-    def __call__(self, model: nn.Module, names: Sequence[str]) -> None:
-        """Wrap the forward of the named blocks."""
-        for name in names:
-            block = model.get_submodule(name)
-            block.forward = self._dropping(block)
-            self.changed.append(block)
-
-    def _dropping(self, block: nn.Module) -> Callable[..., Any]:
-        """Return the block's forward, of whose saved tensors only shape and kind remain.
-
-        A tensor that `offload_blocks` leaves on the device is saved as it is.
-        """
-        forward = block.forward
-
-        def unpack(packed: Any) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            shape, stride, dtype, device = packed
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # FSDP2 frees the storages of a block's parameters after its forward.
-            parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
-
-            def pack(tensor: Tensor) -> Any:
-                # As in `offload_blocks`, parameters stay, and so do DTensors with storages below.
-                base = tensor if tensor._base is None else tensor._base
-                storage = tensor.untyped_storage()
-                is_weight = storage._cdata in parameters or isinstance(base, nn.Parameter)
-                if is_weight or has_wrapper([type(tensor)]):
-                    return tensor
-                before = self.known.get(storage._cdata)
-                if before is None or before() is None:
-                    self.known[storage._cdata] = weakref.ref(storage)
-                    self.bytes_away += storage.nbytes()
-                return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-            with saved_tensors_hooks(pack, unpack):
-                return forward(*args, **kwargs)
-
-        return run
-
-
-def _passed_on(tensor: Tensor) -> Tensor:
-    """Return a tensor as the previous block would pass it: no leaf, which autograd would hold."""
-    return tensor.clone() if tensor.requires_grad else tensor
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """Detach a tensor from its graph."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-# Menus of options: group blocks that cost the same, and measure one block of each group.
-
-MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes that are measured
-# Errors of a block that does not run outside of its model.
+MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes of whole steps
+EXTRA_SECONDS = {SAC_KIND: SAC_SECONDS, REGIONS_KIND: REGIONS_SECONDS}
+# What the user's own code may raise under an option that does not suit it.
 ERRORS_OF_BLOCKS = (
     AssertionError,
     AttributeError,
@@ -291,87 +41,135 @@ ERRORS_OF_BLOCKS = (
     TypeError,
     ValueError,
 )
-Menu = tuple[tuple[Option, tuple[Measured, ...]], ...]
-
-# Family and index of an expensive call, its bytes and its FLOPs.
-Named = tuple[tuple[str, int], int, int]
-
 MOST_SETS = 12  # policies measured for each kind of block
-
 # Up to this many calls, all sets of calls are considered; beyond it, only sets that keep the calls
 # with the most FLOPs per byte.
 MOST_CALLS = 10
 
+Bytes = NDArray[numpy.float64]
+# Family and index of an expensive call, its bytes and its FLOPs.
+Named = tuple[tuple[str, int], int, int]
 
-def find_kinds(sketch: Sketch, step: StepEstimate, batch_size: int) -> list[BlockKind]:
-    """Group the blocks that are called by kind, with the inputs of their first call.
 
-    A block that did not run this time, as its model skips layers at random, joins the blocks with
-    equal parameters.
+@dataclass(frozen=True, eq=False)
+class OptionCost:
+    """What a block costs under an option, compared with the block as it is.
+
+    Bytes are those after forward, and those in its backward besides what blocks hold, at each of
+    the measured sizes; negative where the option needs less.
     """
-    module = sketch.build()
-    batch = sketch.batch(batch_size)
-    blocks = {
-        name: block for name, block in sketch.blocks(module).items() if step.blocks[name].calls
-    }
-    first: dict[str, BlockKind] = {}
-    handles = []
+
+    small: Bytes
+    large: Bytes
+    slowdown: float = 1.0  # factor of the time of forward and backward, without copies to the host
+
+
+Menu = Mapping[Option, OptionCost]
+# Estimates the step of a measured size whose blocks run under options.
+StepOf = Callable[[int, Mapping[str, Option]], StepEstimate]
+Tell = Callable[[str, float], None]
+
+
+def at_size(microbatch: int, small: Any, large: Any) -> Any:
+    """Extrapolate a figure from its values at the measured sizes.
+
+    If the two sizes run different numbers of operations, scale the larger one in proportion.
+    """
+    first, second = MEASURED_MICROBATCH_SIZES
+    if numpy.shape(small) != numpy.shape(large):
+        return large * (microbatch / second)
+    return small + (large - small) / (second - first) * (microbatch - first)
+
+
+def work_of(step: StepEstimate, name: str) -> list[Any]:
+    """Return the FLOPs, and the bytes read and written, of each operation of a block."""
+    operations = step.blocks[name].work.operations
+    return [step.flops[operations], step.moved[operations]]
+
+
+def drop_saved_tensors(model: nn.Module, names: Sequence[str]) -> None:
+    """Stand in for `offload_blocks` on tensors without values: saved ones are freed until backward.
+
+    A tensor that `offload_blocks` leaves on the device is saved as it is.
+    """
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = functools.partial(_run_and_drop, block, block.forward)
+
+
+def _run_and_drop(
+    block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run the forward of a block, of whose saved tensors only shape and kind remain."""
+    # FSDP2 frees the storages of a block's parameters after its forward.
+    parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
+
+    def pack(tensor: Tensor) -> Any:
+        # As in `offload_blocks`, parameters stay, and so do DTensors with storages below.
+        base = tensor if tensor._base is None else tensor._base
+        is_weight = tensor.untyped_storage()._cdata in parameters
+        if is_weight or isinstance(base, nn.Parameter) or has_wrapper([type(tensor)]):
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, stride, dtype, device = packed
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    with saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
+
+
+# Menus of options, which blocks that cost the same share.
+
+
+def find_kinds(blocks: Mapping[str, nn.Module], steps: Sequence[StepEstimate]) -> list[list[str]]:
+    """Group the blocks that run in all steps and cost the same."""
+    groups: defaultdict[Any, list[str]] = defaultdict(list)
+    large = steps[-1]
     for name, block in blocks.items():
-
-        def enter(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            if name not in first:
-                args, kwargs = tree_map_only(Tensor, _kept, (args, kwargs))
-                attributes = FirstAttributes(module)
-                first[name] = BlockKind(module, args, kwargs, (name,), _autocast_now(), attributes)
-
-        handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-    try:
-        with seeded(0), torch.enable_grad():
-            sketch.case.workload.mean_loss(module, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-    groups: dict[Any, list[str]] = {}
-    for name in filter(first.__contains__, blocks):
-        kind, figures = first[name], step.blocks[name]
-        shapes = (_class_of(blocks[name]), _shapes((kind.args, kind.kwargs)), kind.autocast)
-        # Blocks of one class, with equal shapes, may still compute different things.
-        key = (shapes, figures.held, figures.calls, figures.work)
-        groups.setdefault(repr(key), []).append(name)
-    for name in [name for name in blocks if name not in first]:
-        own = _class_of(blocks[name])
-        alike = [names for names in groups.values() if _class_of(blocks[names[0]]) == own]
-        if alike:
-            alike[0].append(name)
-    return [replace(first[names[0]], names=tuple(names)) for names in groups.values()]
+        if all(step.blocks[name].calls for step in steps):
+            # Blocks of one class, with equal shapes, may still compute different things.
+            found = large.blocks[name]
+            is_forward = numpy.array(found.work.in_grad_mode) == 1
+            flops, moved = (one[is_forward].sum() for one in work_of(large, name))
+            work = int(is_forward.sum()), flops, moved
+            groups[(_class_of(block), found.held, found.calls, *work)].append(name)
+    return [*groups.values()]
 
 
-def _class_of(block: nn.Module) -> tuple[type, Any]:
+def _class_of(block: nn.Module) -> tuple[Any, ...]:
     """Return the class of a block and the shapes of its parameters."""
-    return type(block), _shapes(dict(block.named_parameters()))
+    return type(block), *(
+        (name, tuple(one.shape), one.dtype, one.requires_grad)
+        for name, one in block.named_parameters()
+    )
 
 
-def candidates(kind: BlockKind, *, offload: bool) -> list[Option]:
+def candidates(
+    expensive: Sequence[tuple[str, int, int]], *, offload: bool, without: Sequence[str] = ()
+) -> list[Option]:
     """List the options worth measuring: those that no other option beats on paper.
 
     On paper, keeping the output of a call costs its bytes, recomputing it costs its FLOPs, and the
-    last call is never recomputed.
+    last call is never recomputed. Full recompute is always measured.
     """
-    _, calls = kind.plain
     places: Counter[str] = Counter()
     named: list[Named] = []
-    for family, made, flops in calls:
+    for family, made, flops in expensive:
         named.append(((family, places[family]), made, flops))
         places[family] += 1
     if named:
         last, made, _ = named[-1]
         named[-1] = (last, made, 0)
 
-    options = [Option(NONE_KIND), Option(REGIONS_KIND), Option(FULL_KIND)]
+    options = [Option(FULL_KIND), Option(REGIONS_KIND)]
     if offload:
         options.append(Option(OFFLOAD_KIND))
-    return options + [Option(SAC_KIND, frozenset(keep)) for keep in _unbeaten(named) if keep]
+    options += [Option(SAC_KIND, frozenset(keep)) for keep in _unbeaten(named) if keep]
+    return [one for one in options if one.kind == FULL_KIND or one.kind not in without]
 
 
 def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
@@ -406,115 +204,103 @@ def _unbeaten(calls: Sequence[Named]) -> list[tuple[tuple[str, int], ...]]:
 
 
 def measure_menus(
-    sketch: Sketch,
+    step_of: StepOf,
+    blocks: Mapping[str, nn.Module],
     steps: Sequence[StepEstimate],
     *,
+    profile: DeviceProfile,
+    dtype: str,
     offload: bool,
     without: Sequence[str] = (),
-    tell: Callable[[str, float], None] = lambda message, done: None,
-) -> tuple[dict[str, Menu], tuple[str, ...]]:
-    """Measure the menu of each kind of block.
+    tell: Tell = lambda message, done: None,
+) -> tuple[dict[str, Menu], list[str]]:
+    """Measure the menu of each kind of block; `steps` are plain ones of the measured sizes.
 
     Return the menus by the blocks' names, and the options that could not run, with the reason.
     """
-    small, large = (
-        find_kinds(sketch, step, size)
-        for step, size in zip(steps, MEASURED_MICROBATCH_SIZES, strict=True)
-    )
+    small, large = MEASURED_MICROBATCH_SIZES
+    kinds = find_kinds(blocks, steps)
+    rounds: defaultdict[int, dict[str, Option]] = defaultdict(dict)
+    for names in kinds:
+        expensive = steps[-1].blocks[names[0]].work.expensive
+        for place, option in enumerate(candidates(expensive, offload=offload, without=without)):
+            turn, index = divmod(place, len(names))
+            rounds[turn][names[index]] = option
+
+    left_out: list[str] = []
+    found: defaultdict[str, dict[Option, tuple[Bytes, float]]] = defaultdict(dict)
+    for turn, options in rounds.items():
+        tell(f"measuring options of {len(options)} blocks", turn / (len(rounds) + 1))
+        for run, step in _run(step_of, large, options, left_out):
+            more = more_bytes(step, steps[-1])
+            for name, option in run.items():
+                slowdown = _slowdown(step, steps[-1], name, option, profile, dtype)
+                found[name][option] = more[name], slowdown
+
     menus: dict[str, Menu] = {}
-    left_out = []
-    for number, kind in enumerate(large):
-        same = next((other for other in small if {*kind.names} & {*other.names}), None)
-        if same is None:
-            left_out.append(
-                f"{kind.names[0]} did not run in every measured step, as its model skips layers "
-                "at random: it is planned as it is"
-            )
-            continue
-        runnable = _as_it_runs(kind)
-        if isinstance(runnable, str):
-            left_out.append(runnable)
-            continue
-        kind = runnable
-        same = replace(same, attributes=kind.attributes and same.attributes)
-        menu: dict[Option, tuple[Measured, ...]] = {}
-        options = candidates(kind, offload=offload)
-        for place, option in enumerate(options):
-            is_unwanted = option.kind in without and option.kind not in (NONE_KIND, FULL_KIND)
-            # Where full recompute failed, the reason is in left_out.
-            if is_unwanted or (option.kind == SAC_KIND and Option(FULL_KIND) not in menu):
-                continue
-            done = (number + place / len(options)) / len(large)
-            tell(f"measuring {kind.names[0]} with {option}", done)
-            try:
-                found, _ = kind.plain if option.kind == NONE_KIND else kind.run(option)
-                if option.kind == SAC_KIND:
-                    smaller = _smaller(found, menu[Option(NONE_KIND)], menu[Option(FULL_KIND)])
-                else:
-                    smaller, _ = same.run(option)
-                menu[option] = (smaller, found)
-            except (ValueError, RuntimeError) as error:
-                # Raised by the block's own code, which may not suit every technique.
-                if option.kind == NONE_KIND:
-                    raise
-                left_out.append(
-                    f"{kind.names[0]} can't run as {option}: {str(error).splitlines()[0]}"
-                )
-        if FULL_KIND in without:
-            menu.pop(Option(FULL_KIND), None)
-        menus |= dict.fromkeys(kind.names, tuple(menu.items()))
-    return menus, tuple(left_out)
+    full = Option(FULL_KIND)
+    every = {name: full for names in kinds for name in names if full in found[names[0]]}
+    halves: dict[str, Bytes] = {}
+    for run, step in _run(step_of, small, every, left_out) if every else ():
+        more = more_bytes(step, steps[0])
+        halves |= {name: more[name] for name in run}
+    nothing = numpy.zeros(2)
+    for names in kinds:
+        costs = {option: cost for name in names for option, cost in found[name].items()}
+        # What of the bytes does not grow with the microbatch is that of full recompute.
+        fixed = 2 * halves[names[0]] - costs[full][0] if names[0] in halves else nothing
+        menu = {Option(NONE_KIND): OptionCost(nothing, nothing)}
+        for option, (whole, slowdown) in costs.items():
+            if option.kind not in without:
+                menu[option] = OptionCost((whole + fixed) / 2, whole, slowdown)
+        menus |= dict.fromkeys(names, menu)
+    # A block that did not run, as its model skips layers at random, costs what others do.
+    by_class = {_class_of(blocks[name]): menu for name, menu in menus.items()}
+    known = {name: menus.get(name) or by_class.get(_class_of(one)) for name, one in blocks.items()}
+    return {name: menu for name, menu in known.items() if menu}, left_out
 
 
-def _as_it_runs(kind: BlockKind) -> BlockKind | str:
-    """Return a kind that runs by itself, or why it does not.
-
-    Attributes are put back only if the block needs it, because most blocks keep a cache there,
-    which their first call makes.
-    """
-    assert kind.attributes is not None
-    why = ""
-    ways = [kind] if kind.attributes.hold_graph() else [replace(kind, attributes=None), kind]
-    for tried in ways:
-        try:
-            tried.plain  # noqa: B018
-        except NEEDS_VALUES_ERRORS:
-            raise
-        except ERRORS_OF_BLOCKS as error:
+def _run(
+    step_of: StepOf, size: int, options: Mapping[str, Option], left_out: list[str]
+) -> Iterator[tuple[Mapping[str, Option], StepEstimate]]:
+    """Yield steps with these options; where one can't run, the others run without it."""
+    try:
+        yield options, step_of(size, options)
+    except ERRORS_OF_BLOCKS as error:
+        names = [*options]
+        if len(names) == 1:
             why = (str(error).splitlines() or [type(error).__name__])[0]
-        else:
-            return tried
-    return f"{kind.names[0]} does not run by itself ({why:.200}): it is planned as it is"
+            left_out.append(f"{names[0]} can't run as {options[names[0]]}: {why}")
+            return
+        for part in (names[::2], names[1::2]):
+            yield from _run(step_of, size, {name: options[name] for name in part}, left_out)
 
 
-def _smaller(found: Measured, plain: tuple[Measured, ...], full: tuple[Measured, ...]) -> Measured:
-    """Derive the costs of a policy at the smaller size from those at the larger one.
+def more_bytes(step: StepEstimate, plain: StepEstimate) -> dict[str, Bytes]:
+    """Return the bytes that each block holds more than in the plain step, and in its backward.
 
-    The part of the held bytes that does not grow with the size is taken from the plain block, and
-    that of the transient bytes from full recompute. This halves the number of measurements.
+    In its backward, what it and the blocks before it hold more is left out.
     """
-    scale = MEASURED_MICROBATCH_SIZES[0] / MEASURED_MICROBATCH_SIZES[1]
-    held = round(found.held * scale + plain[0].held - plain[1].held * scale)
-    transient = round(found.transient * scale + full[0].transient - full[1].transient * scale)
-    return Measured(
-        max(0, held), max(0, transient), found.flops * scale, found.moved * scale, found.again
-    )
+    held = 0
+    more = {}
+    for name, before in plain.blocks.items():
+        now = step.blocks[name]
+        held += now.held - before.held
+        more[name] = numpy.array([now.held - before.held, now.peak - before.peak - held], float)
+    return more
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    """Copy a tensor out of its graph."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _shapes(value: Any) -> Any:
-    """Describe each tensor by shape, dtype and requires_grad, and other values by their type."""
-    if isinstance(value, Mapping):
-        return {key: _shapes(item) for key, item in value.items()}
-    leaves, structure = tree_flatten(value)
-    shapes = [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else type(leaf)
-        for leaf in leaves
-    ]
-    return shapes, str(structure)
+def _slowdown(
+    step: StepEstimate,
+    plain: StepEstimate,
+    name: str,
+    option: Option,
+    profile: DeviceProfile,
+    dtype: str,
+) -> float:
+    """Predict by what factor the forward and backward of a block take longer."""
+    before = profile.work_seconds(*work_of(plain, name), dtype=dtype)
+    extra = EXTRA_SECONDS.get(option.kind, 0.0)
+    again = numpy.array(step.blocks[name].work.in_grad_mode)
+    after = profile.work_seconds(*work_of(step, name), dtype=dtype, extra_seconds=extra * again)
+    return after / before if before else 1.0

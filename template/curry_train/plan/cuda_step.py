@@ -32,7 +32,7 @@ HOPPER_CARDS = ("h100", "h200")
 # public reports of full devices it is 0.40 to 0.51 GiB on an RTX 4090, an A100 and an A800.
 CONTEXT_BYTES = 512 * 2**20
 # More of it where a step has convolutions: the kernels of cuDNN. This is about the difference of
-# the constants that `benchmarks/gpumemnet.py` fits for models of timm and for MLPs on one A100.
+# the constants that were fitted for models of timm and for MLPs on one A100.
 CUDNN_BYTES = 304 * 2**20
 # After this many steps the reserved memory of nearly every training stays as it is.
 NUM_STEPS = 4

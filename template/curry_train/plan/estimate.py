@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/plan`.
 
 import contextlib
 import gc
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,7 @@ from torch import Tensor, nn
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, unwatched
-from ..core.measure import (
-    Life,
-    LiveStorages,
-)
+from ..core.measure import REST_LAYER, LiveStorages
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
@@ -42,7 +40,6 @@ from .parallel import Sharding
 from .profiler import (
     ACTIVATIONS_GROUP,
     BATCH_GROUP,
-    GRADIENTS_GROUP,
     OPTIMIZER_STATE_GROUP,
     PARAMETERS_GROUP,
     Timeline,
@@ -57,7 +54,7 @@ from .rank_step import (
     record_rank_step,
 )
 from .rank_time import Links, RankSeconds, StepCourse, time_of_course
-from .record import OptimizerState, RankStorages, StepLives
+from .record import LayerWork, OptimizerState, RankStorages, StepLives
 from .shapes import (
     LARGEST_DRAW,
     NEEDS_VALUES_ERRORS,
@@ -142,13 +139,13 @@ FIXED_GROUPS = (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP, BATCH_GROUP)
 
 
 @dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of one block in a plain step."""
+class BlockFigures:
+    """Bytes and operations of one block in a step."""
 
-    held: int  # activations held after forward
-    gradients: int  # gradients of the trainable parameters
+    held: int  # activations held after forward: what it makes and gets, without what it returns
+    peak: int  # most bytes alive in its backward; 0 if that is not known
     calls: int
-    work: tuple[int, ...]  # operations of its forward, their FLOPs, and the bytes they move
+    work: LayerWork
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,13 +153,11 @@ class StepEstimate:
     """Estimated bytes and operation costs of one whole step."""
 
     timeline: Timeline
-    blocks: Mapping[str, BlockBytes]
+    blocks: Mapping[str, BlockFigures]
     fixed: int  # parameters, buffers, batch and optimizer state
     gradients: int  # of all trainable parameters
-    head_gradients: int  # gradients that exist before the backward of the blocks starts
-    rest: int  # all other bytes outside the blocks at that moment, besides the fixed ones
-    head: int  # most bytes besides fixed and blocks from the last forward to the first backward
-    step: int  # most bytes while the optimizer steps
+    head: int  # most bytes alive before the backward of the first block
+    tail: int  # most bytes alive after the backward of the last block, as in the optimizer step
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
@@ -170,6 +165,7 @@ class StepEstimate:
     middle_bytes: int = 0
     course: StepCourse | None = None
     middle_course: StepCourse | None = None
+    dtype: str | None = None  # in which FSDP2 computes, if that is not the parameters' own
 
     @property
     def peak_bytes(self) -> int:
@@ -416,49 +412,45 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
     held = dict.fromkeys(blocks, 0)
-
-    def is_of_block(life: Life) -> bool:
-        group, layer = life.owner
-        return group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends
-
     fixed = 0
-    last_born = 0
-    first_death = lives.ends["backward"]
     for life in lives.lives:
         died = length if life.died is None else life.died
-        if life.owner[0] in FIXED_GROUPS and life.born == 0 and died == length:
+        group, layer = life.owner
+        if group in FIXED_GROUPS and life.born == 0 and died == length:
             fixed += life.nbytes
-        if is_of_block(life):
-            last_born = max(last_born, life.born)
-            if died >= forward_ends:
-                held[life.owner[1]] += life.nbytes
-                first_death = min(first_death, died)
+        layer = lives.running.holders.get(life, layer)
+        if group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends <= died:
+            held[layer] += life.nbytes
 
-    # Bytes after each operation: of activations of blocks, and of all else by group.
-    none = numpy.zeros(length, dtype=numpy.int64)
-    curves = lives.bytes_alive_by(lambda life: "" if is_of_block(life) else life.owner[0])
-    totals = sum(curves.values(), none)
-    beside = totals - curves.get("", none) - fixed
-    head_gradients = int(curves.get(GRADIENTS_GROUP, none)[first_death - 1])
-    block_bytes = {
-        name: BlockBytes(
-            held[name], _bytes(block), lives.running.calls[name], tuple(lives.work[name])
-        )
-        for name, block in blocks.items()
-    }
+    totals = lives.bytes_alive_by(lambda _: None)[None]
+    begins = [(at, name if name in blocks else REST_LAYER) for at, name in lives.running.begins]
+    ends = lives.ends["backward"]
+    while begins and begins[-1][1] == REST_LAYER:
+        ends = begins.pop()[0]
+    peaks = dict.fromkeys(blocks, 0)
+    head = ends
+    block = REST_LAYER
+    for (start, name), (stop, _) in itertools.pairwise([*begins, (ends, REST_LAYER)]):
+        # What runs between two blocks belongs to the one whose backward was before.
+        block = block if name == REST_LAYER else name
+        if block != REST_LAYER:
+            head = min(head, start)
+            peaks[block] = max(peaks[block], int(totals[start:stop].max(initial=0)))
     return StepEstimate(
         timeline=timeline_of(lives),
-        blocks=block_bytes,
+        blocks={
+            name: BlockFigures(held[name], peaks[name], lives.running.calls[name], lives.work[name])
+            for name in blocks
+        },
         fixed=fixed,
         gradients=_bytes(lives.module),
-        head_gradients=head_gradients,
-        rest=int(beside[first_death - 1]) - head_gradients,
-        head=int(beside[last_born : first_death + 1].max()),
-        step=int(totals[numpy.array(lives.phases) == "step"].max()),
+        head=int(totals[:head].max()),
+        tail=int(totals[ends:].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
         trace=trace_of(lives) if kernels == "cuda" else None,
         course=lives.course,
+        dtype=next((str(one).removeprefix("torch.") for one in lives.dtypes if one), None),
     )
 
 
@@ -479,7 +471,11 @@ def time_of_window(
     steps: int,
     scale: float = 1.0,
 ) -> RankSeconds:
-    """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
+    """Predict the time of `steps` microbatches of a rank, and of its optimizer step.
+
+    `dtype` is that of the parameters.
+    """
+    dtype = step.dtype or dtype
     optimizer = profile.optimizer_seconds(step.fixed, step.gradients)
     if step.course is None:
         seconds = profile.work_seconds(step.flops, step.moved, dtype=dtype)

@@ -358,7 +358,6 @@ class _Search:
             return None
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
         context = self.card.context(step.trace)
-        dtype = sharding.precision or sketch.dtype_name
         count = GpuCount(
             sharding,
             change,
@@ -366,7 +365,9 @@ class _Search:
             steps,
             self.card.bytes_needed(step),
             self.card.limit()[0],
-            time_of_window(step, self.card.profile, self.links, dtype=dtype, steps=steps),
+            time_of_window(
+                step, self.card.profile, self.links, dtype=sketch.dtype_name, steps=steps
+            ),
             state + context,
         )
         if count.fits and sketch.routing is not None:

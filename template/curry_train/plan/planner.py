@@ -26,7 +26,7 @@ from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .card import Card
-from .costs import MEASURED_MICROBATCH_SIZES, measure_menus
+from .costs import MEASURED_MICROBATCH_SIZES
 from .cuda_allocator import AllocatorSettings
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
@@ -192,7 +192,7 @@ class Planner:
         # The choice of the caller, and the choices to try.
         self.asked = self.chunked_loss = chunked_loss
         self.without = tuple(without)
-        self.left_out: tuple[str, ...] = ()  # options that could not run, with the reason
+        self.left_out: list[str] = []  # options that could not run, with the reason
         self.settings: dict[str, Any] = {
             "device": self.profile.name,
             "rates_from": self.profile.source,
@@ -367,11 +367,10 @@ class Planner:
         self._tell(
             f"estimating steps of {sizes} samples{loss}", 0.0 if is_first else CHECKING_STARTS
         )
-        steps = self.whole_steps.plain_steps(chunked=chunked)
+        self.whole_steps.plain_steps(chunked=chunked)
         if is_first:
-            self.whole_steps.menus, self.left_out = measure_menus(
-                self.sketch,
-                steps,
+            self.left_out = self.whole_steps.measure(
+                chunked=chunked,
                 offload=self.card.kernels == "cuda" and self.sketch.why_real is None,
                 without=self.without,
                 tell=lambda message, done: self._tell(message, CHECKING_STARTS * done),
@@ -398,7 +397,7 @@ class Planner:
             fingerprint=blocks,
             settings=self.settings
             | {"optimizer": _name_of(self.sketch.optimizer)}
-            | {"why_real": self.sketch.why_real, "left_out": [*self.left_out]}
+            | {"why_real": self.sketch.why_real, "left_out": self.left_out}
             | {"routing": self.whole_steps.routing_peaks(best)},
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)

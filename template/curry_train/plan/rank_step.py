@@ -103,11 +103,11 @@ def record_rank_step(
     records = [before]
     program = make_program(before)
     optimizer = program.optimizer
-    is_synced = _is_synced(program.called)
+    groups = _parameter_groups(program.called)
+    is_synced = all(one.reduce_grads for one in groups)
     if not is_synced:
         group = GRADIENTS_GROUP
         warnings.warn(UNSYNCED_WARNING, stacklevel=2)
-    run = functools.partial(run_recorded_step, needs_gradients=is_synced)
     called_loss = functools.partial(_loss_of, program, loss)
     with seeded(0), torch.enable_grad(), as_trained(program.module):
         with before:
@@ -118,16 +118,31 @@ def record_rank_step(
                 _run_microbatch(program, called_loss, syncs=syncs_each)
         layers = divide(program.module, blocks=list(blocks) or None)
 
-        record = functools.partial(_begin_record, program, state, layers, records)
+        def begin_record() -> StepLives:
+            gc.collect()
+            device = torch.device("cpu")
+            lives = StepLives(program.module, device, layers, optimizer, state)
+            lives.follow_all(program.batch, records)
+            records.append(lives)
+            return lives
+
         middle = None
         if accumulated:
-            middle = record()
+            middle = begin_record()
             with middle.running, middle:
                 _run_microbatch(program, called_loss, syncs=syncs_each)
-        lives = record()
+        lives = begin_record()
+        lives.dtypes = {one.mp_policy.param_dtype for one in groups}
         held: list[Tensor] = []
         with lives.running, lives, holding_output(program.module, held if keeps_output else None):
-            run(program.module, program.batch, called_loss, optimizer, lives)
+            run_recorded_step(
+                program.module,
+                program.batch,
+                called_loss,
+                optimizer,
+                lives,
+                needs_gradients=is_synced,
+            )
     if lives.course is not None and not lives.course.collectives:
         warnings.warn(NOTHING_SHARED_WARNING, stacklevel=2)
     return lives, middle
@@ -144,21 +159,6 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
             f"a forward of {type(program.called).__name__} after parallelize raised "
             f"{describe_raised(error)}"
         ) from error
-
-
-def _begin_record(
-    program: RankProgram, state: OptimizerState | None, layers: Any, records: list[Any]
-) -> StepLives:
-    """Make a record that follows what earlier records have seen and still lives, and add it."""
-    gc.collect()
-    device = torch.device("cpu")
-    lives = StepLives(program.module, device, layers, program.optimizer, state)
-    lives.follow_all(program.batch)
-    for earlier in records:
-        lives.follow_rest(earlier)
-    lives.given = list(lives.lives)
-    records.append(lives)
-    return lives
 
 
 def _warm_up(
@@ -185,27 +185,24 @@ def _warm_up(
         optimizer.zero_grad(set_to_none=True)
 
 
-def _parameter_groups(unit: Any) -> list[Any]:
-    """Return the groups of parameters that a unit of FSDP2 gathers together; torch 2.11 has one."""
-    state = unit._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def _parameter_groups(module: nn.Module) -> list[Any]:
+    """Return the groups of parameters that units of FSDP2 gather together.
 
-
-def _is_synced(module: nn.Module) -> bool:
-    """Check whether all units of FSDP2 sync the gradients of the last microbatch.
-
-    Raises a ValueError where they keep their parameters on the host.
+    Raises a ValueError where they are kept on the host.
     """
     # Imported here because a plan of one rank needs no sharding.
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    units = [one for one in module.modules() if isinstance(one, FSDPModule)]
-    groups = [group for one in units for group in _parameter_groups(one)]
+    groups: list[Any] = []
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            state: Any = unit._get_fsdp_state()
+            # A unit of torch 2.11 has one.
+            one = getattr(state, "_fsdp_param_group", None)
+            groups += getattr(state, "_fsdp_param_groups", [] if one is None else [one])
     if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups):
         raise ValueError(PARAMETERS_ON_HOST)
-    return all(group.reduce_grads for group in groups)
+    return groups
 
 
 def _run_microbatch(program: RankProgram, loss: Loss, *, syncs: bool) -> None:

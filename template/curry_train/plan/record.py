@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -34,6 +34,7 @@ from ..core.measure import (
     requested_bytes,
     tensors_in,
 )
+from ..primitives import sac
 from ..workloads.optimizers import copy_optimizer, parameters_of
 from .optimizers import ValuesInSteps, take_eagerly
 from .profiler import (
@@ -174,6 +175,65 @@ class RankStorages(LiveStorages):
                         life.owner = COLLECTIVES_GROUP, REST_LAYER
 
 
+class StepLayers(RunningLayers):
+    """Follow the layers of a step: what goes into and out of each, and when its backward begins."""
+
+    def __init__(self, record: "StepLives", layers: Mapping[str, nn.Module]) -> None:
+        super().__init__(record.module, layers)
+        # Numbers of operations at which the backward of a layer begins, or that of none.
+        self.begins: list[tuple[int, str]] = []
+        # The layer whose input a storage is first; none yet for an output.
+        self.holders: dict[Life, str] = {}
+        # What autograd holds keeps this record, and must not be kept by it.
+        self._record = weakref.proxy(record)
+
+    def entered(self, layer: str, inputs: Any) -> None:
+        for tensor in self._passed(inputs):
+            self._mark(tensor, lambda _: self._end_backward(layer))
+            for life in self._record.lives_of(tensor):
+                if self.holders.get(life, REST_LAYER) == REST_LAYER:
+                    self.holders[life] = layer
+
+    def left(self, layer: str, output: Any) -> None:
+        for tensor in self._passed(output):
+            self._mark(tensor, lambda _: self._begin_backward(layer))
+            for life in self._record.lives_of(tensor):
+                self.holders.setdefault(life, REST_LAYER)
+
+    def _passed(self, values: Any) -> list[Tensor]:
+        """Return torch's own tensors among what is passed in forward, and not in recompute."""
+        if self._record.phase != "forward":
+            return []
+        return [one for one in tensors_in(values) if type(one).__module__.startswith("torch")]
+
+    def _mark(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
+
+    def _begin_backward(self, layer: str) -> None:
+        self.begins.append((self._record.num_operations, layer))
+
+    def _end_backward(self, layer: str) -> None:
+        if self.in_backward == layer:
+            self.begins.append((self._record.num_operations, REST_LAYER))
+
+    @property
+    def in_backward(self) -> str:
+        """The layer whose backward began last."""
+        return self.begins[-1][1] if self.begins else REST_LAYER
+
+
+@dataclass
+class LayerWork:
+    """What a layer computes in a step, in all of its calls."""
+
+    # Indices of its operations in forward and backward, and 1 for those in grad mode.
+    operations: list[int] = field(default_factory=list)
+    in_grad_mode: list[int] = field(default_factory=list)
+    # Family, bytes of the output and FLOPs of each expensive operation of its first call.
+    expensive: list[tuple[str, int, int]] = field(default_factory=list)
+
+
 class StepLives(RankStorages):
     """Record the storages of a step, and the costs of each operation of forward and backward.
 
@@ -191,18 +251,19 @@ class StepLives(RankStorages):
         super().__init__(owner=self._owner_now, device=device)
         # What the optimizer's first step makes and frees on the device, if it is known.
         self.first_step = [] if state is None else state.first_step
+        # Dtypes in which FSDP2 gathers parameters; None for their own.
+        self.dtypes: set[torch.dtype | None] = set()
         # What one rank among others sends, and what it waits for.
         self._recorder = CourseRecorder() if dist.is_initialized() else None
         # FLOPs of each operation, and the bytes it reads and writes.
         self.flops: list[int] = []
         self.moved: list[int] = []
-        # By layer: the operations of its forward, their FLOPs and bytes.
-        self.work: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self.work: defaultdict[str, LayerWork] = defaultdict(LayerWork)
         self.module = module
         self.cuda = device if device.type == "cuda" else None
         # Bytes of the device that are not of this training.
         self.before = 0
-        self.running = RunningLayers(module, layers)
+        self.running = StepLayers(self, layers)
         self.optimizer = optimizer
         self.phase = STEP_PHASES[0]
         self.phases: list[str] = []
@@ -231,14 +292,26 @@ class StepLives(RankStorages):
             self._read()
             if self.phase != "step":
                 flops, moved = operation_cost(func, args, kwargs, out)
+                self._add_work(func, args, kwargs, out, flops)
                 self.flops.append(flops)
                 self.moved.append(moved)
-                if self.phase == "forward":
-                    work = self.work[self.running.current]
-                    work[:] = work[0] + 1, work[1] + flops, work[2] + moved
                 if self._recorder is not None:
                     self._recorder.add(func, args, kwargs, out, stream=self.stream_number)
         return out
+
+    def _add_work(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
+        """Add an operation to the layer that runs, or whose backward runs."""
+        running, is_forward = self.running, self.phase == "forward"
+        layer = running.current if is_forward else running.in_backward
+        work = self.work[layer]
+        work.operations.append(len(self.flops))
+        work.in_grad_mode.append(is_forward or torch.is_grad_enabled())
+        family = sac.family_of(func) if is_forward and running.calls[layer] == 1 else None
+        if family:
+            made = sum(value.untyped_storage().nbytes() for value in operands(out))
+            # A call that draws random numbers must not be kept: keeping 0 FLOPs gains nothing.
+            drawn = sac.draws(func, args, kwargs)
+            work.expensive.append((family, 0, 0) if drawn else (family, made, flops))
 
     @property
     def course(self) -> StepCourse | None:
@@ -247,8 +320,8 @@ class StepLives(RankStorages):
         flops, moved = (numpy.array(one, dtype=numpy.float64) for one in (self.flops, self.moved))
         return replace(self._recorder.course, flops=flops, moved=moved)
 
-    def follow_all(self, batch: Any) -> None:
-        """Count the tensors that exist before the step."""
+    def follow_all(self, batch: Any, earlier: Iterable[RankStorages] = ()) -> None:
+        """Count the tensors that exist before the step, and what earlier records have seen."""
         parameters = list(self.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for owner, tensors in (
@@ -259,6 +332,8 @@ class StepLives(RankStorages):
         ):
             for tensor in tensors:
                 self.follow(tensor, owner=(owner, REST_LAYER))
+        for record in earlier:
+            self.follow_rest(record)
         self.given = list(self.lives)
 
     def own(self, group: str, tensors: Iterable[Tensor]) -> None:

@@ -94,16 +94,6 @@ def apply_options(
     return [*changed]
 
 
-def remove_options(model: nn.Module) -> list[str]:
-    """Undo `apply_options`; return the names of the modules that were changed."""
-    return [
-        *primitives.remove_regions(model),
-        *primitives.remove_sac(model),
-        *primitives.remove_recompute(model),
-        *primitives.remove_offload(model),
-    ]
-
-
 # Plan files: the option of each block, the microbatches, and the predicted peak and time.
 
 PLAN_VERSION = 1

@@ -9,43 +9,30 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy
 from torch import nn
 
 from .. import primitives
 from .card import Card
-from .chain import Integers, PricedChain, chain_of
-from .costs import MEASURED_MICROBATCH_SIZES, Drop, Menu
+from .chain import PricedChain, chain_of
+from .costs import MEASURED_MICROBATCH_SIZES, Menu, drop_saved_tensors, measure_menus
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
 from .saved import (
-    FULL_KIND,
     NONE_KIND,
-    REGIONS_KIND,
     Candidate,
     Option,
     apply_options,
 )
 
-# Limits of one search.
-MOST_STEPS = 6  # whole steps that are estimated
-MOST_SOLVED = 24  # times that the chain is solved
-
-# Fractions of the budget.
-CLOSE_FRACTION = 0.985  # a search ends with a peak above this, if the chain offers nothing faster
-WIDER_FRACTION = 0.01  # by so much more the chain is asked for a faster choice, then for twice that
-NEAR_RATIO = 1.1  # up to this least peak, a choice other than the chain's may still fit
-WIDEST_RATIO = 1.05  # the chain is not asked for what it predicts to need more than this
-# The least peak of the chain may be too high by up to this factor.
-OVERESTIMATE_RATIO = 1.35
-
-# Ways to run the last block that are tried for the least peak.
-LAST_KINDS = (NONE_KIND, REGIONS_KIND, FULL_KIND)
+MOST_STEPS = 6  # whole steps that are estimated in one search
+# The chain may predict too much by these factors: of another microbatch than those measured, and of
+# blocks that run several times.
+NEAR_RATIOS = (1.05, 1.35)
 
 # Microbatch, accumulated, chunked loss and alone among ranks, then options.
 ChainKey = tuple[int, bool, bool, bool]
@@ -55,8 +42,7 @@ StepKey = tuple[ChainKey, tuple[tuple[str, Option], ...]]
 class WholeSteps:
     """Estimate whole steps from shapes, each of them once, and search among them.
 
-    `menus` has what the options of each block cost, and `chunk_tokens` is for a loss in chunks.
-    Set both before a search.
+    Set `chunk_tokens` for a loss in chunks, and call `measure` before a search.
     """
 
     def __init__(self, sketch: Sketch, *, card: Card, links: Links = OTHER_LINKS) -> None:
@@ -77,37 +63,43 @@ class WholeSteps:
     # What the chain predicts.
 
     def priced(self, candidate: Candidate) -> PricedChain:
-        """Return the chain for a candidate, with the bytes of a device, corrected by a plain step.
+        """Return the chain for a candidate, with the bytes that a device needs.
 
-        The plain step has the larger size that the chain was measured at. With several ranks, the
-        chain is of the model alone, and gets what one rank has more or less.
+        Its times are those of the model alone. With several ranks, and for accumulated gradients,
+        its bytes are corrected by a plain step of the larger size that the chain is measured at.
         """
         key, _ = self._key(candidate)
         if key not in self._priced:
-            plain = _as_it_is(candidate)
-            alone = self.step(plain, alone=True)
-            extra = self.bytes_needed(self.step(plain)) - alone.peak_bytes
-
-            measured = self._chain(plain)
-            moments = measured.moments(measured.plain)
-            for_each_sample = numpy.maximum(0, moments - alone.peak_bytes) / plain.microbatch
-            shifts: Integers = extra - numpy.rint(candidate.microbatch * for_each_sample).astype(
-                numpy.int64
+            plain = self.step(_as_it_is(candidate))
+            self._priced[key] = chain_of(
+                self.plain_steps(chunked=candidate.chunked_loss),
+                self.menus or {},
+                candidate.microbatch,
+                like=plain,
+                more=self.bytes_needed(plain) - plain.timeline.peak.bytes_alive,
+                profile=self.profile,
+                dtype=self.sketch.dtype_name,
             )
-            found = self._chain(candidate).shifted(shifts)
-            self._priced[key] = replace(found, floor=found.floor + extra)
         return self._priced[key]
 
-    def _chain(self, candidate: Candidate) -> PricedChain:
-        """Return the chain for a candidate, of the model alone, as its blocks predict it."""
-        return chain_of(
-            self.plain_steps(chunked=candidate.chunked_loss),
-            self.menus or {},
-            candidate.microbatch,
-            accumulated=candidate.steps > 1,
+    def measure(self, *, chunked: bool, **options: Any) -> list[str]:
+        """Measure what the options of blocks cost; return those that could not run, and why.
+
+        `options` are those of `measure_menus`.
+        """
+
+        def step_of(size: int, changes: Mapping[str, Option]) -> StepEstimate:
+            return self.recorded(Candidate(size, 1, chunked, options=changes), alone=True)
+
+        self.menus, left_out = measure_menus(
+            step_of,
+            self.sketch.blocks(self.sketch.build()),
+            self.plain_steps(chunked=chunked),
             profile=self.profile,
             dtype=self.sketch.dtype_name,
+            **options,
         )
+        return left_out
 
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
@@ -135,115 +127,31 @@ class WholeSteps:
     ) -> Candidate | None:
         """Find the fastest options for the microbatch and the loss of a candidate that fit.
 
-        If none are found, return the candidate with the least peak. Return None if none can be
-        faster than `best`. With a kind of options more, the chain may be wrong where it was right
-        without them. So the search is done without each kind too, and without several, as far as
-        that leads to other choices: one more option never makes the plan slower.
+        After each whole step the chain predicts its peak, until it proposes the same again. If
+        nothing fits, return the candidate with the least peak. Return None where the chain expects
+        nothing faster than `best`.
         """
         chain = self.priced(candidate)
-        kinds = {option.kind for block in chain.blocks for option in block.options}
-        waiting = [frozenset(kinds - {NONE_KIND})]
-        least: Candidate | None = None
-        done: set[frozenset[str]] = set()
-        while waiting:
-            allowed = waiting.pop(0)
-            if allowed in done:
-                continue
-            done.add(allowed)
-            limited = chain.only(allowed)
-            if not self._may_be_faster(candidate, limited, budget_bytes, best):
-                continue
-            tried = self._search(candidate, limited, budget_bytes)
-            used = {option.kind for one in tried for option in one.options.values()}
-            waiting += [allowed - {kind} for kind in sorted(used - {NONE_KIND})]
-            fitting = [one for one in tried if one.peak_bytes <= budget_bytes]
-            if least is None:
-                least = min(tried, key=lambda one: one.peak_bytes)
-            best = min(fitting if best is None else [best, *fitting], key=order, default=None)
+        near, far = (round(ratio * budget_bytes) for ratio in NEAR_RATIOS)
+        expected = chain.fastest(near) or chain.fastest(far)
+        if expected is None:
+            return None
+        seconds = self.seconds(replace(candidate, options=expected))
+        if best is not None and order(replace(candidate, step_seconds=seconds)) >= order(best):
+            return None
+        tried: list[Candidate] = []
+        while len(tried) < MOST_STEPS:
+            options = chain.fastest(budget_bytes) or chain.least()
+            if any(options == one.options for one in tried):
+                break
+            tried.append(self.whole(replace(candidate, options=options)))
+            chain = chain.shifted(chain.shifts_to(options, tried[-1].peak_bytes))
         seen = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
-        return min(seen, key=order, default=least)
-
-    def _may_be_faster(
-        self, candidate: Candidate, chain: PricedChain, budget_bytes: int, best: Candidate | None
-    ) -> bool:
-        options = chain.fastest(round(WIDEST_RATIO * budget_bytes))
-        options = options or chain.fastest(round(OVERESTIMATE_RATIO * budget_bytes))
-        if options is None:
-            return False
-        seconds = self.seconds(replace(candidate, options=options))
-        return best is None or order(replace(candidate, step_seconds=seconds)) < order(best)
-
-    def _search(
-        self, candidate: Candidate, chain: PricedChain, budget_bytes: int
-    ) -> list[Candidate]:
-        """Return the candidates that the chain proposes, each with its whole step.
-
-        After each whole step the chain predicts its peak. Where the chain proposes the same again,
-        it is asked for a faster one with a wider budget, because it may predict too much.
-        """
-        tried: dict[tuple[Option, ...], Candidate] = {}
-        wider = 0
-        for _ in range(MOST_SOLVED):
-            options = chain.fastest(budget_bytes + wider) or chain.least()
-            key = tuple(options.values())
-            if key in tried:
-                is_close = tried[key].peak_bytes >= CLOSE_FRACTION * budget_bytes
-                wider = max(2 * wider, round(WIDER_FRACTION * budget_bytes))
-                if is_close or wider > (WIDEST_RATIO - 1) * budget_bytes:
-                    break
-                continue
-            if len(tried) == MOST_STEPS:
-                break
-            whole = self.whole(replace(candidate, options=options))
-            tried[key] = whole
-            if whole.peak_bytes <= budget_bytes and chain.seconds(options) <= chain.plain_seconds:
-                break
-            chain = chain.shifted(chain.shifts_to(options, whole.peak_bytes))
-            wider = 0
-        return [*tried.values(), *self._variants([*tried.values()], chain, budget_bytes)]
-
-    def _variants(
-        self, tried: list[Candidate], chain: PricedChain, budget_bytes: int
-    ) -> Iterator[Candidate]:
-        """Yield the best candidate with its last block as it is, or others with a low peak.
-
-        The last block is in backward while nothing is freed, so recomputing it may save nothing.
-        """
-        fitting = [one for one in tried if one.peak_bytes <= budget_bytes]
-        if fitting:
-            best = min(fitting, key=order)
-            if best.options and [*best.options.values()][-1].kind != NONE_KIND:
-                last = [*best.options][-1]
-                yield self.whole(replace(best, options={**best.options, last: Option(NONE_KIND)}))
-            return
-        least = min(tried, key=lambda one: one.peak_bytes, default=None)
-        if least is not None and least.peak_bytes <= NEAR_RATIO * budget_bytes:
-            yield from self._poorest(least, chain)
-
-    def _poorest(self, candidate: Candidate, chain: PricedChain) -> Iterator[Candidate]:
-        """Yield alternatives with a low peak, each with its whole step.
-
-        These are the candidate, and both the candidate and full recompute of all blocks with
-        `none`, `regions` and `full` for the last block.
-        """
-        yield self.whole(candidate)
-        full = Option(FULL_KIND)
-        if not chain.blocks or not all(full in block.options for block in chain.blocks):
-            return
-        last = chain.blocks[-1]
-        tried = [one for one in map(Option, LAST_KINDS) if one in last.options]
-        for base in (dict.fromkeys(candidate.options, full), candidate.options):
-            for option in tried:
-                yield self.whole(replace(candidate, options={**base, last.name: option}))
+        return min(seen, key=order, default=min(tried, key=lambda one: one.peak_bytes))
 
     def least(self, candidate: Candidate) -> Candidate:
-        """Find the options with the least peak for this microbatch, regardless of time.
-
-        Of equal peaks the fewest FLOPs win.
-        """
-        chain = self.priced(candidate)
-        found = self._poorest(replace(candidate, options=chain.least()), chain)
-        return min(found, key=lambda one: (one.peak_bytes, one.flops))
+        """Return the options with the least peak for this microbatch, regardless of time."""
+        return self.whole(replace(candidate, options=self.priced(candidate).least()))
 
     # Whole steps.
 
@@ -268,16 +176,15 @@ class WholeSteps:
         chunked: list[nn.Module] = []
         if candidate.is_plain and not anew:
             return self.sketch.step(candidate.microbatch, **settings)
-        with Drop() as drop:
-            offload = drop if self.sketch.why_real is None else None
+        offload = drop_saved_tensors if self.sketch.why_real is None else None
 
-            def change(module: nn.Module) -> None:
-                apply_options(module, candidate.options, offload=offload)
-                if candidate.chunked_loss:
-                    primitives.apply_chunked_loss(module, chunk_tokens=self.chunk_tokens)
-                    chunked.append(module)
+        def change(module: nn.Module) -> None:
+            apply_options(module, candidate.options, offload=offload)
+            if candidate.chunked_loss:
+                primitives.apply_chunked_loss(module, chunk_tokens=self.chunk_tokens)
+                chunked.append(module)
 
-            step = self.sketch.step(candidate.microbatch, change=change, **settings)
+        step = self.sketch.step(candidate.microbatch, change=change, **settings)
         # The sharding of a rank may read the logits of a loss in chunks as a whole.
         for module in chunked if alone else ():
             for name, use in primitives.chunked_loss_report(module).items():
@@ -328,10 +235,8 @@ class WholeSteps:
         plain = self.step(measured)
         step = self.known.get(self._key(candidate), plain)
         scale = candidate.microbatch / measured.microbatch if step is plain else 1.0
-        # FSDP2 computes in the dtype of gathered parameters.
-        dtype = self.sketch.sharding.precision or self.sketch.dtype_name
         window = functools.partial(
-            time_of_window, profile=self.profile, links=self.links, dtype=dtype
+            time_of_window, profile=self.profile, links=self.links, dtype=self.sketch.dtype_name
         )
 
         # A rank has a part of the model, or its layers' copies besides, by the plain step.

@@ -38,7 +38,6 @@ __getattr__, __dir__, __all__ = lazy_names(
             "load_chosen",
         ),
         "spike": (
-            "Recoveries",
             "Spike",
             "SpikeNotRecovered",
             "SpikeWatchdog",

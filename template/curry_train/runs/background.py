@@ -179,7 +179,7 @@ class BackgroundSaver:
         writing = self.store.begin(kind, step, state, metric=metric)
         optimizers = writing.snapshot.optimizers
         self._hook(optimizers)
-        self._staging.begin(writing.tensors)
+        self._staging.begin(writing.layout.tensors)
         self._pool = ThreadPoolExecutor(1)
         self._running = self._pool.submit(self._run, writing)
         if not optimizers:

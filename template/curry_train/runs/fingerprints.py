@@ -38,7 +38,7 @@ from ..core.measure import backward_node
 from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
-from .rounding import Exchange
+from .rounding import Exchange, NoisyOperations
 
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
@@ -145,9 +145,15 @@ class Recorder:
                 stack.enter_context(mock.patch.object(owner, name, replaced))
             if self.in_replay or self.operations_in_step is not None:
                 stack.enter_context(Operations(self))
+            if self.exchange is not None and self.exchange.noise is not None:
+                stack.enter_context(NoisyOperations(self.exchange, self._computes))
             self.is_on = not self.in_replay
             stack.callback(self._end)
             yield
+
+    def _computes(self) -> bool:
+        """Return whether the training computes just now."""
+        return self.is_on and not self.is_noting
 
     def begin(self, step: int, model: nn.Module) -> None:
         """Record a step of a replay, in which modules have their names in this model."""

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files, StrPath
-from .layout import FileEntry, HashingStream, Manifest, entry_of
+from .layout import FileEntry, HashingStream, SavedCheckpoint, entry_of
 from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
 
@@ -57,16 +57,24 @@ class Part:
 
 
 class HashingFolder:
-    """A folder whose new files are hashed while they are written, and synced when closed."""
+    """A folder for torch's reader and writer; new files are hashed, and synced when closed."""
 
     def __init__(self, files: Files, folder: str) -> None:
         self.files = files
         self.folder = folder
         self.entries: dict[str, FileEntry] = {}
 
+    def concat_path(self, path: StrPath, suffix: str) -> str:
+        return suffix
+
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[HashingStream]:
-        with self.files.create(f"{self.folder}/{name}") as raw:
+    def create_stream(self, name: str, mode: str = "wb") -> Iterator[Any]:
+        key = f"{self.folder}/{name}"
+        if mode == "rb":
+            with self.files.open(key) as raw:
+                yield raw
+            return
+        with self.files.create(key) as raw:
             stream = HashingStream(raw)
             try:
                 yield stream
@@ -112,7 +120,7 @@ INDEX_GLOBALS = {
 }
 
 
-def checked_index(index: Any, manifest: Manifest) -> Metadata:
+def checked_index(index: Any, manifest: SavedCheckpoint) -> Metadata:
     """Return the index for torch's reader; its tensors take no more bytes than the files hold."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -167,7 +175,7 @@ def read_tensors(
     Each rank reads what it needs, and no rank waits for another.
     """
     reader: Any = FileSystemReader("")
-    reader.fs = _TorchFiles(lambda name, mode: files.open(f"{folder}/{name}"))
+    reader.fs = HashingFolder(files, folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
@@ -228,20 +236,10 @@ class LoadReport:
     """The result of a load: how many tensors matched, and how the state differs from the save."""
 
     matched: int = 0
-    # The number of tensors that are saved, or are in the state.
-    wanted: int = 0
-    # Names that the checkpoint lacks.
-    missing: list[str] = field(default_factory=list)
-    # Names that only the checkpoint has.
-    extra: list[str] = field(default_factory=list)
-    # Differences in shape, dtype, ties or optimizer.
+    # Names that only the checkpoint or the state has, and those that differ in shape or dtype.
     different: list[str] = field(default_factory=list)
     # Differences that do not prevent a load.
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def exact(self) -> bool:
-        return not (self.missing or self.extra or self.different)
 
 
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
@@ -351,21 +349,6 @@ def _copy(value: Tensor, target: Tensor) -> None:
 # Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
 
 
-class _TorchFiles:
-    """The part of torch's file systems that its reader and writer use, over another `open`."""
-
-    def __init__(self, open_file: Callable[[str, str], Any]) -> None:
-        self._open = open_file
-
-    def concat_path(self, path: StrPath, suffix: str) -> str:
-        return suffix
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str, mode: str) -> Iterator[Any]:
-        with self._open(path, mode) as stream:
-            yield stream
-
-
 class _Planner(DefaultSavePlanner):
     """Gives torch's writer copies in place of the live tensors."""
 
@@ -388,7 +371,7 @@ class ShardedLayout:
         self._planner = _Planner(**options)
         # The folder syncs its files itself.
         self._writer = FileSystemWriter("", sync_files=False)
-        self._writer.fs = _TorchFiles(lambda name, mode: folder.create(name))  # type: ignore[assignment]
+        self._writer.fs = folder  # type: ignore[assignment]
 
         def local() -> Any:
             planner.set_up_planner(dict(snapshot.tensors), is_coordinator=ranks.first)
@@ -422,7 +405,7 @@ class ShardedLayout:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        with self._folder.create(METADATA_FILE_NAME) as stream:
+        with self._folder.create_stream(METADATA_FILE_NAME) as stream:
             pickle.dump(metadata, stream)
         return {"index": _index_of(metadata)}
 

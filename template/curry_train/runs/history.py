@@ -206,6 +206,25 @@ def _existing(name: str, root: StrPath) -> Path | None:
     return next((path for path in (Path(name), Path(root, name)) if path.exists()), None)
 
 
+# What differs between two runs.
+
+# Stands for the value of a key that only the other run has.
+ABSENT_VALUE = "(none)"
+
+
+def changes(a: Any, b: Any, *, name: str = "") -> list[dict[str, Any]]:
+    """List the differing leaves; a mapping that only one side has counts as one leaf."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        found = []
+        for key in dict.fromkeys([*a, *b]):
+            inner = f"{name}.{key}" if name else str(key)
+            found += changes(a.get(key, ABSENT_VALUE), b.get(key, ABSENT_VALUE), name=inner)
+        return found
+    # 1 differs from true, and equals 1.0; as text nan equals itself.
+    is_equal = repr(a) == repr(b) or (isinstance(a, bool) == isinstance(b, bool) and bool(a == b))
+    return [] if is_equal else [{"name": name, "a": a, "b": b}]
+
+
 # Facts of a run for its journal: configuration, code, packages, device and command.
 
 GIT_SECONDS = 10.0

@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -155,8 +155,8 @@ class FileEntry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """The identity of a checkpoint and the list of its files."""
+class SavedCheckpoint:
+    """The identity of a checkpoint and the list of its files, as its manifest has them."""
 
     kind: str
     step: int
@@ -166,6 +166,8 @@ class Manifest:
     # The steps at which the run went back before this was saved, in their order: of the states of
     # fewer branches, those after the step of a later one are given up.
     branches: tuple[int, ...] = ()
+    # The path that other tools open, which the manifest does not hold.
+    location: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -184,17 +186,9 @@ class Manifest:
     def render(self) -> bytes:
         """Return the canonical bytes of the manifest, so that a change of any bit is detected."""
         content = asdict(self)
-        content.pop("location", None)
+        del content["location"]
         content["hash"] = hash_bytes(_text(content))
         return _text(content)
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint(Manifest):
-    """One committed checkpoint."""
-
-    # The path that other tools open.
-    location: str = ""
 
 
 def _text(content: Mapping[str, Any]) -> bytes:
@@ -202,11 +196,11 @@ def _text(content: Mapping[str, Any]) -> bytes:
 
 
 @functools.lru_cache(maxsize=256)
-def parse_manifest(data: bytes) -> Manifest:
+def parse_manifest(data: bytes) -> SavedCheckpoint:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     with reading("the manifest can't be read"):
         content = json.loads(data)
-        manifest = Manifest(
+        manifest = SavedCheckpoint(
             kind=content["kind"],
             step=content["step"],
             files={
@@ -247,10 +241,10 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
         )
 
     check_sizes(files, folder, manifest)
-    return SavedCheckpoint(**vars(manifest), location=where)
+    return replace(manifest, location=where)
 
 
-def check_sizes(files: Files, folder: str, manifest: Manifest) -> None:
+def check_sizes(files: Files, folder: str, manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
     where = files.location(folder)
     present = files.below(folder)
@@ -267,7 +261,9 @@ def check_sizes(files: Files, folder: str, manifest: Manifest) -> None:
             )
 
 
-def verify_files(files: Files, folder: str, manifest: Manifest, names: Iterable[str]) -> None:
+def verify_files(
+    files: Files, folder: str, manifest: SavedCheckpoint, names: Iterable[str]
+) -> None:
     """Read these files and compare their sizes and hashes with the manifest."""
     for name in names:
         with (

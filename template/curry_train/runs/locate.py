@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .fingerprints import place_of
+from .history import changes
 from .rounding import epsilon_of, is_rounding, num_elements
 
 Observation = Mapping[str, Any]
@@ -350,10 +351,8 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator[str]:
     of_owner = f" of {owner}" if owner else ""
-    for name in {**a, **b}:
-        # As text, because nan is not equal to itself.
-        if repr(a.get(name)) != repr(b.get(name)):
-            yield f"{name}{of_owner} is {a.get(name)} in A and {b.get(name)} in B"
+    for one in changes(a, b):
+        yield f"{one['name']}{of_owner} is {one['a']} in A and {one['b']} in B"
 
 
 def settings_of(start: Observation) -> dict[str, Any]:

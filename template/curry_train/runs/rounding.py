@@ -1,8 +1,9 @@
 """Tell differences of two runs that rounding explains from all others.
 
 Both programs run again. A's keeps its values. Then A's runs with noise in the last bit of whatever
-a module, gradient or optimizer gets, and B's as it is; after each comparison both get A's values
-back. So each module is compared on equal inputs, and the noise measures what rounding does to it.
+a module, gradient or optimizer gets, and of what each operation computes, and B's as it is; after
+each comparison both get A's values back. So each module is compared on equal inputs, and the noise
+measures what rounding does to it, also where terms cancel, as in the bias of keys of attention.
 
 Proof: `python -m pytest tests/runs/test_rounding.py`.
 """
@@ -11,11 +12,14 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..core.digest import is_plain
 from ..core.generators import unwatched
@@ -24,13 +28,16 @@ from ..core.generators import unwatched
 # rounding error in some modules, and not in others.
 Distances = dict[str, float]
 # Runs with noise, as one alone may draw too little of it for a small tensor.
-NUM_NOISES = 3
-# How much more than the noise may B differ by: sums of many numbers round more than their inputs.
-FACTOR = 6.0
+NUM_NOISES = 5
+# How much more than the noise may B differ by: sums of many numbers round more than their terms.
+FACTOR = 4.0
 # Noise of elements up to so many times larger (as a power of two) excuses an element.
 NEARBY_EXPONENTS = 2
-# Elements that are smaller by so many powers of two than the largest are taken together.
-MOST_EXPONENTS = 24
+# Elements that are smaller by so many powers of two than the largest are taken together: they may
+# be what is left of terms as large as others, as in the tail of a GELU.
+MOST_EXPONENTS = 4
+# Operations whose results are not computed from what they are given, or are exactly that.
+NOT_ROUNDED = ("_like", "new_", "empty", "full", "ones", "zeros", "rand", "bernoulli", "clone")
 # Exponent for tensors of zeros; two to its power is zero.
 OF_ZERO = -1100
 
@@ -47,6 +54,16 @@ class Exchange:
         if expected is not None:
             path = Path(expected, f"rank-{os.environ.get('RANK', '0')}.json")
             self.expected = json.loads(path.read_text(encoding="utf-8"))
+        # The precision of B's results where it is less than that of A's, else 0.
+        self.coarser = max(
+            (
+                epsilon
+                for place, of_names in (self.expected or {}).items()
+                for digest, epsilon in of_names.values()
+                if json.loads(place)[0] == "exit" and epsilon > epsilon_of(digest)
+            ),
+            default=0.0,
+        )
         # The seed of the noise; None for none.
         self.noise = noise
         self.generator = torch.Generator().manual_seed(noise or 0)
@@ -94,6 +111,29 @@ class Exchange:
             return value
         draws = torch.rand(value.shape, dtype=torch.float64, generator=self.generator)
         return value.double() * (1 + epsilon * (2 * draws.to(value.device) - 1))
+
+    def add_noise(self, results: Sequence[Tensor]) -> None:
+        """Change what an operation has computed by the precision of its type, or of B's."""
+        for one in results:
+            if one.is_floating_point() and is_plain(one) and 0 not in one.stride():
+                one.copy_(self._noisy(one, max(torch.finfo(one.dtype).eps, self.coarser)))
+
+
+class NoisyOperations(TorchDispatchMode):
+    """Adds noise to what each operation computes, forward and backward, while `is_on`."""
+
+    def __init__(self, exchange: Exchange, is_on: Callable[[], bool]) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.is_on = is_on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        has_own_memory = all(one.alias_info is None for one in func._schema.returns)
+        if self.is_on() and has_own_memory and not any(word in name for word in NOT_ROUNDED):
+            self.exchange.add_noise([one for one in tree_leaves(output) if isinstance(one, Tensor)])
+        return output
 
 
 def distances_of(tensor: Tensor, value: Tensor) -> Distances:

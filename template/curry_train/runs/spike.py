@@ -187,37 +187,7 @@ class Recovery:
         require_least(self, 0, "spike", "back_to", "start", "stop", "attempt")
 
 
-class Recoveries:
-    """The recoveries of a run, read from its folder.
-
-    Every rank calls `add`; only the first rank does so with `write=True`.
-    """
-
-    def __init__(self, files: Files) -> None:
-        self._files = files
-        self.done: list[Recovery] = _read(files)
-
-    def attempt(self, step: int, *, within: int) -> int:
-        """Return the number of the attempt that a rollback at `step` would be.
-
-        Earlier recoveries count as long as each spike was at most `within` steps from the next.
-        """
-        number = 1
-        for recovery in reversed(self.done):
-            if abs(step - recovery.spike) > within:
-                break
-            number += 1
-            step = recovery.spike
-        return number
-
-    def add(self, recovery: Recovery, *, write: bool) -> None:
-        self.done.append(recovery)
-        if write:
-            data = json.dumps([asdict(one) for one in self.done], indent=1).encode()
-            self._files.write(RECOVERIES_FILE_NAME, data)
-
-
-def _read(files: Files) -> list[Recovery]:
+def read_recoveries(files: Files) -> list[Recovery]:
     if files.kind(RECOVERIES_FILE_NAME) != "file":
         return []
     try:
@@ -269,8 +239,9 @@ class AttachedWatch:
 
     def begin(self, files: Files) -> None:
         """Read which samples the run skips."""
-        self.recoveries = Recoveries(files)
-        for recovery in self.recoveries.done:
+        self._files = files
+        self._recoveries = read_recoveries(files)
+        for recovery in self._recoveries:
             self._data.skip(recovery.start, recovery.stop)
 
     def judge(self, step: int, loss: Any) -> Spike | None:
@@ -298,7 +269,7 @@ class AttachedWatch:
         `load` gets `before-STEP`, and restores the state and the position of the data. Raises
         SpikeNotRecovered.
         """
-        attempt = self.recoveries.attempt(spike.step, within=self.config.window)
+        attempt = self._attempt(spike.step)
         around = self.config.skip_around * 2 ** (attempt - 1)
         first = max(1, spike.first - around)
         if attempt > self.config.attempts:
@@ -308,7 +279,10 @@ class AttachedWatch:
         start = self._data.after(state.position, windows=max(0, first - 1 - state.step))
         stop = self._data.after(state.position, windows=spike.step + around - state.step)
         recovery = Recovery(spike.step, state.step, start, stop, attempt)
-        self.recoveries.add(recovery, write=self.ranks.first)
+        self._recoveries.append(recovery)
+        if self.ranks.first:
+            data = json.dumps([asdict(one) for one in self._recoveries], indent=1).encode()
+            self._files.write(RECOVERIES_FILE_NAME, data)
         self._data.skip(start, stop)
         if self.ranks.first:
             logger.warning(
@@ -319,8 +293,21 @@ class AttachedWatch:
             )
         return recovery
 
+    def _attempt(self, step: int) -> int:
+        """Return the number of the attempt that a rollback at `step` is.
+
+        Earlier ones count as long as each spike was at most a window from the next.
+        """
+        number = 1
+        for recovery in reversed(self._recoveries):
+            if abs(step - recovery.spike) > self.config.window:
+                break
+            number += 1
+            step = recovery.spike
+        return number
+
     def _given_up(self, spike: Spike, number: int, state: str) -> str:
-        done = self.recoveries.done[-number:]
+        done = self._recoveries[-number:]
         skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in done)
         return (
             f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "

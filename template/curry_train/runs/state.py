@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
+from .history import changes
 from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
     check_random_state,
@@ -222,16 +223,6 @@ def _as_json(config: Any) -> Any:
     return json.loads(json.dumps(config, default=str, skipkeys=True))
 
 
-def _changes(saved: Any, current: Any, key: str = "") -> Iterator[str]:
-    """Yield each key whose value is another one than was saved, with both."""
-    if isinstance(saved, Mapping) and isinstance(current, Mapping):
-        for name in sorted({*saved, *current}, key=str):
-            inner = f"{key}.{name}" if key else str(name)
-            yield from _changes(saved.get(name), current.get(name), inner)
-    elif saved != current:
-        yield f"{key}: {saved!r:.60} -> {current!r:.60}"
-
-
 # Match a checkpoint with the state of a training, and restore it.
 
 # The description of state that may have another form at each save.
@@ -265,8 +256,12 @@ class Load:
         with reading(_NO_STATE):
             self._saved = self._chosen(self._of_this_rank())
             self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
-            if strict and not self.report.exact:
-                raise StateMismatch(_describe(self.report))
+            if strict and (different := self.report.different):
+                more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+                raise StateMismatch(
+                    f"{self.report.matched} of its tensors match; {', '.join(different[:6])}{more}."
+                    f" Build the model and optimizer that were saved, or {PARTIAL_LOAD_ADVICE}"
+                )
             self._choose_tensors()
 
     def _of_this_rank(self) -> dict[str, Any]:
@@ -297,16 +292,14 @@ class Load:
             if hasattr(one, "may_be_new")
         }
         fitting = [name for name in was if was[name] == now.get(name)]
-        report = self.report
-        report.matched = len(fitting)
-        report.wanted = len(was.keys() | now.keys())
-        report.missing = [name for name in now if name not in was and name not in new]
-        report.extra = [name for name in was if name not in now]
-        report.different = [
-            f"{name} was {was[name]} and is {now[name]}"
-            for name in was
-            if name in now and was[name] != now[name]
-        ]
+        self.report.matched = len(fitting)
+        for name in {**was, **now}:
+            if name not in now:
+                self.report.different.append(f"{name} is only in the checkpoint")
+            elif name not in was and name not in new:
+                self.report.different.append(f"{name} is missing in the checkpoint")
+            elif name in was and was[name] != now[name]:
+                self.report.different.append(f"{name} was {was[name]} and is {now[name]}")
         # Names of the model that fit, each with the name of its tensor.
         self._filled = {
             name: self._saved[name].name
@@ -455,8 +448,12 @@ class Load:
             # With other ranks the sums differ anyway, and more threads could crowd the cores.
             may_restore = values["world_size"] == size
             notes.append(restore_threads(values["threads"], may_restore=may_restore))
-        if changed := list(_changes(values["config"], _as_json(self._state.config))):
-            notes.append(f"the configuration differs in {', '.join(changed)}")
+        texts = [
+            f"{one['name']}: {one['a']!r:.60} -> {one['b']!r:.60}"
+            for one in changes(values["config"], _as_json(self._state.config))
+        ]
+        if texts:
+            notes.append(f"the configuration differs in {', '.join(texts)}")
         return notes
 
 
@@ -501,19 +498,3 @@ def _once(value: Any) -> Any:
     return tensor[
         tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
     ]
-
-
-def _describe(report: LoadReport) -> str:
-    lines = [f"{report.matched} of {report.wanted} tensors match"]
-    for title, names in (
-        ("missing in the checkpoint", report.missing),
-        ("only in the checkpoint", report.extra),
-        ("different", report.different),
-    ):
-        if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            lines.append(f"{title}: {', '.join(names[:3])}{more}")
-    return (
-        "; ".join(lines)
-        + f". Build the model and optimizer that were saved, or {PARTIAL_LOAD_ADVICE}"
-    )

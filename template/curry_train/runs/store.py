@@ -15,6 +15,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,6 @@ from .layout import (
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
     MOST_MANIFEST_BYTES,
-    Manifest,
     Metric,
     SavedCheckpoint,
     folder_name,
@@ -72,72 +72,21 @@ STATE_FILE_NAME = "state.pt"
 MOST_STATE_BYTES = 2**28
 
 
+@dataclass(frozen=True)
 class Writing:
-    """One save: made on all ranks together; each rank writes its part, and the first commits."""
+    """One save, prepared on all ranks: each writes its part, and then the first one commits."""
 
-    def __init__(
-        self,
-        store: "Store",
-        ranks: Ranks,
-        saved: SavedCheckpoint,
-        snapshot: Snapshot,
-        *,
-        folder: str,
-    ) -> None:
-        self.files = store.files
-        self.ranks = ranks
-        # What is committed in the end, without its files.
-        self.saved = saved
-        self.snapshot = snapshot
-        self.folder = folder
-        self._new = HashingFolder(self.files, self.folder)
-        layout = SafetensorsLayout if saved.kind == BEST_KIND else ShardedLayout
-        self._layout = layout(snapshot, self._new, ranks)
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The live tensors that this rank writes."""
-        return self._layout.tensors
+    ranks: Ranks
+    # What is committed in the end, without its files.
+    saved: SavedCheckpoint
+    snapshot: Snapshot
+    new: HashingFolder
+    layout: SafetensorsLayout | ShardedLayout
 
     def write(self, tensors: Sequence[Tensor] | None = None) -> Part:
         """Write this rank's files, from the live tensors or from copies of them."""
-        places = self._layout.write(self.tensors if tensors is None else tensors)
-        return Part(self._new.entries, places, self.snapshot.rank_values)
-
-    def commit(self, parts: list[Part]) -> SavedCheckpoint:
-        """Write the manifest and rename the folder; called on the first rank after all parts."""
-        content = {
-            "values": self.snapshot.values,
-            "ranks": [part.values for part in parts],
-            **self._layout.join(parts),
-        }
-        data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
-        with self._new.create(STATE_FILE_NAME) as stream:
-            stream.write(data)
-        entries = dict(self._new.entries)
-        for part in parts:
-            entries |= part.files
-        saved = dataclasses.replace(self.saved, files=entries)
-        rendered = readable(saved.render(), MOST_MANIFEST_BYTES, "the manifest")
-        self.files.write(f"{self.folder}/{MANIFEST_FILE_NAME}", rendered)
-
-        self._rename()
-        # From here on the checkpoint is committed, and an error does not undo it.
-        with committed_anyway(saved.location):
-            self.files.sync_folder(saved.kind)
-        return saved
-
-    def _rename(self) -> None:
-        """Give the folder its final name; one that was given up is renamed just before."""
-        final = self.saved.folder
-        removed = removed_name(final)
-        is_in_the_way = self.files.kind(final) is not None
-        if is_in_the_way:
-            self.files.rename(final, removed)
-        self.files.rename(self.folder, final)
-        if is_in_the_way:
-            with committed_anyway(self.saved.location):
-                self.files.remove_folder(removed)
+        places = self.layout.write(self.layout.tensors if tensors is None else tensors)
+        return Part(self.new.entries, places, self.snapshot.rank_values)
 
 
 @contextlib.contextmanager
@@ -254,7 +203,7 @@ class SavedRun:
         return loading.report
 
     def open_content(
-        self, folder: str, manifest: Manifest
+        self, folder: str, manifest: SavedCheckpoint
     ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
         found = self._values(folder)
@@ -392,22 +341,21 @@ class Store(SavedRun):
             "torch": torch.__version__.split("+")[0],
             "world_size": ranks.size,
         }
-        name = f"{kind}/step-{step!s:0>8}"
+        final = folder_name(kind, step, metric)
         folder = ""
-
-        def take() -> tuple[str, Snapshot]:
-            return self.files.location(folder_name(kind, step, metric)), state.snapshot()
-
         try:
             # An error on one rank must reach the others before they wait for it in a collective.
-            location, snapshot = ranks.all_do(take)
+            snapshot = ranks.all_do(state.snapshot)
             self.open()
             own_metric = metric and Metric(*metric)
+            location = self.files.location(final)
             saved = SavedCheckpoint(kind, step, {}, own_metric, about, self.branches, location)
-            folder = ranks.agree(lambda: self._prepare(saved.folder))
-            return Writing(self, ranks, saved, snapshot, folder=folder)
+            folder = ranks.agree(lambda: self._prepare(final))
+            new = HashingFolder(self.files, folder)
+            layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
+            return Writing(ranks, saved, snapshot, new, layout(snapshot, new, ranks))
         except Exception as error:  # whatever ends a save, its folder has to go
-            failed = self.failed(ranks, name, folder, error)
+            failed = self.failed(ranks, final, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error
             raise
@@ -424,17 +372,46 @@ class Store(SavedRun):
         try:
             return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
         except Exception as error:  # a part of the user's state may raise anything
-            raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
+            raise self.failed(ranks, writing.saved.folder, writing.new.folder, error) from error
 
     def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:
-        """Commit a checkpoint and update `latest`; called on the first rank."""
+        """Write the manifest and rename the folder; called on the first rank after all parts."""
         # After a takeover: the new writer has removed the folder, or this raises.
         self._lock.require_held()
-        saved = writing.commit(parts)
-        if saved.is_state:
-            with committed_anyway(saved.location):
+        content = {
+            "values": writing.snapshot.values,
+            "ranks": [part.values for part in parts],
+            **writing.layout.join(parts),
+        }
+        data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
+        with writing.new.create_stream(STATE_FILE_NAME) as stream:
+            stream.write(data)
+        entries = dict(writing.new.entries)
+        for part in parts:
+            entries |= part.files
+        saved = dataclasses.replace(writing.saved, files=entries)
+        rendered = readable(saved.render(), MOST_MANIFEST_BYTES, "the manifest")
+        self.files.write(f"{writing.new.folder}/{MANIFEST_FILE_NAME}", rendered)
+
+        self._rename(writing)
+        # From here on the checkpoint is committed, and an error does not undo it.
+        with committed_anyway(saved.location):
+            self.files.sync_folder(saved.kind)
+            if saved.is_state:
                 self._point()
         return saved
+
+    def _rename(self, writing: Writing) -> None:
+        """Give the folder its final name; one that was given up is renamed just before."""
+        final = writing.saved.folder
+        removed = removed_name(final)
+        is_in_the_way = self.files.kind(final) is not None
+        if is_in_the_way:
+            self.files.rename(final, removed)
+        self.files.rename(writing.new.folder, final)
+        if is_in_the_way:
+            with committed_anyway(writing.saved.location):
+                self.files.remove_folder(removed)
 
     def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""

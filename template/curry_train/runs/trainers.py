@@ -23,7 +23,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from .journal import Journal
 from .layout import (
     MANIFEST_FILE_NAME,
     FileEntry,
-    Manifest,
+    SavedCheckpoint,
     check_sizes,
     entry_of,
     parse_manifest,
@@ -55,38 +54,31 @@ HIDDEN_PATTERN = re.compile(r"\.(?P<name>.+)\.hidden-[0-9a-f]{8}")
 FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A folder or a file with a manifest."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def time(self) -> int:
-        """When it was committed, in nanoseconds since 1970."""
-        return int(self.manifest.about["time"])
-
-    def verify(self) -> None:
-        """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
-        files = Files(self.path.parent)
-        folder = self.path.name if self.path.is_dir() else ""
-        if folder:
-            check_sizes(files, folder, self.manifest)
-        verify_files(files, folder, self.manifest, self.manifest.files)
+def verify_commit(commit: SavedCheckpoint) -> None:
+    """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
+    path = Path(commit.location)
+    files = Files(path.parent)
+    folder = path.name if path.is_dir() else ""
+    if folder:
+        check_sizes(files, folder, commit)
+    verify_files(files, folder, commit, commit.files)
 
 
-def commit_folder(folder: StrPath) -> Commit:
+def _time_of(commit: SavedCheckpoint) -> int:
+    """Return when it was committed, in nanoseconds since 1970."""
+    return int(commit.about["time"])
+
+
+def commit_folder(folder: StrPath) -> Path:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
     names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
     entries = {name: entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         Files(below).sync_folder("")
-    manifest = _manifest(entries)
-    Files(path).write(MANIFEST_FILE_NAME, manifest.render())
+    Files(path).write(MANIFEST_FILE_NAME, _manifest(entries).render())
     Files(path.parent).sync_folder("")
-    return Commit(path, manifest)
+    return path
 
 
 def _sweep(final: Path) -> None:
@@ -109,20 +101,19 @@ def _final_of(path: Path) -> Path:
     return path.with_name(HIDDEN_PATTERN.sub(r"\g<name>", path.name))
 
 
-def commit_file(staged: Path, final: Path) -> Commit:
+def commit_file(staged: Path, final: Path) -> None:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
     entry = entry_of(staged, sync=True)
     manifest = _manifest({final.name: entry})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        old = [*before.manifest.files[final.name], before.time]
+        old = [*before.files[final.name], _time_of(before)]
         manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
     Files(final.parent).write(_manifest_of(final).name, manifest.render())
     staged.replace(final)
     Files(final.parent).sync_folder("")
     _sweep(final)
-    return Commit(final, manifest)
 
 
 def newest_whole(folder: StrPath) -> str | None:
@@ -135,17 +126,17 @@ def newest_whole(folder: StrPath) -> str | None:
 
 
 def _newest_whole(folder: Path) -> str | None:
-    for commit in sorted(_commits(folder), key=lambda one: -one.time):
+    for commit in sorted(_commits(folder), key=_time_of, reverse=True):
         try:
-            commit.verify()
+            verify_commit(commit)
         except (DamagedCheckpoint, OSError) as error:
             logger.warning("a damaged checkpoint is passed over: %s", error)
             continue
-        return str(_show(commit.path))
+        return str(_show(Path(commit.location)))
     return None
 
 
-def _commits(folder: Path) -> Iterator[Commit]:
+def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
     """Yield what is committed below a folder, such as in `lightning_logs/version_0/checkpoints`."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or LEFT_PATTERN.fullmatch(path.name):
@@ -159,7 +150,7 @@ def _commits(folder: Path) -> Iterator[Commit]:
             logger.warning("a damaged checkpoint is passed over: %s: %s", path, error)
 
 
-def read_commit(path: Path) -> Commit:
+def read_commit(path: Path) -> SavedCheckpoint:
     """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
     key = _manifest_of(path)
     manifest = parse_manifest(Files(key.parent).read(key.name))
@@ -172,11 +163,11 @@ def read_commit(path: Path) -> Commit:
         if entry_of(path) == tuple(old):
             files = {path.name: FileEntry(*old)}
             manifest = dataclasses.replace(manifest, files=files, about={"time": moment})
-    return Commit(path, manifest)
+    return dataclasses.replace(manifest, location=str(path))
 
 
-def _manifest(entries: dict[str, FileEntry]) -> Manifest:
-    return Manifest(FOREIGN_KIND, 0, entries, None, {"time": time.time_ns()})
+def _manifest(entries: dict[str, FileEntry]) -> SavedCheckpoint:
+    return SavedCheckpoint(FOREIGN_KIND, 0, entries, None, {"time": time.time_ns()})
 
 
 def _manifest_of(path: Path) -> Path:
@@ -222,7 +213,7 @@ def _commit_in_place(
     for path in folders:
         moment = 0
         with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
-            moment = read_commit(path).time
+            moment = _time_of(read_commit(path))
         committed.append((moment, path))
     committed.sort()
     spare = [path for _, path in committed[:-1] if path != keep]
@@ -398,7 +389,7 @@ class _LightningCommits:
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
         """Verify a committed checkpoint, and load it."""
         with contextlib.suppress(FileNotFoundError):
-            read_commit(Path(path)).verify()
+            verify_commit(read_commit(Path(path)))
         return self._base.load_checkpoint(path, *args, **options)
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -251,6 +251,14 @@ class LabelCount:
         return {**batch, "labels": mask_tails(batch["labels"])}
 
 
+def _lightning_hook(name: str, module: Any, data: Any) -> Callable[..., Any]:
+    """Return the hook of the datamodule if that has one of its own, else the module's."""
+    own = next((base for base in type(data).__mro__ if name in vars(base)), None)
+    is_default = own is None or own.__name__ == "DataHooks"
+    hook: Callable[..., Any] = getattr(module if is_default else data, name)
+    return hook
+
+
 def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> TakenTraining:
     """Read Lightning's Trainer and module before `fit`."""
     if not hasattr(module, "training_step"):
@@ -265,19 +273,19 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> TakenTr
         )
     module.trainer = trainer
     loader = data
-    hooks = module
     if hasattr(data, "train_dataloader"):
         data.trainer = trainer
         data.prepare_data()
         data.setup("fit")
-        hooks = data
-    if data is None or hooks is data:
-        loader = hooks.train_dataloader()
+        loader = data.train_dataloader()
+    elif data is None:
+        loader = module.train_dataloader()
     module.setup("fit")
     module.configure_model()
     trainer.precision_plugin.convert_module(module)
     batch = trainer.precision_plugin.convert_input(_first(loader))
-    batch = hooks.on_after_batch_transfer(hooks.on_before_batch_transfer(batch, 0), 0)
+    for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
+        batch = _lightning_hook(name, module, data)(batch, 0)
     optimizer, notes = _lightning_optimizer(module.configure_optimizers())
     dtype = MIXED_DTYPES.get(trainer.precision)
     # As Lightning decides: by the name, or by a second parameter of any name.

@@ -1,0 +1,74 @@
+"""Each program of benchmarks/ starts, and `make long` runs the smallest case of those that record.
+
+python -m pytest tests/benchmarks/test_recorders.py
+"""
+
+import functools
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+from tree import ROOT
+
+PROGRAMS = {
+    path.stem: path
+    for path in sorted((ROOT / "benchmarks").glob("*.py"))
+    if re.search(r"ArgumentParser|@click.command", path.read_text())
+}
+assert len(PROGRAMS) >= 20
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_starts(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PROGRAMS[name]), "--help"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(PROGRAMS[name]), run_name="__main__")
+    assert not ended.value.code
+    assert "usage: " in capsys.readouterr().out.lower()
+
+
+SAVING = "--mib 12 --rounds 1 --every 3 --batch 4 --seconds 2 --overhead 0.9"
+SAVING += " --small-steps 60 --small-batches 4 8 --folder ."
+# The words of the smallest run, and figures of its record.
+SMALLEST = {
+    "boxes": ("--each 1 --times 2", {"repeating.to_the_bit_and_named": 1, "changing.said_so": 1}),
+    "locate": (
+        "--part faults --part equal --count 2 --only sampled",
+        {"score.faults": 2, "score.named": 2, "score.equal_pairs_accused": 0},
+    ),
+    "preflight": (
+        "--only loops.undivided",
+        {"score.faults": 3, "score.faults_found_at_their_line": 3, "score.healthy": 0},
+    ),
+    "saving_cost commit": (SAVING, {"integrity.pairs": 1, "stall.pairs": 1}),
+    "saving_cost memory": (SAVING, {}),
+    "saving_cost steps": (SAVING, {"small.0.batch": 4, "small.1.batch": 8}),
+    "saving_cost cadence": (SAVING, {}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
+    words, figures = SMALLEST[name]
+    program, *part = name.split()
+    paths = [str(ROOT / one) for one in ("template", "benchmarks", "tests/gates")]
+    ended = subprocess.run(
+        [sys.executable, PROGRAMS[program], *part, *words.split(), "--json", "found.json"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    for key, value in figures.items():
+        steps = [int(step) if step.isdigit() else step for step in key.split(".")]
+        assert functools.reduce(lambda one, step: one[step], steps, found) == value, key
