@@ -20,8 +20,6 @@ from typing import Any
 import click
 import faulty_loops
 import healthy_loops
-import held_out_faulty_loops
-import held_out_healthy_loops
 import known_bugs
 import loops
 import torch
@@ -35,8 +33,8 @@ from curry_train.gates.loop import judge
 from curry_train.gates.loop_trace import Trace, observe
 
 STEPS = 8
-FAULTY = (loops, faulty_loops, held_out_faulty_loops, known_bugs)
-HEALTHY = (loops, healthy_loops, held_out_healthy_loops)
+FAULTY = (loops, faulty_loops, known_bugs)
+HEALTHY = (loops, healthy_loops)
 
 
 class Reader(nn.Module):

@@ -7,10 +7,34 @@ import copy
 from collections import deque
 
 import torch
-from loops import Language, adamw, classifier, fit, loader, step
+from loops import (
+    Attention,
+    Language,
+    Layers,
+    accumulate,
+    adamw,
+    classifier,
+    climb,
+    fit,
+    half,
+    in_half,
+    loader,
+    of_tokens,
+    padded_tokens,
+    sequences,
+    step,
+    texts,
+)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    TensorDataset,
+)
 
 
 def two_epochs(num_batches=5):
@@ -21,46 +45,17 @@ def two_epochs(num_batches=5):
 
 
 def undivided_by_hand():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
-    for number, (inputs, _) in enumerate(loader()):
-        loss = (model(inputs).squeeze(1) - inputs.sum(1)).square().mean()
-        loss.backward()  # here
-        if number % 4 == 3:
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss(values, labels):
+        return (values.squeeze(1) - labels).square().mean()
+
+    accumulate(classifier(classes=1), loss=loss, every=4)  # here: microbatch
 
 
 def undivided_sum_of_losses():
-    model = classifier()
-    optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        output = model(inputs)
-        loss = F.cross_entropy(output, labels) + 0.01 * output.square().mean()
-        loss.backward()  # here
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss(logits, labels):
+        return F.cross_entropy(logits, labels) + 0.01 * logits.square().mean()  # here
 
-
-def divided_twice():
-    model = classifier()
-    optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        loss = F.cross_entropy(model(inputs), labels) / 2
-        (loss / 2).backward()  # here
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def divided_and_stepped_each_time():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        (F.cross_entropy(model(inputs), labels) / 4).backward()  # here
-        optimizer.step()
-        optimizer.zero_grad()
+    accumulate(loss=loss)
 
 
 def mean_divided_by_the_batch_size():
@@ -119,16 +114,11 @@ def end_of_an_epoch_lost():
 
 
 def sums_over_own_tokens():
-    model = Language()
-    optimizer = adamw(model)
-    for _ in range(4):
-        for length in (9, 17):
-            tokens = torch.randint(50, (2, length))
-            logits = model(tokens[:, :-1]).flatten(0, 1)
-            loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-            (loss / tokens[:, 1:].numel() / 2).backward()  # here
-        optimizer.step()
-        optimizer.zero_grad()
+    def loss(logits, tokens):
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")  # here
+        return losses / tokens.numel() / 2
+
+    accumulate(Language(), None, texts(9, 17), loss=loss)
 
 
 def backward_twice():
@@ -159,23 +149,14 @@ def last_loss_alone():
 
 
 def gradient_ascent():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        loss = -F.cross_entropy(model(inputs), labels)
-        loss.backward()  # here
-        optimizer.step()
+    fit(loss=lambda logits, labels: -F.cross_entropy(logits, labels))  # here
 
 
 def not_finite():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(inputs).softmax(1).mul(1e-30).mul(1e-30).log(), labels)
-        loss.backward()  # here
-        optimizer.step()
+    def loss(logits, labels):
+        return F.nll_loss(logits.softmax(1).mul(1e-30).mul(1e-30).log(), labels)  # here
+
+    fit(loss=loss)
 
 
 # Gradients.
@@ -214,15 +195,6 @@ def gradients_of_the_generator():
         F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
         of_generator.step()
         of_generator.zero_grad()
-
-
-def wrong_optimizer_zeroed():
-    model, other = classifier(), classifier()
-    optimizer, of_other = adamw(model), adamw(other)
-    for inputs, labels in loader():
-        of_other.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()  # here
 
 
 # Optimizers.
@@ -282,16 +254,7 @@ def one_parameter_twice():
 def updates_below_the_precision():
     model = classifier(width=32).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs.bfloat16()).float(), labels))  # here: step
-
-
-def encoder_detached():
-    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = torch.optim.AdamW([*encoder.parameters(), *head.parameters()])
-    for inputs, labels in loader():
-        hidden = encoder(inputs).detach()  # here
-        step(optimizer, F.cross_entropy(head(hidden), labels))
+    fit(model, optimizer, in_half())  # here: end
 
 
 def encoder_data():
@@ -332,23 +295,8 @@ def frozen_by_decay():
 
 def schedule_of_an_older_optimizer():
     model = classifier()
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        scheduler.step()  # here
-
-
-def clipped_before_backward():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        loss = F.cross_entropy(model(inputs), labels)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw(model), lambda step: 0.9**step)
+    fit(model, schedule=schedule)  # here: schedule
 
 
 def unscaled_per_microbatch():
@@ -396,48 +344,31 @@ def relu_behind_the_last_layer():
 
 
 def each_with_each():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
-    for inputs, _ in loader():
-        step(optimizer, F.mse_loss(model(inputs), inputs.sum(1)))  # here
+    fit(classifier(classes=1), loss=lambda one, labels: F.mse_loss(one, labels.float()))  # here
 
 
 def softmax_over_the_batch():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, F.nll_loss(F.log_softmax(model(inputs), dim=0), labels))  # here
+    fit(loss=lambda logits, labels: F.nll_loss(F.log_softmax(logits, dim=0), labels))  # here
 
 
 def sees_the_future():
     class Model(Language):
         def forward(self, tokens):
             hidden = self.embed(tokens)
-            hidden = hidden + F.scaled_dot_product_attention(hidden, hidden, hidden)
-            return self.head(hidden)
+            return self.head(hidden + F.scaled_dot_product_attention(hidden, hidden, hidden))
 
-    model = Model()
-    optimizer = adamw(model)
-    for _ in range(4):
-        tokens = torch.randint(50, (2, 9))
-        logits = model(tokens)[:, :-1].flatten(0, 1)
-        step(optimizer, F.cross_entropy(logits, tokens[:, 1:].flatten()))  # here
+    fit(Model(), None, texts(9), loss=of_tokens)  # here: tokens
 
 
 def one_label():
-    model = classifier()
-    optimizer = adamw(model)
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
-    for inputs, labels in DataLoader(data, 8, shuffle=True):  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(batches=DataLoader(data, 8, shuffle=True))  # here: fetch
 
 
 def sorted_by_class():
-    model = classifier()
-    optimizer = adamw(model)
-    data = TensorDataset(torch.randn(64, 8), torch.arange(64) // 16)
-    for inputs, labels in DataLoader(data, 8):  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(
+        batches=DataLoader(TensorDataset(torch.randn(64, 8), torch.arange(64) // 16), 8)
+    )  # here: fetch
 
 
 # Mode and data.
@@ -513,19 +444,16 @@ def seeded_in_each_epoch():
     data = two_epochs()
     for _ in range(8):
         torch.manual_seed(0)
-        for inputs, labels in data:  # here
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        fit(model, optimizer, data)  # here: fetch
 
 
 def sampler_without_its_epoch():
     model = classifier()
     optimizer = adamw(model)
     data = TensorDataset(torch.randn(40, 8), torch.randint(5, (40,)))
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    batches = DataLoader(data, 8, sampler=sampler)
+    batches = DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     for _ in range(8):
-        for inputs, labels in batches:  # here
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        fit(model, optimizer, batches)  # here: fetch
 
 
 def one_sample():
@@ -534,13 +462,9 @@ def one_sample():
             return 64
 
         def __getitem__(self, index):
-            generator = torch.Generator().manual_seed(0)
-            return torch.randn(8, generator=generator), 1
+            return torch.ones(8), 1
 
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in DataLoader(Rows(), 8, shuffle=True):  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(batches=DataLoader(Rows(), 8, shuffle=True))  # here: fetch
 
 
 def inputs_not_finite():
@@ -563,25 +487,15 @@ def cache_of_outputs():
             outputs.append(output.detach())  # here
 
 
-def cache_by_step():
-    model = classifier()
-    optimizer = adamw(model)
-    seen = {}
-    number = 0
-    for _ in range(8):
-        for inputs, labels in two_epochs():
-            step(optimizer, F.cross_entropy(model(inputs), labels))
-            number += 1
-            seen[number] = inputs  # here
-
-
 def hook_in_each_step():
     model = classifier()
-    optimizer = adamw(model)
-    for _ in range(8):
-        for inputs, labels in two_epochs():
+
+    def batches():
+        for batch in loader(200):
             model[0].register_forward_hook(lambda *_: None)  # here
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+            yield batch
+
+    fit(model, None, batches())
 
 
 def callback_that_keeps_activations():
@@ -622,40 +536,539 @@ def total_loss_with_its_graph():
             total += loss  # here
 
 
+def running_total():
+    model = classifier()
+    optimizer = adamw(model)
+    total = 0
+    for number, (inputs, labels) in enumerate(loader()):
+        total = total + F.cross_entropy(model(inputs), labels) / 4
+        total.backward(retain_graph=True)  # here
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+            total = 0
+
+
+def attack_left_in_the_gradients():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        inputs.requires_grad_()
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        attacked = (inputs + 0.1 * inputs.grad.sign()).detach()
+        F.cross_entropy(model(attacked), labels).backward()
+        optimizer.step()
+
+
+def second_loss_forgotten():
+    body, first, second = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
+    optimizer = adamw(nn.ModuleList([body, first, second]))
+    for inputs, labels in loader():
+        hidden = body(inputs).relu()
+        loss = F.cross_entropy(first(hidden), labels)
+        side = F.mse_loss(second(hidden).squeeze(1), inputs.sum(1))  # here
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(float(loss + side))
+
+
+def extra_parameter_never_zeroed():
+    model = classifier()
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.01)
+    for inputs, labels in loader():
+        model.zero_grad()
+        F.cross_entropy(model(inputs) * temperature, labels).backward()
+        optimizer.step()  # here
+
+
+def extra_parameter_in_no_optimizer():
+    model = classifier()
+    temperature = nn.Parameter(torch.ones(()))
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model(inputs) * temperature, labels))  # here: step
+
+
+def state_cleared_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.state.clear()
+        optimizer.step()  # here
+
+
+def one_group_without_a_rate():
+    model = classifier()
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}]
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    fit(model, optimizer)  # here: end
+
+
+def hook_that_zeroes():
+    model = classifier()
+    model[0].weight.register_hook(torch.zeros_like)
+    fit(model)  # here: end
+
+
+def rounded_outputs():
+    def loss(values, labels):
+        return F.mse_loss(values.round().squeeze(1), labels.float())
+
+    fit(classifier(classes=1), loss=loss)  # here: end
+
+
+def ratio_of_the_same_policy():
+    def loss(logits, actions):
+        new = logits.log_softmax(1).gather(1, actions[:, None])
+        old = new
+        return (-(new - old).exp() * torch.randn(len(actions), 1)).mean()
+
+    fit(loss=loss)  # here: end
+
+
+def same_weights_everywhere():
+    model = classifier()
+    for layer in (model[0], model[3]):
+        nn.init.constant_(layer.weight, 0.1)
+        nn.init.zeros_(layer.bias)
+    fit(model)  # here: end
+
+
+def maximized():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
+    fit(model, optimizer)  # here: end
+
+
+def schedule_made_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+        scheduler.step()  # here
+
+
+def rate_set_over_the_schedule():
+    model = classifier()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    for inputs, labels in loader():
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+        scheduler.step()  # here
+
+
+def rate_of_zero_after_three_steps():
+    model = classifier()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=3)
+    fit(model, optimizer, schedule=schedule)  # here: schedule
+
+
+def clipped_to_nothing():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.0)  # here
+        optimizer.step()
+
+
+def targets_out_of_reach():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
+    fit(model, loss=lambda one, labels: F.mse_loss(one, 5.0 * (labels[:, None] - 2)))  # here
+
+
+def labels_of_minus_one():
+    def loss(logits, labels):
+        signs = (labels > 2).float() * 2 - 1
+        return F.binary_cross_entropy_with_logits(logits.squeeze(1), signs)  # here
+
+    fit(classifier(classes=1), loss=loss)
+
+
+def several_labels_as_classes():
+    fit(loss=lambda logits, _: F.cross_entropy(logits, (torch.rand(8, 5) > 0.5).float()))  # here
+
+
+def labels_smoothed_away():
+    fit(loss=nn.CrossEntropyLoss(label_smoothing=1.0))  # here: sample
+
+
+def viewed_instead_of_transposed():
+    def loss(logits, tokens):
+        return F.cross_entropy(logits.reshape(2, 50, 11), tokens)  # here
+
+    fit(Language(), None, texts(12), loss=loss)
+
+
+def all_dropped():
+    fit(classifier(dropout=1.0))  # here: end
+
+
+def inputs_divided_to_zero():
+    batches = ((one.abs().clamp(0, 254).byte() // 255 * 1.0, labels) for one, labels in loader())
+    fit(batches=batches)  # here: sample
+
+
+def dropout_recomputed_anew():
+    first, second = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5)), nn.Linear(16, 5)
+    optimizer = adamw(nn.ModuleList([first, second]))
+    for inputs, labels in loader():
+        hidden = checkpoint(first, inputs, use_reentrant=False, preserve_rng_state=False)  # here
+        step(optimizer, F.cross_entropy(second(hidden), labels))
+
+
+def arrays_of_outputs():
+    model = classifier()
+    optimizer = adamw(model)
+    outputs = []
+    for inputs, labels in loader():
+        logits = model(inputs)
+        step(optimizer, F.cross_entropy(logits, labels))
+        outputs.append(logits.detach().numpy().repeat(9000, axis=0))  # here
+
+
+def same_batch_in_a_window():
+    model = classifier(dropout=0.1)
+    optimizer = adamw(model)
+    criterion = nn.CrossEntropyLoss()
+    for inputs, labels in loader():
+        for _ in range(2):
+            loss = criterion(model(inputs), labels) / 2  # here
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def part_of_the_loss_as_a_number():
+    def loss(logits, labels):
+        return F.cross_entropy(logits, labels) + 0.1 * logits.square().mean().item()  # here
+
+    fit(loss=loss)
+
+
+def penalty_without_a_graph():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        inputs.requires_grad_()
+        loss = F.cross_entropy(model(inputs), labels)
+        (slope,) = torch.autograd.grad(loss, inputs, retain_graph=True)  # here
+        step(optimizer, loss + slope.square().sum())
+
+
+def penalty_in_each_microbatch():
+    accumulate(
+        loss=lambda one, labels: half(one, labels) + 0.03 * one.square().mean()
+    )  # here: half
+
+
+def masked_values_over_all():
+    model = Language()
+    optimizer = adamw(model)
+    for length in range(4, 14):
+        tokens = torch.randint(50, (4, 14))
+        logits = model(tokens[:, :-1]).log_softmax(-1)
+        values = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+        mask = torch.arange(13) < length
+        step(optimizer, (-(values * mask).sum() / values.numel()))  # here: backward
+
+
+def trial_gradients_added():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        changes = climb(model)
+        F.cross_entropy(model(inputs), labels).backward()  # here
+        climb(model, [-one for one in changes])
+        optimizer.step()
+
+
+def trial_weights_stay():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        step_to = F.cross_entropy(model(inputs), labels)
+        step_to.backward()
+        climb(model)
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+        optimizer.zero_grad()
+
+
+def frozen_after_the_first_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model(inputs.requires_grad_()), labels))  # here: step
+        model.requires_grad_(False)
+
+
+def group_without_a_rate_after_the_first_step():
+    model = classifier()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "scale": 0}]
+    optimizer = torch.optim.AdamW(groups)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * group.get("scale", 1)
+
+
+def gate_detached():
+    model = nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model[0](inputs) * model[1](inputs).sigmoid().detach()  # here
+        step(optimizer, F.cross_entropy(logits, labels))
+
+
+def targets_with_a_gradient():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, actions in loader():
+        values = model(inputs).gather(1, actions[:, None]).squeeze(1)
+        wanted = torch.randn(8) + 0.9 * model(torch.randn(8, 8)).max(1).values
+        loss = F.smooth_l1_loss(values, wanted)  # here
+        step(optimizer, loss)
+
+
+def mask_inverted():
+    model = Attention()
+    optimizer = adamw(model)
+    for _ in range(10):
+        tokens = padded_tokens()
+        logits = model(tokens, tokens == 0)[:, 0]  # here
+        step(optimizer, F.cross_entropy(logits, torch.randint(5, (6,))))
+
+
+def padding_counts_without_a_mask():
+    several = [padded_tokens() for _ in range(10)]
+    batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
+    fit(Language(), None, batches, loss=of_tokens)  # here: tokens
+
+
+def probabilities_for_ctc():
+    model = nn.Linear(8, 5)
+    optimizer = adamw(model)
+    for _ in range(10):
+        lengths = torch.full((4,), 12), torch.full((4,), 3)
+        values = model(torch.randn(12, 4, 8)).softmax(-1)
+        loss = F.ctc_loss(values, torch.randint(1, 5, (4, 3)), *lengths)  # here
+        step(optimizer, loss)
+
+
+def teacher_in_training_mode():
+    teacher, model = classifier(dropout=0.1), classifier()
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        with torch.no_grad():
+            wanted = teacher(inputs)  # here
+        step(optimizer, F.mse_loss(model(inputs), wanted))
+
+
+class Dropping(nn.Linear):
+    def forward(self, given):
+        return super().forward(F.dropout(given, 0.5, self.training))
+
+
+def function_left_in_eval_mode():
+    fit(Dropping(8, 5).eval())  # here: sample
+
+
+def same_noise_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        torch.manual_seed(0)  # here
+        if number % 5 == 0:
+            torch.randn(3)  # an evaluation
+        noisy = inputs + torch.randn_like(inputs)
+        step(optimizer, F.cross_entropy(model(noisy), labels))
+
+
+def clipped_before_its_backward():
+    model, other = classifier(), classifier()
+    first, second = adamw(model), adamw(other)
+    for inputs, labels in loader():
+        step(first, F.cross_entropy(model(inputs), labels))
+        second.zero_grad()
+        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # here
+        F.mse_loss(other(inputs), inputs[:, :5]).backward()
+        second.step()
+
+
+def scalars_with_a_graph():
+    model = classifier()
+    optimizer = adamw(model)
+    penalties = []
+    for inputs, labels in loader():
+        hidden = model[0](inputs)
+        penalties.append(hidden.square().mean())  # here
+        step(optimizer, F.cross_entropy(model[1:](hidden), labels))
+
+
+def targets_of_the_batch_before():
+    model = classifier()
+    optimizer = adamw(model)
+    before = None
+    for inputs, labels in loader():
+        if before is not None:
+            loss = F.cross_entropy(model(inputs), before)  # here
+            step(optimizer, loss)
+        before = labels
+
+
+def recurrent_over_the_batch():
+    fit(Layers(nn.LSTM(16, 16)), None, sequences())  # here: sample
+
+
+def attention_over_the_batch():
+    fit(Layers(nn.TransformerEncoderLayer(16, 2, 32)), None, sequences())  # here: sample
+
+
+def first_loss_zeroed():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model(inputs)
+        F.cross_entropy(logits, labels).backward(retain_graph=True)  # here
+        step(optimizer, 0.1 * logits.square().mean())
+
+
+def schedule_of_epochs():
+    model = classifier()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    fit(model, optimizer, schedule=schedule)  # here: schedule
+
+
+class Remade(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = classifier(), nn.Parameter(torch.ones(5))
+
+    def forward(self, inputs):
+        self.scale = nn.Parameter(self.scale.clamp(0, 2))
+        return self.body(inputs) * self.scale
+
+
+def parameters_made_in_forward():
+    fit(Remade())  # here: end
+
+
+def gradients_divided_too():
+    accumulate(divisor=2)  # here: half
+
+
+def compared_with_itself():
+    fit(loss=lambda logits, _: F.softplus(logits.detach() - logits).mean())  # here: sample
+
+
+def label_among_the_inputs():
+    batches = ((torch.cat([one, labels[:, None]], 1), labels) for one, labels in loader())
+    fit(nn.Linear(9, 5), None, batches)  # here: sample
+
+
+def scale_updated_per_optimizer():
+    body, head = nn.Linear(8, 8), nn.Linear(8, 5)
+    optimizers = [adamw(body), adamw(head)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for inputs, labels in loader():
+        scaler.scale(F.cross_entropy(head(body(inputs)), labels)).backward()
+        for one in optimizers:
+            scaler.step(one)
+            scaler.update()  # here
+            one.zero_grad()
+
+
+def state_loaded_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)
+    saved = None
+    for inputs, labels in loader():
+        if saved:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+        saved = saved or copy.deepcopy(optimizer.state_dict())
+
+
+def loss_of_no_weight():
+    fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here: end
+
+
+def each_batch_twice_in_an_epoch():
+    rows = TensorDataset(torch.randn(32, 8), torch.randint(5, (32,)))
+    fit(batches=DataLoader(ConcatDataset([rows, rows]), 8))  # here: fetch
+
+
 FAULTY = {
     "accumulation": [
-        undivided_by_hand, undivided_sum_of_losses, divided_twice, divided_and_stepped_each_time,
-        mean_divided_by_the_batch_size, mean_over_padding, mean_over_ignored_targets,
-        window_over_the_end_of_an_epoch, sums_over_own_tokens, backward_twice, last_loss_alone,
+        undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
+        mean_over_padding, mean_over_ignored_targets, window_over_the_end_of_an_epoch,
+        sums_over_own_tokens, backward_twice, last_loss_alone, running_total,
+        same_batch_in_a_window, part_of_the_loss_as_a_number, penalty_without_a_graph,
+        penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,
     ],
-    "sign": [gradient_ascent, not_finite],
+    "sign": [gradient_ascent, not_finite, maximized],
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,
-        gradients_of_the_generator, wrong_optimizer_zeroed,
+        gradients_of_the_generator, attack_left_in_the_gradients, extra_parameter_never_zeroed,
+        trial_gradients_added, trial_weights_stay, first_loss_zeroed,
     ],
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_step, unfrozen_but_not_added,
-        one_parameter_twice, layers_in_a_list,
+        one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
+        state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [
-        updates_below_the_precision, encoder_detached, encoder_data, weights_loaded_in_each_step,
-        frozen_by_decay,
+        updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
+        one_group_without_a_rate, hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
+        same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
+        group_without_a_rate_after_the_first_step, gate_detached, compared_with_itself,
+        loss_of_no_weight,
     ],
-    "schedule": [schedule_of_an_older_optimizer],
-    "clipping": [clipped_before_backward],
-    "scaler": [unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler],
-    "logits": [relu_behind_the_last_layer, each_with_each, softmax_over_the_batch],
-    "targets": [sees_the_future, one_label, sorted_by_class],
+    "schedule": [
+        schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
+        rate_of_zero_after_three_steps, schedule_of_epochs,
+    ],
+    "scaler": [
+        unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
+        scale_updated_per_optimizer,
+    ],
+    "logits": [
+        relu_behind_the_last_layer, each_with_each, softmax_over_the_batch,
+        viewed_instead_of_transposed, probabilities_for_ctc,
+    ],
+    "targets": [
+        sees_the_future, one_label, sorted_by_class, targets_out_of_reach, labels_of_minus_one,
+        several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
+        padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
+        label_among_the_inputs,
+    ],
     "mode": [
         eval_before_training, eval_after_the_first_epoch, evaluated_in_training_mode,
-        dropout_in_evaluation,
+        dropout_in_evaluation, dropout_recomputed_anew, teacher_in_training_mode,
+        function_left_in_eval_mode,
     ],
     "data": [
         seeded_in_each_step, seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
-        inputs_not_finite,
+        inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
+        targets_of_the_batch_before, each_batch_twice_in_an_epoch,
     ],
     "graph": [hidden_state_with_its_graph, total_loss_with_its_graph],
     "growth": [
-        cache_of_outputs, cache_by_step, hook_in_each_step, callback_that_keeps_activations,
+        cache_of_outputs, hook_in_each_step, callback_that_keeps_activations, arrays_of_outputs,
+        scalars_with_a_graph,
     ],
+    "clipping": [clipped_to_nothing, clipped_before_its_backward],
 }  # fmt: skip

@@ -5,7 +5,26 @@ import itertools
 from collections import deque
 
 import torch
-from loops import Language, adamw, classifier, fit, loader, step
+from loops import (
+    AmongSamples,
+    Attention,
+    Language,
+    Layers,
+    Lookahead,
+    Reversed,
+    Signs,
+    accumulate,
+    adamw,
+    classifier,
+    climb,
+    fit,
+    loader,
+    of_tokens,
+    padded_tokens,
+    sequences,
+    step,
+    texts,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -45,22 +64,7 @@ def last_batch_short():
     model = classifier()
     optimizer = adamw(model)
     for _ in range(6):
-        for number, (inputs, labels) in enumerate(loader(44)):
-            (F.cross_entropy(model(inputs), labels) / 2).backward()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-def several_tasks_one_batch():
-    body, heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 5) for _ in range(3))
-    optimizer = torch.optim.AdamW([*body.parameters(), *heads.parameters()])
-    for inputs, labels in loader():
-        hidden = body(inputs).relu()
-        optimizer.zero_grad()
-        for head in heads:
-            F.cross_entropy(head(hidden), labels).backward(retain_graph=True)
-        optimizer.step()
+        accumulate(model, optimizer, loader(44))
 
 
 def several_tasks_several_loaders():
@@ -74,17 +78,11 @@ def several_tasks_several_loaders():
 
 
 def half_of_the_square():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
-    for inputs, _ in loader():
-        step(optimizer, 0.5 * F.mse_loss(model(inputs), inputs.sum(1, keepdim=True)))
+    fit(classifier(classes=1), loss=lambda one, wanted: 0.5 * F.mse_loss(one[:, 0], wanted.float()))
 
 
 def half_by_division():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
-    for inputs, _ in loader():
-        step(optimizer, (model(inputs) - inputs.sum(1, keepdim=True)).square().mean() / 2)
+    fit(classifier(classes=1), loss=lambda one, wanted: (one[:, 0] - wanted).square().mean() / 2)
 
 
 def distilled():
@@ -96,17 +94,6 @@ def distilled():
         output = model(inputs)
         soft = F.kl_div(F.log_softmax(output / 2, dim=1), wanted, reduction="batchmean")
         step(optimizer, 0.5 * F.cross_entropy(output, labels) + 0.5 * 4 * soft)
-
-
-def variational():
-    encoder, decoder = nn.Linear(8, 8), nn.Linear(4, 8)
-    optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])
-    for inputs, _ in loader():
-        mean, spread = encoder(inputs).chunk(2, dim=1)
-        output = decoder(mean + torch.randn_like(mean) * (0.5 * spread).exp())
-        rebuilt = F.mse_loss(output, inputs, reduction="sum") / len(inputs)
-        divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(1).mean()
-        step(optimizer, rebuilt + divergence)
 
 
 def self_supervised_without_gradient():
@@ -147,30 +134,6 @@ def wasserstein():
             one.data.clamp_(-0.1, 0.1)
         if number % 3 == 2:
             step(of_generator, -critic(generator(torch.randn(8, 4))).mean())
-
-
-def saturating_adversary():
-    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-    judge = classifier(classes=1)
-    of_generator, of_judge = adamw(generator), adamw(judge)
-    ones = torch.ones(8, 1)
-    for real, _ in loader():
-        fake = generator(torch.randn(8, 4))
-        loss = F.binary_cross_entropy_with_logits(judge(real), ones)
-        loss = loss + F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones)
-        step(of_judge, loss / 2)
-        step(of_generator, -F.binary_cross_entropy_with_logits(judge(fake), 0 * ones))
-
-
-def gradient_penalty():
-    critic = classifier(classes=1)
-    optimizer = adamw(critic)
-    for real, _ in loader():
-        fake = torch.randn_like(real)
-        mixed = (0.5 * real + 0.5 * fake).requires_grad_()
-        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
-        penalty = 10 * (slope.norm(dim=1) - 1).square().mean()
-        step(optimizer, critic(fake).mean() - critic(real).mean() + penalty)
 
 
 def layers_dropped():
@@ -223,15 +186,9 @@ def low_rank():
 
 
 def embedding_alone():
-    model = Language()
-    model.requires_grad_(False)
+    model = Language().requires_grad_(False)
     model.embed.requires_grad_(True)
-    optimizer = torch.optim.SparseAdam(nn.Embedding(4, 4, sparse=True).parameters())
-    optimizer = torch.optim.AdamW(model.embed.parameters())
-    for _ in range(5):
-        tokens = torch.randint(50, (2, 9))
-        logits = model(tokens[:, :-1]).flatten(0, 1)
-        step(optimizer, F.cross_entropy(logits, tokens[:, 1:].flatten()))
+    fit(model, adamw(model.embed), texts(9), loss=of_tokens)
 
 
 def sparse_embedding():
@@ -296,9 +253,8 @@ def scaler_that_is_off():
 
 def bfloat16():
     model = nn.Sequential(nn.Embedding(500, 8), nn.Flatten(), nn.Linear(32, 5)).bfloat16()
-    optimizer = adamw(model, rate=1e-3)
-    for _, labels in loader():
-        step(optimizer, F.cross_entropy(model(torch.randint(500, (len(labels), 4))), labels))
+    batches = [(torch.randint(500, (8, 4)), labels) for _, labels in loader()]
+    fit(model, adamw(model, rate=1e-3), batches)
 
 
 def compiled():
@@ -352,23 +308,6 @@ def batch_norm_frozen():
         model.train()
         model[1].eval()
         fit(model, optimizer, short())
-
-
-def actor_and_critic():
-    actor, critic = classifier(classes=3), classifier(classes=1)
-    of_actor, of_critic = adamw(actor), adamw(critic)
-    memory = deque(maxlen=64)
-    for _ in range(20):
-        state = torch.randn(8)
-        with torch.no_grad():
-            action = torch.distributions.Categorical(logits=actor(state)).sample()
-        memory.append((state, action, torch.randn(())))
-        states, actions, rewards = map(torch.stack, zip(*list(memory)[-8:], strict=True))
-        values = critic(states).squeeze(1)
-        step(of_critic, F.mse_loss(values, rewards))
-        chosen = torch.distributions.Categorical(logits=actor(states))
-        gain = chosen.log_prob(actions) * (rewards - values).detach()
-        step(of_actor, -gain.mean() - 0.01 * chosen.entropy().mean())
 
 
 def meta_learned():
@@ -466,11 +405,7 @@ def unshuffled():
 
 
 def same_batch_to_overfit():
-    model = classifier()
-    optimizer = adamw(model)
-    inputs, labels = next(iter(loader()))
-    for _ in range(9):
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(batches=[next(iter(loader()))] * 9)
 
 
 def mixed_labels():
@@ -485,28 +420,15 @@ def mixed_labels():
 
 
 def weighted_classes_and_smoothing():
-    model = classifier()
-    optimizer = adamw(model)
-    weight = torch.tensor([1.0, 2, 1, 1, 3])
-    criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)
-    for inputs, labels in loader():
-        step(optimizer, criterion(model(inputs), labels))
+    fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 1, 1, 3]), label_smoothing=0.1))
 
 
 def focal():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        losses = F.cross_entropy(model(inputs), labels, reduction="none")
-        step(optimizer, ((1 - (-losses).exp()).square() * losses).mean())
+    def loss(logits, labels):
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return ((1 - (-losses).exp()).square() * losses).mean()
 
-
-def hardest_samples():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        losses = F.cross_entropy(model(inputs), labels, reduction="none")
-        step(optimizer, losses.topk(4).values.mean())
+    fit(loss=loss)
 
 
 def masked_by_hand():
@@ -528,12 +450,7 @@ def causal():
             seen = F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
             return self.head(hidden + seen)
 
-    model = Model()
-    optimizer = adamw(model)
-    for _ in range(9):
-        tokens = torch.randint(50, (2, 9))
-        logits = model(tokens)[:, :-1].flatten(0, 1)
-        step(optimizer, F.cross_entropy(logits, tokens[:, 1:].flatten()))
+    fit(Model(), None, texts(9), loss=of_tokens)
 
 
 def tied_weights():
@@ -627,15 +544,6 @@ def style_of_an_image():
         step(optimizer, F.mse_loss(network(image), wanted))
 
 
-def ranked():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        scores = model(inputs).squeeze(1)
-        above = labels[:, None] > labels[None, :]
-        step(optimizer, F.softplus(scores[None, :] - scores[:, None])[above].mean())
-
-
 def preferred():
     model = Language()
     reference = copy.deepcopy(model).eval().requires_grad_(False)
@@ -678,6 +586,382 @@ def two_segments():
         if number % 2:
             of_body.step()
             of_body.zero_grad()
+
+
+def value_learning_with_replay():
+    model = classifier()
+    target = copy.deepcopy(model).requires_grad_(False)
+    optimizer = adamw(model)
+    memory = deque(maxlen=64)
+    state = torch.randn(8)
+    for number in range(60):
+        action = int(model(state).argmax()) if torch.rand(()) > 0.3 else number % 5
+        following = torch.randn(8)
+        memory.append((state, action, torch.randn(()), following))
+        state = following
+        if len(memory) < 16:
+            continue
+        picked = [memory[int(one)] for one in torch.randint(len(memory), (8,))]
+        states, actions, rewards, nexts = zip(*picked, strict=True)
+        with torch.no_grad():
+            wanted = torch.stack(rewards) + 0.9 * target(torch.stack(nexts)).max(1).values
+        values = model(torch.stack(states)).gather(1, torch.tensor(actions)[:, None]).squeeze(1)
+        step(optimizer, F.smooth_l1_loss(values, wanted))
+        if number % 10 == 0:
+            target.load_state_dict(model.state_dict())
+
+
+def vector_quantized():
+    encoder, decoder, codes = nn.Linear(8, 4), nn.Linear(4, 8), nn.Embedding(16, 4)
+    optimizer = adamw(nn.ModuleList([encoder, decoder, codes]))
+    for inputs, _ in loader():
+        hidden = encoder(inputs)
+        chosen = codes(torch.cdist(hidden, codes.weight).argmin(1))
+        straight = hidden + (chosen - hidden).detach()
+        loss = F.mse_loss(decoder(straight), inputs)
+        loss = loss + F.mse_loss(chosen, hidden.detach())
+        loss = loss + 0.25 * F.mse_loss(hidden, chosen.detach())
+        step(optimizer, loss)
+
+
+def speech():
+    model = nn.LSTM(8, 12, batch_first=True)
+    head = nn.Linear(12, 6)
+    optimizer = adamw(nn.ModuleList([model, head]))
+    for _ in range(6):
+        sounds = torch.randn(4, 20, 8)
+        logs = head(model(sounds)[0]).log_softmax(2).transpose(0, 1)
+        texts = torch.randint(1, 6, (4, 5))
+        step(optimizer, F.ctc_loss(logs, texts, torch.full((4,), 20), torch.full((4,), 5)))
+
+
+def nodes_of_one_graph():
+    first, second = nn.Linear(8, 16), nn.Linear(16, 3)
+    model = nn.ModuleList([first, nn.Dropout(0.5), second])
+    features, classes = torch.randn(40, 8), torch.randint(3, (40,))
+    edges = (torch.rand(40, 40) < 0.1).float() + torch.eye(40)
+    known = torch.rand(40) < 0.5
+    optimizer = adamw(model)
+
+    def run():
+        hidden = model[1](first(edges @ features).relu())
+        return second(edges @ hidden)
+
+    for _ in range(12):
+        model.train()
+        step(optimizer, F.cross_entropy(run()[known], classes[known]))
+        model.eval()
+        with torch.no_grad():
+            (run().argmax(1) == classes)[~known].float().mean().item()
+
+
+def physics():
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = adamw(model)
+    for _ in range(8):
+        points = torch.rand(16, 1, requires_grad=True)
+        values = model(points)
+        (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+        (curves,) = torch.autograd.grad(slopes.sum(), points, create_graph=True)
+        edge = model(torch.zeros(1, 1)).square().mean()
+        step(optimizer, (curves + values).square().mean() + 10 * edge)
+
+
+def tensors_alone():
+    weight, bias = torch.zeros(8, 5, requires_grad=True), torch.zeros(5, requires_grad=True)
+    optimizer = torch.optim.SGD([weight, bias], 0.1)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(inputs @ weight + bias, labels))
+
+
+def ensemble_by_vmap():
+    models = [classifier() for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    base = copy.deepcopy(models[0]).to("meta")
+    optimizer = torch.optim.Adam(list(parameters.values()), 1e-2)
+
+    def loss(own, others, inputs, labels):
+        return F.cross_entropy(torch.func.functional_call(base, (own, others), inputs), labels)
+
+    for inputs, labels in loader():
+        slopes = torch.vmap(torch.func.grad(loss), (0, 0, None, None), randomness="different")(
+            parameters, buffers, inputs, labels
+        )
+        for name, one in parameters.items():
+            one.grad = slopes[name]
+        optimizer.step()
+
+
+def optimizer_around_another():
+    model = classifier()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
+    fit(model, optimizer)
+
+
+def own_optimizer():
+    model = classifier()
+    optimizer = Signs(model.parameters(), 1e-3)
+    fit(model, optimizer)
+
+
+def differentially_private():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for inputs, labels in loader():
+        sums = [torch.zeros_like(one) for one in model.parameters()]
+        for given, label in zip(inputs, labels, strict=True):
+            model.zero_grad()
+            F.cross_entropy(model(given[None]), label[None]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for total, one in zip(sums, model.parameters(), strict=True):
+                total += one.grad
+        for total, one in zip(sums, model.parameters(), strict=True):
+            one.grad = (total + 0.5 * torch.randn_like(total)) / len(inputs)
+        optimizer.step()
+
+
+def masters_in_full_precision():
+    model = classifier().bfloat16()
+    masters = [one.detach().float().clone().requires_grad_() for one in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, 1e-3)
+    for inputs, labels in loader():
+        model.zero_grad()
+        F.cross_entropy(model(inputs.bfloat16()).float(), labels).backward()
+        for master, one in zip(masters, model.parameters(), strict=True):
+            master.grad = one.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, one in zip(masters, model.parameters(), strict=True):
+                one.copy_(master)
+
+
+def soft_actor_and_critic():
+    actor, critic = classifier(classes=4), nn.Linear(10, 1)
+    target = copy.deepcopy(critic)
+    logarithm = torch.zeros((), requires_grad=True)
+    optimizers = [adamw(actor), adamw(critic), torch.optim.Adam([logarithm], 1e-2)]
+
+    def act(states):
+        mean, deviation = actor(states).chunk(2, dim=1)
+        choice = torch.distributions.Normal(mean, F.softplus(deviation) + 1e-3)
+        action = choice.rsample()
+        return action.tanh(), choice.log_prob(action).sum(1)
+
+    for states, _ in loader():
+        with torch.no_grad():
+            action, likelihood = act(states)
+            wanted = target(torch.cat([states, action], 1)).squeeze(1) - likelihood
+        taken = torch.rand(len(states), 2) * 2 - 1
+        value = critic(torch.cat([states, taken], 1)).squeeze(1)
+        step(optimizers[1], F.mse_loss(value, torch.randn(len(states)) + 0.9 * wanted))
+        action, likelihood = act(states)
+        critic.requires_grad_(False)
+        gain = critic(torch.cat([states, action], 1)).squeeze(1)
+        step(optimizers[0], (logarithm.exp().detach() * likelihood - gain).mean())
+        critic.requires_grad_(True)
+        step(optimizers[2], -(logarithm * (likelihood.detach() - 2)).mean())
+        with torch.no_grad():
+            for old, new in zip(target.parameters(), critic.parameters(), strict=True):
+                old.lerp_(new, 0.05)
+
+
+def tags():
+    losses = nn.BCEWithLogitsLoss(pos_weight=torch.full((5,), 6.0))
+    fit(loss=lambda logits, labels: losses(logits, F.one_hot(labels, 5).float()))
+
+
+def boxes():
+    body, where, what = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 3)
+    optimizer = adamw(nn.ModuleList([body, where, what]))
+    for number, (inputs, _) in enumerate(loader()):
+        hidden = body(inputs).relu()
+        found = torch.randint(3, (len(inputs),)) if number % 3 else torch.zeros(len(inputs)).long()
+        hit = found > 0
+        losses = {"class": F.cross_entropy(what(hidden), found)}
+        wanted = torch.rand(int(hit.sum()), 4)
+        box = F.smooth_l1_loss(where(hidden)[hit], wanted, reduction="sum")
+        losses["box"] = box / max(1, len(wanted))
+        step(optimizer, sum(losses.values()))
+
+
+def restarts_by_parts_of_an_epoch():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 1)
+    batches = loader(40)
+    for epoch in range(4):
+        for number, (inputs, labels) in enumerate(batches):
+            step(optimizer, F.cross_entropy(model(inputs), labels))
+            scheduler.step(epoch + (number + 1) / len(batches))
+
+
+def energy():
+    model = classifier(classes=1)
+    optimizer = adamw(model)
+    buffer = torch.randn(64, 8)
+    for real, _ in loader():
+        picked = torch.randint(64, (len(real),))
+        drawn = buffer[picked].requires_grad_()
+        for _ in range(3):
+            (slope,) = torch.autograd.grad(model(drawn).sum(), drawn)
+            drawn = (drawn - 0.1 * slope + 0.01 * torch.randn_like(drawn)).detach().requires_grad_()
+        buffer[picked] = drawn.detach()
+        low, high = model(real), model(drawn.detach())
+        step(optimizer, low.mean() - high.mean() + 0.1 * (low.square() + high.square()).mean())
+
+
+def last_layer_of_zeros():
+    model = classifier()
+    nn.init.zeros_(model[3].weight)
+    nn.init.zeros_(model[3].bias)
+    fit(model)
+
+
+def distilled_in_log_space():
+    teacher, model = classifier(dropout=0.1).eval(), classifier(dropout=0.1)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        with torch.no_grad():
+            soft = (teacher(inputs) / 2).log_softmax(1)
+        own = model(inputs)
+        alike = F.kl_div((own / 2).log_softmax(1), soft, reduction="batchmean", log_target=True)
+        step(optimizer, 0.5 * F.cross_entropy(own, labels) + 0.5 * 4 * alike)
+
+
+def trial_step():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        changes = climb(model)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        climb(model, [-one for one in changes])
+        optimizer.step()
+
+
+def attention_with_a_mask():
+    model = Attention()
+    optimizer = adamw(model)
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    for _ in range(10):
+        tokens = padded_tokens()
+        step(optimizer, criterion(model(tokens, tokens != 0).flatten(0, 1), tokens.flatten() % 5))
+
+
+def biases_before_a_norm():
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    fit(model, optimizer)
+
+
+def averaged_teacher_in_training_mode():
+    model = classifier(dropout=0.1)
+    teacher = copy.deepcopy(model)
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        with torch.no_grad():
+            wanted = teacher(inputs)
+        step(optimizer, F.mse_loss(model(inputs), wanted))
+        for one, new in zip(teacher.parameters(), model.parameters(), strict=True):
+            one.data.lerp_(new.data, 0.1)
+
+
+def tasks_one_after_the_other():
+    body, heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
+    model = nn.ModuleList([body, heads])
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        for head in heads:
+            (F.cross_entropy(head(body(inputs)), labels) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def gradients_divided_by_hand():
+    accumulate(loss=F.cross_entropy, every=4, divisor=4)
+
+
+def logits_normalized():
+    fit(nn.Sequential(classifier(), nn.LogSoftmax(1)))
+
+
+def microbatches_without_advantage():
+    gains = itertools.cycle([0.0, 1.0, -1.0])
+
+    def loss(logits, actions):
+        logs = logits.log_softmax(1).gather(1, actions[:, None])
+        return -(logs * torch.full((8, 1), next(gains))).mean() / 2
+
+    accumulate(loss=loss)
+
+
+def time_first():
+    fit(Layers(nn.TransformerEncoderLayer(16, 2, 32), time=1), None, sequences())
+    fit(Layers(nn.LSTM(16, 16), time=1), None, sequences())
+
+
+def samples_that_see_each_other():
+    fit(AmongSamples())
+
+
+def losses_of_equal_gradients():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        logits = model(inputs)
+        first = F.cross_entropy(logits, labels)
+        first.backward(retain_graph=True)
+        norm = torch.stack([one.grad.norm() for one in model.parameters()]).norm()
+        step(optimizer, first / norm + 0.1 * logits.square().mean())
+
+
+def range_of_rates():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 ** (step / 2))
+    fit(model, optimizer, schedule=schedule)
+
+
+def fetched_ahead():
+    model = classifier()
+    optimizer = adamw(model)
+    batches = iter(loader(96))
+    ahead = next(batches)
+    while ahead:
+        inputs, labels = ahead
+        ahead = next(batches, None)
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+def scaled_by_hand():
+    accumulate(loss=lambda logits, labels: 512 * F.cross_entropy(logits, labels), divisor=1024)
+
+
+def gradients_by_autograd():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        loss = F.cross_entropy(model(inputs), labels)
+        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        for one, slope in zip(model.parameters(), slopes, strict=True):
+            one.grad = slope
+        optimizer.step()
+
+
+def each_batch_echoed():
+    fit(batches=itertools.chain.from_iterable([batch, batch] for batch in loader()))
+
+
+def adversarial_domains():
+    body, label, domain = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
+    optimizer = adamw(nn.ModuleList([body, label, domain]))
+    for inputs, labels in loader():
+        hidden = body(inputs).relu()
+        where = domain(Reversed.apply(hidden)).squeeze(1)
+        loss = F.binary_cross_entropy_with_logits(where, (labels > 2).float())
+        step(optimizer, loss + F.cross_entropy(label(hidden), labels))
 
 
 HEALTHY = [

@@ -4,7 +4,17 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import torch
-from loops import Language, adamw, classifier, loader
+from loops import (
+    Language,
+    accumulate,
+    adamw,
+    classifier,
+    fit,
+    half,
+    half_of_tokens,
+    loader,
+    of_tokens,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -26,13 +36,11 @@ def step(optimizer):
 
 def trl_2617():
     """Completions of unequal length, each microbatch with its own mean."""
-    model = Language()
-    optimizer = adamw(model)
-    for _ in range(4):
-        for tokens, labels in completions((15, 3, 9, 4)):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
-            (loss / 4).backward()  # here
-        step(optimizer)
+
+    def loss(logits, labels):
+        return of_tokens(logits, labels) / 4  # here: tokens
+
+    accumulate(Language(), None, completions((15, 3, 9, 4) * 4), loss=loss, every=4)
 
 
 def trl_6024():
@@ -63,32 +71,18 @@ def trl_6700():
 
 def accelerate_3877():
     """The engine steps at each microbatch, and the loss is divided by the accumulation."""
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        (F.cross_entropy(model(inputs), labels) / 4).backward()  # here
-        step(optimizer)
+    fit(loss=lambda logits, labels: F.cross_entropy(logits, labels) / 4)  # here
 
 
 def accelerate_1970():
     """The loss is divided by the loop and again by the engine."""
-    model = classifier()
-    optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        loss = F.cross_entropy(model(inputs), labels) / 2
-        (loss / 2).backward()  # here
-        if number % 2:
-            step(optimizer)
+    accumulate(loss=lambda logits, labels: half(logits, labels) / 2)  # here: half
 
 
 def transformers_37766():
     """A loss that ignores the number of items in the window, which its caller no longer divides."""
-    model = Language()
-    optimizer = adamw(model)
-    for _ in range(4):
-        for tokens, labels in completions((15, 3, 9, 4)):
-            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()  # here
-        step(optimizer)
+    completed = completions((15, 3, 9, 4) * 4)
+    accumulate(Language(), None, completed, loss=of_tokens, every=4)  # here: tokens
 
 
 def transformers_42489():
@@ -115,13 +109,8 @@ def transformers_42489():
 
 def unsloth_3006():
     """A microbatch without a label that counts: its mean is not a number."""
-    model = Language()
-    optimizer = adamw(model)
-    for _ in range(4):
-        for tokens, labels in completions((9, 0)):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
-            (loss / 2).backward()  # here
-        step(optimizer)
+    completed = completions((9, 0) * 4)
+    accumulate(Language(), None, completed, loss=half_of_tokens)  # here: half of tokens
 
 
 FAULTY = {

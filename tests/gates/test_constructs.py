@@ -26,7 +26,7 @@ NEED_NOT_APPLY = {
     "calls_forward": (ON_BLOCKS, ""),
     "checkpoints_all": (ON_BLOCKS, "save nothing in forward: the model checkpoints by itself"),
     "checkpoints_segments": (
-        ["grad-flow/exact", "sac/products", "sac/regions"],
+        ["sac/products", "sac/regions"],
         "layers.0: the model recomputes these by itself",
     ),
     "drops_layers": (["memory-plan/*"], ""),
@@ -40,10 +40,7 @@ NEED_NOT_APPLY = {
     "every_second": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
     "every_fourth": (STATEFUL, "layers.0.calls to layers.2.calls: state stays in the model"),
     "counted_in_python": (STATEFUL, "layers.0.calls to layers.2.calls: state stays"),
-    "counted_in_buffer": (
-        ["grad-accum/*", "grad-flow/two-ranks", "recompute/budget"],
-        "each call changes buffers",
-    ),
+    "counted_in_buffer": (["grad-accum/*", "recompute/budget"], "each call changes buffers"),
     "own_generator": (STATEFUL, "layers.0.generator to layers.2.generator: state stays"),
     "spectral": ([], "each call changes buffers"),
     "differentiates": ([*ON_BLOCKS], "forward or loss takes derivatives with torch.func"),
@@ -52,7 +49,7 @@ NEED_NOT_APPLY = {
     "compiled": (["grad-flow/*"], "the model is compiled as a whole"),
     "compiled_blocks": ([*ON_BLOCKS], "are compiled, scripted or wrapped already"),
     "derivative_in_loss": (["recompute/*", "sac/*"], "forward or loss takes derivatives"),
-    "noisy_loss": (["grad-accum/*", "grad-flow/two-ranks"], "draws random numbers in eval mode"),
+    "noisy_loss": (["grad-accum/*"], "draws random numbers in eval mode"),
     "own_optimizer": (["loss-spike/found"], ""),
     "sparse": (["*"], "table.weight: the gradient is sparse"),
     "partly_frozen": (ON_BLOCKS, ""),
@@ -114,7 +111,7 @@ def verdicts_on(name, gates):
 @pytest.mark.parametrize("name", constructs(IN_ALL))
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_gates_hold_or_do_not_apply_for_a_cause(name):
-    gates = [gate for gate in discover() if not (gate.thorough or gate.name.endswith("two-ranks"))]
+    gates = [gate for gate in discover() if not gate.name.endswith("two-ranks")]
     assert any(verdict.passed for verdict in verdicts_on(name, gates))
 
 

@@ -71,7 +71,7 @@ def is_killed():
 
 
 def test_a_rank_that_the_system_kills_leaves_its_gate_unchecked():
-    gate = Gate("grad-flow/two-ranks", lambda case: run_on_ranks(f"{__file__}:is_killed"))
+    gate = Gate("recompute/two-ranks", lambda case: run_on_ranks(f"{__file__}:is_killed"))
     verdict = gate.run(Case(load_workload("mlp")))
     assert verdict.passed is None
     assert "memory ran out (the system ended one of 2 ranks)" in verdict.hint
@@ -81,7 +81,7 @@ def test_a_gpu_without_memory_leaves_a_gate_unchecked():
     def check(case):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
-    verdict = Gate("grad-flow/exact", check).run(Case(load_workload("mlp")))
+    verdict = Gate("recompute/off", check).run(Case(load_workload("mlp")))
     assert verdict.passed is None
     assert verdict.hint.startswith("memory ran out (CUDA out of memory): try a smaller --batch")
 

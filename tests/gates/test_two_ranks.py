@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from curry_train.gates import checkpoint_policy, grad_flow, recompute
+from curry_train.gates import checkpoint_policy, recompute
 from curry_train.gates.implementation import load_implementation
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
 GATES = {
     gate.name: gate
-    for gate in (*checkpoint_policy.GATES, *grad_flow.GATES, *recompute.GATES)
+    for gate in (*checkpoint_policy.GATES, *recompute.GATES)
     if gate.name.endswith("/two-ranks")
 }
 
@@ -44,7 +44,9 @@ def test_a_workload_is_loaded_as_without_a_launcher(tmp_path):
         "    layers = [torch.nn.Linear(4, 4) for _ in range(2)]\n"
         "    return torch.nn.Sequential(*layers), torch.ones(8, 4) * part\n"
     )
-    verdict = GATES["grad-flow/two-ranks"].run(Case(load_workload(f"{tmp_path}/launched.py:build")))
+    verdict = GATES["checkpoint-policy/two-ranks"].run(
+        Case(load_workload(f"{tmp_path}/launched.py:build"))
+    )
     assert verdict.passed, verdict
 
 

@@ -4,7 +4,6 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import copy
-from dataclasses import replace
 
 import foreign_recompute as foreign
 import torch
@@ -22,7 +21,6 @@ from curry_train.gates import offload
 from curry_train.gates import recompute as gates
 from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.workload import Workload
 
 
@@ -125,12 +123,6 @@ def in_place_of(name, change):
         return names
 
     return [(gates, name, apply)]
-
-
-def long_run_of(change):
-    full = replace(STRATEGIES["full"], apply=gates.on_blocks(change))
-    strategies = STRATEGIES | {"full": full}
-    return [(gates, "LONG_RUN_STRATEGIES", ("full",)), (gates, "STRATEGIES", strategies)]
 
 
 # Under DDP and FSDP2; the ranks import them by name.
@@ -236,8 +228,6 @@ FAULTS = [
         patches=in_place_of("recompute_blocks", with_the_last_input),
         hint="another value",
     ),
-    planted("recompute.long-run", "late", patches=long_run_of(later(20)), hint="step 11 of 12"),
-    planted("recompute.long-run", "no-op", patches=long_run_of(foreign.nothing), hint="ran twice"),
     parity("two-ranks", "synced-again", synced_again, hint="collectives", model="mlp"),
     parity("two-ranks", "own-weights", with_own_weights, hint="not used in", model="mlp"),
     offload_fault("offload-parity", "no-op", foreign.nothing, "nothing ran twice or was freed"),

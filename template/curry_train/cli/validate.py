@@ -193,14 +193,6 @@ def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) 
     return tuple(gate for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs))
 
 
-def quick_gates(
-    gates: Sequence[Gate], patterns: Sequence[str]
-) -> tuple[tuple[Gate, ...], tuple[Gate, ...]]:
-    """Split the gates into those to run, and those that take longer and are not named."""
-    left_out = tuple(gate for gate in gates if gate.thorough and gate.name not in patterns)
-    return tuple(gate for gate in gates if gate not in left_out), left_out
-
-
 def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
     """Yield each claim of these gates, and what `--impl` takes for them and how it is called."""
     names = {gate.name for gate in gates}
@@ -263,7 +255,6 @@ def validate_command(
         lines = list_with_claims(gates) if figures else (gate.name for gate in gates)
         click.echo("\n".join(lines))
         return None
-    gates, left_out = quick_gates(gates, patterns)
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = models or BUILTIN_WORKLOADS
 
@@ -298,9 +289,7 @@ def validate_command(
     )
     rows += print_verdicts(console, loops, looks, by_gate=by_gate)
     notes = [] if by_gate else ["--figures shows what each measured"]
-    notes += [f"--gate {gate.name} runs another, which takes longer" for gate in left_out]
     print_end(console, rows, notes)
-    settings["left_out"] = [gate.name for gate in left_out]
     return facts | settings | _as_json(rows, looks), _status(rows, patterns)
 
 

@@ -53,10 +53,7 @@ CHANGE_BLOCKS = ("recompute/*", "sac/*", "memory-plan/*", "grad-flow/*")
 DERIVE_INSIDE = (
     "checkpoint-policy/two-ranks",
     "grad-accum/*",
-    "grad-flow/exact",
-    "grad-flow/two-ranks",
     "recompute/flops",
-    "recompute/long-run",
     "recompute/memory",
     "recompute/off",
     "recompute/offload-*",
@@ -89,7 +86,6 @@ COMPARE_STEPS = (
     *COMPARE_CALLS,
     *MEASURE_FIRST,
     *HOLD_ONE_STEP,
-    "grad-flow/two-ranks",
 )
 # Gates that restore what a checkpoint holds.
 RESUMED_GATES = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")

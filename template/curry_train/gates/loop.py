@@ -40,6 +40,7 @@ from .loop_trace import (
     grouped,
     observe,
     parameter_ids,
+    world_size,
 )
 from .verdict import NotApplicable, Verdict, not_applicable
 
@@ -95,14 +96,13 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
         for several in _microbatches(trace, window):
             columns = _columns(several)
             is_known = is_known or bool(columns)
-            # Whether a division by the ranks is one too many is seen where they are compared.
-            is_rank = len(several) == trace.num_ranks > 1
-            yield from _unequal(several, columns, window, is_rank=is_rank)
-    yield from _divided_by_count_and_number(trace)
+            yield from _unequal(several, columns, window)
     calls = [(call, window) for window in trace.windows for call in window.calls]
     for pairs in grouped(calls, lambda pair: pair[0].lines):
-        is_single = all(len(window.calls) == 1 for _, window in pairs)
-        faults = [_divided_for_nothing(call, trace.num_ranks) for call, _ in pairs if is_single]
+        numbers = [len(window.calls) for _, window in pairs]
+        of_line = [call for call, _ in pairs]
+        yield from _divided_by_count_and_number(of_line, numbers)
+        faults = [_divided_for_nothing(call) for call in of_line if max(numbers) == 1]
         if len(faults) > 1 and None not in faults:
             yield from filter(None, faults)
     if not is_known:
@@ -162,12 +162,17 @@ def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
     return [one for one in columns if all(t.reduction and t.num_terms and t.factor for t in one)]
 
 
+def _strengths(column: Sequence[Term], calls: Sequence[Backward]) -> list[float]:
+    return [term.strength / call.scale for term, call in zip(column, calls, strict=True)]
+
+
 def totals(calls: Sequence[Backward]) -> list[float]:
     """Return the weight of each part of a window's loss that is a mean, or divided to be one."""
     several = grouped(calls, lambda call: call.lines)[-1:]
     return [
-        sum(term.strength / call.scale for term, call in zip(column, several[0], strict=True))
-        for column in (_columns(several[0]) if several else ())
+        sum(_strengths(column, of_line))
+        for of_line in several
+        for column in _columns(of_line)
         if column[0].reduction == "mean" or column[0].divisors
     ]
 
@@ -176,15 +181,10 @@ def _unequal(
     calls: Sequence[Backward],
     columns: Sequence[Sequence[Term]],
     window: Window,
-    *,
-    is_rank: bool,
 ) -> Iterator[Fault]:
     # The loop may divide gradients in place of losses.
     factor = window.step.factor or 1.0
-    strengths = [
-        [factor * term.strength / call.scale for term, call in zip(column, calls, strict=True)]
-        for column in columns
-    ]
+    strengths = [[factor * one for one in _strengths(column, calls)] for column in columns]
     divisors = [(*column[0].divisors, 1 / factor) for column in columns]
     totals = [sum(column) for column in strengths]
     number = len(calls)
@@ -208,7 +208,8 @@ def _unequal(
         for total, column, all_by in zip(totals, columns, divisors, strict=True):
             by_number = [by for by in all_by if abs(by - number) < TOLERANCE]
             is_twice = len(by_number) > (column[0].reduction == "mean")
-            if is_twice and not is_rank and abs(total * number - 1) < TOLERANCE:
+            # Whether a division by the ranks is one too many is seen where they are compared.
+            if is_twice and number != world_size() and abs(total * number - 1) < TOLERANCE:
                 yield (
                     calls[0].place,
                     f"the loss is divided by the {number} microbatches twice",
@@ -233,29 +234,28 @@ def _unequal(
             )
 
 
-def _divided_by_count_and_number(trace: Trace) -> Iterator[Fault]:
+def _divided_by_count_and_number(
+    calls: Sequence[Backward], numbers: Sequence[int]
+) -> Iterator[Fault]:
     """Find sums that are divided by the terms of their window, and by its microbatches too."""
-    windows = [window for window in trace.windows if len(window.calls) > 1]
-    for several in grouped(windows, lambda window: window.calls[0].lines):
-        counts = []
-        for window in several:
-            number = len(window.calls)
-            sums = [call.terms[0] for call in window.calls if len(call.terms) == 1]
-            if len(sums) == number and all(term.reduction == "sum" for term in sums):
-                by = set.intersection(*(set(term.divisors) for term in sums))
-                if any(abs(one - number) < TOLERANCE for one in by):
-                    counts.append(max(by))
-        # One that changes from window to window counts their terms.
-        if len(set(counts)) > 1 and len(counts) == len(several):
-            yield (
-                several[0].calls[0].place,
-                f"a sum is divided by the terms of the window, as {counts[0]:.0f}, and by its "
-                "microbatches",
-                "divide once; a Trainer divides by num_items_in_batch or by the microbatches",
-            )
+    counts = [
+        max(term.divisors)
+        for call, number in zip(calls, numbers, strict=True)
+        for term in call.terms
+        if term.reduction == "sum" and number > 1 and len(term.divisors) > 1
+        if any(abs(by - number) < TOLERANCE for by in term.divisors)
+    ]
+    # One that changes from window to window counts their terms.
+    if len(set(counts)) > 1 and len(counts) == len(calls):
+        yield (
+            calls[0].place,
+            f"a sum is divided by a number of terms, as {counts[0]:.0f}, and by the microbatches "
+            "of its window",
+            "divide once; a Trainer divides by num_items_in_batch or by the microbatches",
+        )
 
 
-def _divided_for_nothing(call: Backward, num_ranks: int) -> Fault | None:
+def _divided_for_nothing(call: Backward) -> Fault | None:
     """Return a fault where the one loss of a step is a mean, and is divided again."""
     if len(call.terms) != 1:
         return None
@@ -264,7 +264,7 @@ def _divided_for_nothing(call: Backward, num_ranks: int) -> Fault | None:
     is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
     scale = call.scale
     # A division by the ranks is looked at where they are compared.
-    if term.reduction != "mean" or len(by) != 1 or is_half or by == [num_ranks]:
+    if term.reduction != "mean" or len(by) != 1 or is_half or by == [world_size()]:
         return None
     if abs(term.strength / scale * by[0] - 1) > TOLERANCE:
         return None
@@ -381,7 +381,7 @@ def _wrong_tokens(trace: Trace, targets: Targets) -> Iterator[Doubt]:
 def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
     """Labels of the data are several, in each batch, and not among the inputs."""
     for of_line in grouped(calls, lambda call: call.lines):
-        columns = frozenset.intersection(*(call.columns for call in of_line))
+        columns = frozenset.intersection(*(call.columns or frozenset() for call in of_line))
         if columns and sum(call.facts.num_terms for call in of_line) >= FEWEST_LABELS:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
@@ -474,22 +474,22 @@ def _lost(window: Window) -> Iterator[Fault]:
 
 def _never_used(windows: Sequence[Window], held: set[int]) -> Iterator[Fault]:
     """Find a loss whose gradients are set to zero in each window before a step uses them."""
-    lost = [set(_lost_losses(window, held)) for window in windows]
+    lost = [
+        # A loss that is in a later one again was only looked at, as was one for its inputs.
+        {
+            call.place
+            for call, after in itertools.pairwise(window.calls)
+            if window.is_clean(after)
+            and not (after.is_next or after.is_second or call.of_inputs or window.is_by_hand)
+            and call.lines != after.lines
+            and call.reached & held <= window.own
+            and len({one.weights for one in window.forwards}) == 1
+        }
+        for window in windows
+    ]
     for place in set.intersection(*lost) if len(lost) > 1 else ():
         hint = "add up the losses, or call zero_grad() once, before the first backward"
         yield place, "the gradients of this loss are set to zero, and no step uses them", hint
-
-
-def _lost_losses(window: Window, held: set[int]) -> Iterator[str]:
-    if window.is_by_hand or len({one.weights for one in window.forwards}) > 1:
-        return
-    for call, after in itertools.pairwise(window.calls):
-        is_zeroed = (
-            window.is_clean(after) and not after.is_next and call.reached & held <= window.own
-        )
-        # A loss that is in a later one again was only looked at, as was one for its inputs.
-        if is_zeroed and call.lines != after.lines and not (after.is_second or call.of_inputs):
-            yield call.place
 
 
 def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
@@ -614,19 +614,16 @@ def moves(trace: Trace) -> Iterator[Fault]:
 
 def _constant_loss(trace: Trace) -> Iterator[Fault]:
     """Find a loss that stays the same where samples and weights change."""
-    calls = [(call, window) for window in trace.windows for call in window.calls]
-    for pairs in grouped(calls, lambda pair: pair[0].lines):
-        values = {call.value for call, _ in pairs}
-        windows = {id(window): window for _, window in pairs}.values()
-        batches = {one.digests for window in windows for one in window.forwards}
-        moves = all(window.step.moved for window in windows)
+    windows = [one for one in trace.windows if one.calls and one.step.moved]
+    for several in grouped(windows, lambda window: window.calls[0].lines):
+        value = several[0].calls[0].value
+        is_same = all(call.value == value for window in several for call in window.calls)
+        batches = {one.digests for window in several for one in window.forwards}
         # A loss of 0 or 1 may be made for its gradient alone.
-        is_made = any(value % 1 == 0 for value in values)
-        if len(values) == 1 and not is_made and moves and len(windows) > 3 and len(batches) > 3:
+        if is_same and value % 1 and min(len(several), len(batches)) > FEWEST_STEPS:
             yield (
-                pairs[0][0].place,
-                f"the loss is {pairs[0][0].value:.3g} in each step, though weights and samples "
-                "change",
+                several[0].calls[0].place,
+                f"the loss is {value:.3g} in each step, though weights and samples change",
                 "look for two sides of a comparison that are the same, as a model and its "
                 "reference",
             )
@@ -774,13 +771,10 @@ def _without_schedule(
     if len(planned) > 2 and len(own) >= len(rates) - 1 and rates.count(rates[0]) == len(rates):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
-    first, last = max(rates[0], default=0), max(rates[-1], default=0)
-    if own and 0 < last < 1e-3 * first:
-        hint = "step a schedule that is made for epochs once per epoch"
-        yield own[0].place, f"the rate has fallen from {first:.1g} to {last:.1g}", hint
-    if own and len(rates) > 3 and any(rates[0]) and not any(map(any, rates[-3:])):
+    recent = max((rate for one in rates[-3:] for rate in one), default=0)
+    if own and len(rates) > 3 and recent < 1e-3 * max(rates[0], default=0):
         hint = "count the steps of the optimizer for the length of the schedule, not epochs"
-        yield own[0].place, "the schedule has ended at a rate of 0, and steps go on", hint
+        yield own[0].place, f"the rate has fallen to {recent:.1g}, and steps go on", hint
 
 
 def clipping(trace: Trace) -> Iterator[Fault]:
@@ -966,11 +960,10 @@ def _other_batches(trace: Trace) -> Iterator[Fault]:
     found = []
     for window in trace.windows:
         calls = [one for one in window.of(LossCall) if one.is_used]
-        inputs = [batches[one] for forward in window.forwards for one in forward.digests]
-        targets = [batches[call.facts.targets] for call in calls]
-        if any(inputs) and any(targets):
-            is_other = set[int]().union(*inputs).isdisjoint(set[int]().union(*targets))
-            found.append(calls[0].place if is_other else "")
+        inputs = set().union(*(batches[one] for each in window.forwards for one in each.digests))
+        targets = set().union(*(batches[call.facts.targets] for call in calls))
+        if inputs and targets:
+            found.append(calls[0].place if inputs.isdisjoint(targets) else "")
     if len(found) >= FEWEST_STEPS and all(found):
         hint = "take the targets from the batch that the model is given"
         yield found[0], "the targets are of another batch than the inputs", hint

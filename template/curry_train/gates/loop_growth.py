@@ -3,7 +3,6 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
-import contextlib
 import gc
 import inspect
 import linecache
@@ -18,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ..workloads.models import LIBRARIES
 from .loop_loss import nodes_behind
@@ -44,23 +42,10 @@ class Growth:
         self.num_steps = 0
         # By the ids of those that grow without end: the place and a description.
         self.found: dict[int, tuple[str, str]] = {}
+        # A hook's dictionary and key there, the line, and the steps that were made.
         self.hooks: list[tuple[weakref.ref[Any], int, str, int]] = []
         # Lines that keep tensors with the graphs of earlier steps.
         self.graphs: list[str] = []
-        self._is_ours = False
-
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Leave out hooks of ours."""
-        self._is_ours = True
-        try:
-            yield
-        finally:
-            self._is_ours = False
-
-    def add_hook(self, handle: RemovableHandle, place: str, num_steps: int) -> None:
-        if place and not self._is_ours:
-            self.hooks.append((handle.hooks_dict_ref, handle.id, place, num_steps))
 
     def count(self, num_steps: int) -> None:
         if num_steps < FIRST_STEP or num_steps <= self.num_steps:

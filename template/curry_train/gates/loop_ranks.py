@@ -78,21 +78,21 @@ def _averaged(steps: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:
     """Find gradients that are not the mean over the ranks of the gradients of mean losses."""
     number = len(steps)
     gradients = [one["gradient"] for one in steps]
-    weights = [one["totals"] for one in steps]
-    if None in gradients or any(one != weights[0] for one in weights):
+    weights = steps[0]["totals"]
+    if None in gradients or any(one["totals"] != weights for one in steps):
         return
     mean = sum(made for made, _ in gradients) / number
     used = gradients[0][1]
     # A difference of the ranks' gradients that cancels leaves nothing to compare with.
     if abs(mean) < 0.1 * max(abs(made) for made, _ in gradients) or not used:
         return
-    found = [used / mean * weight for weight in weights[0]]
-    if any(abs(one - 1) < TOLERANCE for one in found):
-        return
-    for one in found:
-        if abs(one - number) < TOLERANCE:
-            hint = "divide the sum of the gradients by the ranks; DistributedDataParallel does it"
-            yield steps[0]["loss_place"], "gradients are summed over the ranks", hint
-        if abs(one * number - 1) < TOLERANCE:
-            hint = "leave out the division by the ranks: DistributedDataParallel averages"
-            yield steps[0]["loss_place"], "gradients are averaged over the ranks twice", hint
+
+    def is_one(factor: float) -> bool:
+        return any(abs(factor * used / mean * weight - 1) < TOLERANCE for weight in weights)
+
+    if is_one(1 / number) and not is_one(1):
+        hint = "divide the sum of the gradients by the ranks; DistributedDataParallel does it"
+        yield steps[0]["loss_place"], "gradients are summed over the ranks", hint
+    if is_one(number) and not is_one(1):
+        hint = "leave out the division by the ranks: DistributedDataParallel averages"
+        yield steps[0]["loss_place"], "gradients are averaged over the ranks twice", hint

@@ -36,7 +36,7 @@ from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
 from .loop import DEFAULT_STEPS, judge
 from .loop_ranks import judge_ranks, rank_facts
-from .loop_trace import Trace, observe
+from .loop_trace import Trace, observe, world_size
 from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
 # Services that a loop may report to.
@@ -256,8 +256,7 @@ def _run_rank(
     function: Callable[..., None], args: Sequence[Any] = (), nprocs: int = 1, *_: Any, **__: Any
 ) -> Any:
     """Run the function of torch.multiprocessing.spawn here, for the rank of this process."""
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if nprocs != num_ranks:
+    if nprocs != world_size():
         raise click.UsageError(f"it starts {nprocs} ranks of its own: give --ranks {nprocs}")
     function(int(os.environ.get("RANK", "0")), *args)
     return SimpleNamespace(join=lambda *_: True)

@@ -12,12 +12,13 @@ import contextlib
 import gc
 import inspect
 import itertools
+import math
 import os
 import sys
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from ..core.digest import is_plain
+from ..core.measure import heap_kept
 from ..primitives.grad_flow_probe import in_transform
 from ..runs.fingerprints import LoaderIterator
 from ..workloads.models import LIBRARIES
@@ -55,7 +57,6 @@ from .loop_loss import (
 
 Call = Callable[..., Any]
 T = TypeVar("T")
-CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
 MOST_SMALL = 10**6
@@ -63,7 +64,6 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
-ON_TOKENS = ("cross_entropy", "nll_loss")
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
 # After so many steps of an optimizer a parameter that is in none is looked for.
@@ -158,10 +158,8 @@ class LossCall(Event):
     """A call of one of torch's loss functions."""
 
     facts: LossFacts
-    # Columns of the model's input that equal the targets.
-    columns: frozenset[int]
-    # Whether there is a target for each sample of the model's input, and no more.
-    is_of_samples: bool
+    # Columns of the model's input that equal the labels; None if samples have not a target each.
+    columns: frozenset[int] | None
     # Whether a backward pass has reached it.
     is_used: bool = False
 
@@ -245,10 +243,8 @@ class Step(Event):
     # Whether its gradients are the ones of its step before.
     is_repeated: bool
     is_finite: bool
-    # Whether gradients are other tensors than those of the last backward.
-    by_hand: bool
     # Numbers that are linear in a gradient: after the last backward call, and before clipping,
-    # unscaling and the step. The factor between them, if the loop has only multiplied it.
+    # unscaling and the step. The factor between them; None if the loop has not only multiplied it.
     made: float
     used: float
     factor: float | None
@@ -326,7 +322,7 @@ class Window:
     @property
     def is_by_hand(self) -> bool:
         """Whether the user made the gradients, as from those of several losses."""
-        return self.step.by_hand and self.step.has_gradients
+        return self.step.factor is None and self.step.has_gradients
 
     def around(self, event: Event) -> tuple[list[Backward], list[Backward]]:
         """Return the backward calls before and after an event of the window."""
@@ -340,6 +336,10 @@ class Window:
 
     def of(self, kind: type[Event]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def grouped(values: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
@@ -359,7 +359,6 @@ class Trace:
     """The events of a loop, in order, and the objects that it has."""
 
     events: list[Event] = field(default_factory=list)
-    num_ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
     optimizers: list[Optimizer] = field(default_factory=list)
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
@@ -435,33 +434,35 @@ class Gradient:
 
     def __init__(self) -> None:
         self.parameter: Tensor | None = None
-        self.values = torch.zeros(())
-        self.used: Tensor | None = None
+        self.grad: Tensor | None = None
+        # A number that is linear in its values, and their norm.
+        self.made = (0.0, 0.0)
+        self.used: tuple[float, float] | None = None
 
     def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Copy the first one of a usual size."""
+        """Measure the first one of a usual size."""
         self.parameter = next((one for one in parameters if 1 < one.numel() < MOST_SMALL), None)
-        self.values = self._values()
+        self.grad = getattr(self.parameter, "grad", None)
+        self.made = self._measured()
         self.used = None
 
-    def _values(self) -> Tensor:
-        grad = None if self.parameter is None else self.parameter.grad
-        return torch.zeros(1) if grad is None else values_of(grad.detach()).clone().flatten()
+    def _measured(self) -> tuple[float, float]:
+        grad = getattr(self.parameter, "grad", None)
+        return (0.0, 0.0) if grad is None else (digest(grad), float(values_of(grad).norm()))
 
     def use(self) -> None:
-        """Copy it again, at the first call after a backward call."""
-        if self.used is None:
-            self.used = self._values()
+        """Measure it again, at the first call after a backward call."""
+        self.used = self.used or self._measured()
 
-    def facts(self, own: set[int]) -> dict[str, Any]:
+    def facts(self, own: Container[int]) -> dict[str, Any]:
         """Return what is noted of it for a step, if it is of one of these parameters."""
-        if self.used is None or id(self.parameter) not in own or len(self.used) != len(self.values):
-            return {"made": 0.0, "used": 0.0, "factor": None}
-        at = self.values.abs().argmax()
-        factor = float(self.used[at] / self.values[at])
-        is_scaled = torch.allclose(self.used, factor * self.values, rtol=1e-3, atol=0)
-        made, used = digest(self.values), digest(self.used)
-        return {"made": made, "used": used, "factor": factor if is_scaled else None}
+        (made, norm), (used, norm_used) = self.made, self.used or self.made
+        if id(self.parameter) not in own or not made:
+            return {"made": 0.0, "used": 0.0, "factor": 1.0}
+        factor = used / made
+        is_same = getattr(self.parameter, "grad", None) is self.grad
+        is_multiplied = is_same and math.isclose(norm_used, abs(factor) * norm, rel_tol=1e-3)
+        return {"made": made, "used": used, "factor": factor if is_multiplied else None}
 
 
 class Observer:
@@ -520,7 +521,10 @@ class Observer:
     @property
     def forward(self) -> Forward | None:
         """The last forward pass."""
-        return next((e for e in reversed(self.trace.events) if isinstance(e, Forward)), None)
+        return self.last(Forward)
+
+    def last(self, kind: type[Event]) -> Any:
+        return next((one for one in reversed(self.trace.events) if isinstance(one, kind)), None)
 
     def note(self, kind: type[Event], **facts: Any) -> Any:
         at: dict[str, Any] = {"lines": users_lines(), "in_step": bool(self.stepping)}
@@ -560,7 +564,7 @@ class Observer:
         for name in (*ON_CLASSES, *ON_VALUES):
             yield F, name, self._loss
         yield F, "dropout", self._dropout
-        for name in CLIPS:
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
                 yield owner, name, self._clip
         yield Optimizer, "zero_grad", self._zero
@@ -604,7 +608,8 @@ class Observer:
         # What a library adds in each step, as Trainers do, is not the user's to remove.
         is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
         if is_users and not self.in_backward and not self.stepping:
-            self.growth.add_hook(handle, users_line(), self.num_steps_made)
+            one = handle.hooks_dict_ref, handle.id, users_line(), self.num_steps_made
+            self.growth.hooks.append(one)
 
     # The forward pass and the loss.
 
@@ -675,8 +680,7 @@ class Observer:
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
         if one.grad_fn is not None and is_plain(one):
-            with self.growth.unseen():
-                one.register_hook(lambda _: setattr(event, name, True))
+            one.register_hook(lambda _: setattr(event, name, True))
 
     def _loss(self, function: Call, *args: Any, **options: Any) -> Any:
         value = function(*args, **options)
@@ -692,41 +696,39 @@ class Observer:
             facts = loss_facts(function.__name__, bound.arguments)
             if value.numel() == 1 and facts.reduction != "none":
                 self.losses[value.grad_fn] = facts
-            given, target = bound.arguments["input"], bound.arguments["target"]
-            self.loss_call = self.note(LossCall, facts=facts, **self._samples(target))
+            target = bound.arguments["target"]
+            self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
             self._mark(value, self.loss_call, "is_used")
             forward = self.forward
-            if forward is not None and facts.name in ON_TOKENS:
-                num_classes = given.shape[min(1, given.dim() - 1)]
-                ignored = bound.arguments["ignore_index"]
-                self._note_targets(forward, target, ignored, num_classes)
+            if forward is not None and facts.name in ("cross_entropy", "nll_loss"):
+                self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
 
-    def _samples(self, target: Tensor) -> dict[str, Any]:
-        """Compare one target for each sample with what the model was given."""
+    def _columns(self, target: Tensor) -> frozenset[int] | None:
+        """Compare a target for each sample with what the model was given."""
         given = next(_tensors(self.given), None)
-        is_of_samples = given is not None and given.dim() > 1 and len(given) == target.numel() > 1
-        columns = frozenset[int]()
-        # A token may well be what a model has to repeat.
-        is_table = given is not None and given.is_floating_point() and given.dim() == 2
-        is_label = not target.is_floating_point() and is_of_samples
-        if given is not None and is_table and is_label and given.device == target.device:
-            equal = (given.detach() == target.detach().reshape(-1, 1)).all(0)
-            columns = frozenset(equal.nonzero().flatten().tolist())
-        return {"columns": columns, "is_of_samples": is_of_samples}
+        if given is None or given.dim() < 2 or not len(given) == target.numel() > 1:
+            return None
+        # A token may well be what a model has to repeat, and a value what it has to follow.
+        is_table = given.dim() == 2 and given.is_floating_point()
+        if not is_table or target.is_floating_point() or given.device != target.device:
+            return frozenset()
+        # Equal by chance, where there is one label.
+        equal = (given.detach() == target.reshape(-1, 1)).all(0) & (target != target[0]).any()
+        return frozenset(equal.nonzero().flatten().tolist())
 
-    def _note_targets(
-        self, forward: Forward, target: Tensor, ignored: int = -100, num_classes: int = MOST_SMALL
-    ) -> None:
+    def _note_targets(self, forward: Forward, target: Tensor, ignored: int = -100) -> None:
         """Compare targets that are indices with the tokens that the model was given."""
         tokens, mask = forward.tokens, forward.mask
         if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
             return
         targets = target.reshape(len(tokens), -1)
         counted = targets != ignored
+        if not counted.any():
+            return
         event: Targets = self.note(Targets, model=forward.module)
-        # In a few classes a label may well end rows.
-        if num_classes > 4:
+        # One of a few classes may well end rows.
+        if targets.max() > 4:
             event.filler = _filler(targets, counted)
         # Targets of a part of the tokens, whose first or last ones are left out.
         if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
@@ -887,7 +889,7 @@ class Observer:
         caller = sys._getframe(2)
         if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
-            number = self.trace.num_ranks if is_per_process else 1
+            number = world_size() if is_per_process else 1
             event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
         self.schedule_depth += 1
         try:
@@ -901,7 +903,8 @@ class Observer:
         if not self.stepping:
             self.gradient.use()
             state = _state(optimizer)
-            self.is_anew = state != self.states.get(id(optimizer), state)
+            # Also false where one is not a number.
+            self.is_anew = abs(state - self.states.get(id(optimizer), state)) > 0
             compared = [*_parameters(optimizer), *self._frozen()]
             self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
             if self.is_compared:
@@ -938,10 +941,7 @@ class Observer:
             is_anew=self.is_anew,
             is_finite=all(bool(values_of(one).isfinite().all()) for one in gradients.values()),
             is_repeated=all(self.at_step.get(one) == versions[one] for one in versions),
-            **self.gradient.facts(set(gradients)),
-            by_hand=any(
-                _tensor(self.at_backward, one) != _tensor(versions, one) for one in versions
-            ),
+            **self.gradient.facts(gradients),
             moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
             graded=frozenset(key for key, slope in slopes.items() if not 0 < slope < least),
@@ -1005,8 +1005,8 @@ class Observer:
         layers = (nn.RNNBase, nn.MultiheadAttention)
         several = (one for one in forward.module.modules() if isinstance(one, layers))
         given = next(_tensors(self.given), None)
-        call = next((e for e in reversed(self.trace.events) if isinstance(e, LossCall)), None)
-        if given is None or call is None or not call.is_of_samples:
+        call = self.last(LossCall)
+        if given is None or call is None or call.columns is None:
             return
         is_sequence = given is forward.tokens or given.dim() > 2
         if is_sequence and any(not one.batch_first for one in several):
@@ -1027,7 +1027,7 @@ class Observer:
         outputs = []
         self.depth += 1
         try:
-            with torch.no_grad(), torch.random.fork_rng(), self.growth.unseen():
+            with torch.no_grad(), torch.random.fork_rng():
                 module.eval()
                 for other in (given, *changed):
                     words = {k: other if v is given else v for k, v in options.items()}
@@ -1066,7 +1066,7 @@ class Observer:
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         # Ranks must end at the same step, whatever time each has taken.
-        is_rank = self.trace.num_ranks > 1
+        is_rank = world_size() > 1
         is_late = time.monotonic() - self.began > MORE_SECONDS
         if sum(self.num_made.values()) >= 50 * self.num_steps:
             return True
@@ -1245,11 +1245,6 @@ def _versions(parameters: Iterable[Tensor]) -> Versions:
     return versions
 
 
-def _tensor(versions: Versions, parameter: int) -> int:
-    """Return the id of a gradient."""
-    return (versions.get(parameter) or (0, 0))[0]
-
-
 def _stop(trace: Trace) -> None:
     raise EnoughSteps
 
@@ -1262,14 +1257,7 @@ def observe(
     # Those that the loop was given; it may make more.
     observer.trace.optimizers += _living(Optimizer)
     # What is there already is not looked through after each step.
-    gc.collect()
-    was_frozen = gc.get_freeze_count()
-    gc.freeze()
-    try:
-        with observer.installed(), contextlib.suppress(EnoughSteps):
-            train()
-            observer.finish()
-    finally:
-        if not was_frozen:
-            gc.unfreeze()
+    with heap_kept(), observer.installed(), contextlib.suppress(EnoughSteps):
+        train()
+        observer.finish()
     return observer.trace

@@ -24,13 +24,12 @@ from ..core.parity import Parity, check_comparable, compare
 from ..plan.profiler import MemoryProfiler
 from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
-from ..primitives.sac import PolicyError
 from ..primitives.segments import recompute_segments
 from ..primitives.strategies import STRATEGIES, Sample, choose_segments
 from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of
-from .offload import OFFLOAD_GATES, why_nothing_moves
+from .offload import OFFLOAD_GATES
 from .same_training import (
     changed,
     checkpoint_by_torch,
@@ -139,32 +138,6 @@ def compare_selection(case: Case) -> Outcome:
         by_torch=why_torch_reruns_nothing,
         every_block=True,
     )
-
-
-# A training long enough for what shows only after some steps.
-LONG_RUN_STEPS = 12
-LONG_RUN_STRATEGIES = ("full", "sequential", "selective", "sac", "regions", "offload")
-
-
-def compare_long_run(case: Case) -> Outcome:
-    """Compare trainings of a dozen steps with and without each strategy."""
-    held = []
-    for strategy in LONG_RUN_STRATEGIES:
-        try:
-            apply = STRATEGIES[strategy].apply
-            why = why_nothing_moves if strategy == "offload" else None
-            measured, required, hint = same_training(
-                case, apply, by_torch=why, num_steps=LONG_RUN_STEPS
-            )
-        except (NotApplicable, PolicyError):
-            continue
-        if hint:
-            return f"{strategy}: {measured}", required, hint
-        held.append(strategy)
-    if not held:
-        raise NotApplicable("no strategy changes this model")
-    required = f"bit-equal over {LONG_RUN_STEPS} steps"
-    return f"{', '.join(held)}: {LONG_RUN_STEPS} steps", required, ""
 
 
 def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
@@ -386,5 +359,4 @@ GATES = (
     Gate("recompute/routing", compare_routing),
     *OFFLOAD_GATES,
     Gate("recompute/two-ranks", compare_ranks, on_ranks=True),
-    Gate("recompute/long-run", compare_long_run, thorough=True),
 )

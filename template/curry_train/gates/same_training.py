@@ -53,9 +53,9 @@ NUM_MICROBATCHES = 2
 # Of AdamW, whose first steps move each weight by about this much.
 LEARNING_RATES = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
 LEARNING_RATE = 1e-3
-# The step that runs all its forwards before one backward, and the ones under autocast.
+# The step that runs all its forwards before one backward, and the one under autocast.
 JOINT_STEP = 1
-AUTOCAST_STEPS = (2, 10)
+AUTOCAST_STEP = 2
 # Calls after which no more bytes may stay alive than before; what the first ones allocate may stay.
 NUM_LEAK_CALLS = 2
 MOST_LEAK_CALLS = 4
@@ -106,7 +106,6 @@ def same_training(
     alone: Apply | None = None,
     by_torch: ByTorch | None = None,
     every_block: bool = False,
-    num_steps: int = NUM_STEPS,
 ) -> Outcome:
     """Check that a technique keeps losses, gradients, buffers and generators of a training.
 
@@ -116,28 +115,33 @@ def same_training(
     a single block. `by_torch`: torch's own way to the same end; where that has no effect
     either, the technique is not judged. `every_block`: each block that it names has to run again.
     """
-    course, reference, plain = _plain(case, num_steps)
+    course, reference, plain = _plain(case)
     tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
     required = "bit-equal"
     if not course.trains:
         required = f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
 
-    def guilty(cause: str, num_steps: int) -> str:
-        return _where(case, alone or apply, cause, num_steps=num_steps)
+    def guilty(cause: str) -> str:
+        return _where(case, alone or apply, cause)
 
     try:
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        return measured, required, guilty("computes other tensors the second time", num_steps)
+        return (
+            measured,
+            required,
+            guilty("computes other tensors the second time"),
+        )
 
     step, found = _first_difference(reference, candidate, tolerance)
     if not names:
         raise NotApplicable("the strategy finds nothing worth changing")
-    measured = f"{found.describe()}; {len(names)} modules, {course.describe()}"
+    described = "; ".join([f"{NUM_STEPS} steps", *course.left_out])
+    measured = f"{found.describe()}; {len(names)} modules, {described}"
     if not found.holds:
-        measured = f"step {step + 1} of {course.num_steps}: {measured}"
-        return measured, required, guilty(_cause(found), step + 1)
+        measured = f"step {step + 1} of {NUM_STEPS}: {measured}"
+        return measured, required, guilty(_cause(found))
     if not ours.differs_from(plain):
         if by_torch is not None and (why := by_torch(case, plain, course, names)):
             raise NotApplicable(why)
@@ -345,31 +349,24 @@ class TrainingCourse:
     joint: bool = True
     # Whether one step runs under autocast.
     autocast: bool = True
-    num_steps: int = NUM_STEPS
     # The reasons for what is left out.
     left_out: tuple[str, ...] = field(default=(), compare=False)
 
-    def describe(self) -> str:
-        return "; ".join([f"{self.num_steps} steps", *self.left_out])
 
-
-def _plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord], Activity]:
+def _plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Return the plain training, with which all gates of a case compare."""
-    key = ("plain training", num_steps)
-    return shared_result(case, key, partial(_train_plain, case, num_steps))
+    return shared_result(case, "plain training", partial(_train_plain, case))
 
 
-def _train_plain(case: Case, num_steps: int) -> tuple[TrainingCourse, list[StepRecord], Activity]:
+def _train_plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
-    course = TrainingCourse(autocast=case.dtype is torch.float32, num_steps=num_steps)
+    course = TrainingCourse(autocast=case.dtype is torch.float32)
     course, (reference, activity, _) = _possible(case, course)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
-    # A model that does not repeat itself differs in the first step, or in the first under autocast.
-    num_repeated = min(num_steps, AUTOCAST_STEPS[0] + 1) if course.autocast else 1
-    again, _, _ = _train(case, _nothing, replace(course, num_steps=num_repeated))
-    step, found = _first_difference(reference[:num_repeated], again, 0.0)
+    again, _, _ = _train(case, _nothing, course)
+    step, found = _first_difference(reference, again, 0.0)
     if not found.bit_equal:
-        if step in AUTOCAST_STEPS:
+        if step == AUTOCAST_STEP and course.autocast:
             note = "without autocast: the plain model does not repeat itself under it"
             course = replace(course, autocast=False, left_out=(*course.left_out, note))
         else:
@@ -425,7 +422,7 @@ def _train(
     optimizer = torch.optim.AdamW(trained, lr=rate, foreach=False) if trained else None
     records = []
     with seeded(case.seed), calls_by_module(module) as calls:
-        for step in range(course.num_steps):
+        for step in range(NUM_STEPS):
             module.zero_grad(set_to_none=True)
             losses = _accumulated(case, module, step, course)
             records.append(record(module, losses))
@@ -439,7 +436,7 @@ def _train(
 def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
     """Run forward and backward of the microbatches of one step, and return their losses."""
     precision: Any = nullcontext()
-    if course.autocast and step in AUTOCAST_STEPS:
+    if course.autocast and step == AUTOCAST_STEP:
         precision = torch.autocast(case.device.type, torch.bfloat16)
     values = []
     for index in range(NUM_MICROBATCHES if step else 1):
@@ -568,11 +565,9 @@ def _cause(found: Parity) -> str:
     )
 
 
-def _where(case: Case, apply: Apply, cause: str, *, num_steps: int) -> str:
-    """Name the blocks that break parity on their own within some steps, with the cause."""
-    course, reference, _ = _plain(case, max(num_steps, NUM_STEPS))
-    course = replace(course, num_steps=num_steps)
-    reference = reference[:num_steps]
+def _where(case: Case, apply: Apply, cause: str) -> str:
+    """Name the blocks that break parity on their own, with the cause."""
+    course, reference, _ = _plain(case)
 
     def differs(names: str | Sequence[str] | None, change: Apply) -> bool:
         try:

@@ -202,15 +202,11 @@ def _wraps(case: Case, *, unused: bool) -> dict[str, list[Callable[[nn.Module], 
     }
 
 
-def _unchanged(model: nn.Module) -> None:
-    pass
-
-
 def _wrapped(
     case: Case,
     wrap: Callable[[nn.Module], nn.Module],
     *,
-    change: Callable[[nn.Module], Any] = _unchanged,
+    change: Callable[[nn.Module], Any] = lambda model: None,
 ) -> nn.Module:
     model = case.build().eval()
     change(model)

@@ -109,9 +109,6 @@ class Gate:
     name: str
     check: Callable[..., Outcome]
 
-    # Whether it takes so long that it runs only where it is asked for.
-    thorough: bool = False
-
     # Whether it measures the user's machine too: times, or a disk.
     machine: bool = False
 

@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_grad_accum.p
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
 from ..primitives.grad_accum import GradientAccumulation, Window
 from ..workloads.workload import Case, batch_size
@@ -177,16 +175,12 @@ def compare_windows(
     return measured, required, "" if holds else hint
 
 
-def check_repeats(case: Case, module: nn.Module, *, seed: int | None = None) -> None:
-    """Raise `NotApplicable` if two calls give two losses for the same batch in eval mode.
-
-    With a seed the model may draw random numbers.
-    """
+def check_repeats(case: Case, module: nn.Module) -> None:
+    """Raise `NotApplicable` if two calls give two losses for the same batch in eval mode."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     values = []
     for _ in range(2):
-        with nullcontext() if seed is None else seeded(seed):
-            values.append(case.workload.loss(module, case.batch()).item())
+        values.append(case.workload.loss(module, case.batch()).item())
     first, second = values
     if first == second or (math.isnan(first) and math.isnan(second)):
         return
