@@ -1,13 +1,14 @@
 """The picture of runs. `python -m pytest tests/cli/test_runs_plot.py`."""
 
 import json
+import math
 
 import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from journals import plant, plant_eventful
+from journals import loss_of, plant, plant_eventful
 
 from curry_train.cli.figures import (
     FAINT_OPACITY,
@@ -86,6 +87,15 @@ def test_there_is_a_panel_for_each_figure_in_the_journals(figure, tmp_path):
     ]  # fmt: skip
     without = figure([plant(tmp_path / "other")])
     assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
+
+
+def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
+    folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else loss_of(step))
+    loss = panel(figure([folder]), "loss")
+    (lost,) = [line for line in loss.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    assert list(lost.get_xdata()) == [16, 17, 18, 19, 20]
+    everything = plant(tmp_path / "lost", loss=lambda step: math.nan)
+    assert figure([everything]).axes
 
 
 def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):

@@ -74,6 +74,25 @@ def test_similar_layers_share_a_line():
     assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
 
 
+def test_the_table_lists_layers_without_figures():
+    rows = flow_table(
+        [
+            record(
+                at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
+                at_1=replace(GOOD, gradient=None, tied=("w",)),
+                at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
+                at_3=replace(GOOD, gradient=None, update=None),
+            )
+        ]
+    ).splitlines()
+    assert [line.split()[1:] for line in rows if line.startswith("layers.0")] == [
+        ["not", "called", "frozen", "-"]
+    ]
+    assert any(line.startswith("layers.1") and " tied " in line for line in rows)
+    assert any(line.startswith("layers.2") and line.endswith("new") for line in rows)
+    assert [line.split()[4:] for line in rows if line.startswith("layers.3")] == [["-", "-"]]
+
+
 def test_the_table_has_each_figure_of_a_layer():
     mixed = replace(
         GOOD,
