@@ -26,7 +26,7 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 BUDGETS = {
     f"{PACKAGE}/core": 14,
     f"{PACKAGE}/primitives": 45,
-    f"{PACKAGE}/runs": 51,
+    f"{PACKAGE}/runs": 52,
     f"{PACKAGE}/workloads": 20,
     f"{PACKAGE}/plan": 51,
     f"{PACKAGE}/bench": 6,
@@ -34,7 +34,7 @@ BUDGETS = {
     f"{PACKAGE}/cli": 50,
     PACKAGE: 299,
     "tests": 307,
-    "benchmarks": 65,
+    "benchmarks": 66,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(
