@@ -64,22 +64,6 @@ SHAPES = (
 )
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Our bytes and milliseconds against torch's; below 1 is less than torch's."""
-
-    shape: HeadShape
-    peak_bytes: int
-    torch_peak_bytes: int
-    peak_ratio: float
-    milliseconds: float
-    torch_milliseconds: float
-    # Median of the paired ratios, with the limits of its 95% interval.
-    time_ratio: float
-    time_ratio_lower: float | None
-    time_ratio_upper: float | None
-
-
 class HeadAlone(nn.Module):
     """An output layer with the hidden states of a batch, which get a gradient too."""
 
@@ -118,8 +102,11 @@ def peak_bytes(shape: HeadShape, loss: Callable[[Any, Any], Tensor]) -> int:
     return measure_allocated(head, head.targets, loss).peak_bytes
 
 
-def compare_shape(shape: HeadShape, *, rounds: int) -> Comparison:
-    """Compare the two losses on one shape."""
+def compare_shape(shape: HeadShape, *, rounds: int) -> dict[str, Any]:
+    """Compare the two losses on one shape; ratios below 1 are less than torch's.
+
+    The ratio of the times is the median of the pairs, with the limits of its 95% interval.
+    """
     head = HeadAlone(shape)
 
     def step(loss: Callable[[Any, Any], Tensor]) -> Callable[[], None]:
@@ -135,17 +122,17 @@ def compare_shape(shape: HeadShape, *, rounds: int) -> Comparison:
     ratio = paired_ratio(our_seconds, torch_seconds)
     our_peak = peak_bytes(shape, ours)
     torch_peak = peak_bytes(shape, theirs)
-    return Comparison(
-        shape=shape,
-        peak_bytes=our_peak,
-        torch_peak_bytes=torch_peak,
-        peak_ratio=our_peak / torch_peak,
-        milliseconds=1e3 * sorted(our_seconds)[len(our_seconds) // 2],
-        torch_milliseconds=1e3 * sorted(torch_seconds)[len(torch_seconds) // 2],
-        time_ratio=ratio.median,
-        time_ratio_lower=ratio.lower,
-        time_ratio_upper=ratio.upper,
-    )
+    return {
+        "shape": asdict(shape),
+        "peak_bytes": our_peak,
+        "torch_peak_bytes": torch_peak,
+        "peak_ratio": our_peak / torch_peak,
+        "milliseconds": 1e3 * sorted(our_seconds)[len(our_seconds) // 2],
+        "torch_milliseconds": 1e3 * sorted(torch_seconds)[len(torch_seconds) // 2],
+        "time_ratio": ratio.median,
+        "time_ratio_lower": ratio.lower,
+        "time_ratio_upper": ratio.upper,
+    }
 
 
 @click.command()
@@ -161,18 +148,18 @@ def main(rounds: int, json_path: str | None) -> None:
         size = f"{shape.tokens} x {shape.width} x {shape.classes} {shape.dtype}"
         click.echo(
             f"{size:30s} bias {shape.bias!s:5s} ignored {shape.ignored:4.0%}: "
-            f"peak {compared.peak_ratio:.3f}, time {compared.time_ratio:.3f} of torch's",
+            f"peak {compared['peak_ratio']:.3f}, time {compared['time_ratio']:.3f} of torch's",
             err=json_path == "-",
         )
     if json_path:
         figures = {
             "rounds": rounds,
-            "shapes": [asdict(compared) for compared in found],
+            "shapes": found,
             "num_shapes": len(found),
-            "most_peak_ratio": max(compared.peak_ratio for compared in found),
-            "least_peak_ratio": min(compared.peak_ratio for compared in found),
-            "most_time_ratio": max(compared.time_ratio for compared in found),
-            "least_time_ratio": min(compared.time_ratio for compared in found),
+            "most_peak_ratio": max(compared["peak_ratio"] for compared in found),
+            "least_peak_ratio": min(compared["peak_ratio"] for compared in found),
+            "most_time_ratio": max(compared["time_ratio"] for compared in found),
+            "least_time_ratio": min(compared["time_ratio"] for compared in found),
         }
         write_json(json_path, provenance(torch.device("cpu")) | figures)
 

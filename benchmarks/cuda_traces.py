@@ -15,7 +15,6 @@ Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -509,8 +508,7 @@ def predict_steps(folder: Path) -> dict[str, Any]:
         name: [abs(row["error"][name]) for row in steps] for name in ("allocated", "reserved")
     }
     worst = {f"worst_{name}_error": max(values) for name, values in errors.items()}
-    median = statistics.median(errors["reserved"])
-    return {"steps": steps, **worst, "median_reserved_error": median}
+    return {"steps": steps, **worst}
 
 
 def main() -> None:

@@ -177,7 +177,6 @@ def main(repeats: int, json_path: str) -> None:
         case = Case(workload, batch_size=batch_size)
         rows[name] = {
             "batch_size": batch_size,
-            "parameters": sum(parameter.numel() for parameter in case.build().parameters()),
             "cost": measure_costs(case, repeats=repeats),
             "calls": measure_counting(case),
         }

@@ -634,7 +634,6 @@ class Struck:
         self.counts["rollbacks"] += turn is not None and bool(life.said("resumed"))
         if not history.finished and blow is not NEVER:
             self.counts["blows"] += 1
-            self.counts["of_one_rank"] += history.setup.world > 1 and len(blow.victims) == 1
             self.counts["at_a_change"] += blow.change is not None
 
     def at_each_change(self, every: int, progress: Callable[[int], None]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ BUDGETS = {
     f"{PACKAGE}/cli": 50,
     PACKAGE: 299,
     "tests": 307,
-    "benchmarks": 65,
+    "benchmarks": 66,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(

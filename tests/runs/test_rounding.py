@@ -37,13 +37,19 @@ def recorded(folder, fault="", *, exchange=None, monkeypatch=None, dtype=torch.f
     return read_fingerprints(folder)
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Return the folder of A's values, and its record."""
+    folder = tmp_path_factory.mktemp("kept")
+    return folder / "values", recorded(folder / "a", exchange=Exchange(folder / "values"))
+
+
 @pytest.fixture
-def with_tolerance(tmp_path):
+def with_tolerance(tmp_path, kept):
     """Return a function that locates a fault where rounding is no difference."""
 
     def locate_again(fault="", **options):
-        values = tmp_path / "values"
-        a = recorded(tmp_path / "a", exchange=Exchange(values))
+        values, a = kept
         b = recorded(tmp_path / "b", fault, **options)
         exact = locate(a, b)
         expected = expected_values(a, b, exact.place["step"])

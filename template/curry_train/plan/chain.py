@@ -4,8 +4,8 @@ Backward runs from the last block to the first. In the backward of a block, the 
 still hold their bytes, and it needs its transient and standing bytes on top. Before the first
 backward, all blocks hold their bytes, and the head needs its own on top.
 
-Blocks and whole steps are measured at two sizes; figures of other sizes lie on the line through
-them, because bytes and FLOPs are linear in the microbatch.
+Whole steps are estimated at two sizes; figures of other sizes lie on the line through them, because
+bytes and FLOPs are linear in the microbatch.
 
 Proof: `python -m pytest tests/plan/test_chain.py tests/plan/test_plan.py`.
 """

@@ -4,9 +4,9 @@
     print(found.explain())
     found.apply(model)
 
-No device is needed. Blocks are measured alone, from shapes, and the chain of blocks is solved for
-each microbatch size, which fixes the number of microbatches to accumulate. Then the whole step of
-each candidate that may win is estimated, and the chain is corrected by the result.
+No device is needed. Options of blocks are measured in whole steps, from shapes, and the chain of
+blocks is solved for each microbatch size, which fixes the number of microbatches to accumulate.
+Then the whole step of each candidate that may win is estimated, and corrects the chain.
 
 Proof: `python -m pytest tests/plan/test_plan.py`.
 """

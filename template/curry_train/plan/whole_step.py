@@ -1,6 +1,6 @@
 """Find the fastest options that fit: the chain proposes, and whole steps check, on any rank.
 
-The chain of blocks predicts a peak from blocks measured alone. `WholeSteps` estimates the step of a
+The chain of blocks predicts a peak from steps of two sizes. `WholeSteps` estimates the step of a
 candidate from shapes, corrects the chain by the difference, and searches for the fastest options
 that fit. With several ranks, the whole step is that of one rank in its wrapping.
 

@@ -235,9 +235,8 @@ def run_facts(
     *,
     device: "torch.device",
     world_size: int = 1,
-    folder: StrPath | None = None,
 ) -> dict[str, Any]:
-    """Collect the facts of a run whose code is in `folder`, the working directory by default."""
+    """Collect the facts of a run whose code is in the working directory."""
     import torch
 
     known = provenance(device)
@@ -253,11 +252,10 @@ def run_facts(
         "matmul_precision": torch.get_float32_matmul_precision(),
         "packages": package_versions(),
     }
-    code = git_state(Path(folder or Path.cwd()))
     return {
         "command": known["command"],
         "config": dict(config),
-        "code": code,
+        "code": git_state(Path.cwd()),
         "environment": environment,
     }
 
