@@ -249,8 +249,8 @@ def _divided_by_count_and_number(
     if len(set(counts)) > 1 and len(counts) == len(calls):
         yield (
             calls[0].place,
-            f"a sum is divided by a number of terms, as {counts[0]:.0f}, and by the microbatches "
-            "of its window",
+            f"a sum is divided by {counts[0]:.0f} terms, and again by the microbatches of its "
+            "window",
             "divide once; a Trainer divides by num_items_in_batch or by the microbatches",
         )
 
