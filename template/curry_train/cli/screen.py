@@ -172,7 +172,7 @@ class ScreenCommand(click.Command):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         """Run the command, after a line on what it does if that is long; a signal ends some."""
-        if args is None:
+        if args is None and SUPERVISED_VARIABLE not in os.environ:
             words = [self.name, *sys.argv[1 : 3 if sys.argv[1:2] == ["runs"] else 2]]
             found = [f"{word} {LONG_COMMANDS[word]}" for word in words if word in LONG_COMMANDS]
             if found and {"-h", "--help", "--list"}.isdisjoint(sys.argv):
