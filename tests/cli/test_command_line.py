@@ -20,7 +20,7 @@ from warm_python import warm_python
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.options import UnusableInput
-from curry_train.cli.screen import ScreenCommand
+from curry_train.cli.screen import LONG_COMMANDS, ScreenCommand
 from curry_train.core.wording import provenance
 
 # The commands that README and DESIGN promise.
@@ -51,6 +51,19 @@ def pages(group=main, path=()):
             yield from pages(command, (*path, name))
         else:
             yield (*path, name)
+
+
+@pytest.mark.parametrize("path", LONG_COMMANDS.items())
+def test_a_long_command_tells_first_what_it_does(path, monkeypatch, capsys):
+    name, text = path
+    (words,) = [words for words in pages() if words[-1:] == (name,)]
+    for more, expected in ((["--no-such"], f"{name} {text}\n"), (["--help"], "")):
+        monkeypatch.setattr(sys, "argv", ["curry-train", *words, *more])
+        monkeypatch.setattr("curry_train.cli.screen.supervise", lambda: None)
+        with pytest.raises(SystemExit):
+            main()
+        printed = capsys.readouterr().err
+        assert printed.startswith(expected) if expected else not printed
 
 
 def command_at(path):

@@ -50,6 +50,7 @@ def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
         "expandable_segments:True",
     ):
         assert part in ended.output
+    assert len(ended.output.splitlines()) <= 30
     found = results("--snapshot", recorded)
     assert sum(size for _, size in found["owners"]) == found["peak_allocated_bytes"]
     reserved = sum(size for _, size in found["owners_of_reserved"])

@@ -55,8 +55,8 @@ from .options import (
 )
 from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
 
-# Lines of code that a report lists for each owner.
-MOST_LINES = 5
+# Lines of code that a report lists, so that it has 30 lines in all; --json has more.
+MOST_LINES = 4
 NAME_WIDTH = 56
 # Options of a measured model, which a snapshot has no use for.
 MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
@@ -121,11 +121,11 @@ class DeviceReport:
     def _owner_rows(self) -> list[list[str]]:
         whole = self.history.peak_allocated
         rows = [["owner at the peak", "MiB", "share"]]
-        lines = self.owned.lines()
+        lines = self.owned.lines()[:MOST_LINES]
         for owner, size in self.owned.owners.items():
             rows.append(_row(owner, size, whole))
             own = [line for line in lines if line.owner == owner]
-            for line in own[:MOST_LINES]:
+            for line in own:
                 blocks = "" if line.num_blocks == 1 else f" ({line.num_blocks} blocks)"
                 room = NAME_WIDTH - 2 - len(blocks)
                 name = f"  {printable(line.line, longest=room)}{blocks}"
@@ -318,7 +318,7 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
     echo_notes(workload)
     header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     shapes = [] if why is None else [fill_screen(f"run on shapes alone, {why}")]
-    texts = [header, *shapes, blocks_text(choice), profile.table(), timeline.table()]
+    texts = [header, *shapes, blocks_text(choice), profile.table(most=5), timeline.table(most=3)]
     workspace = max((one.num_bytes for one in lives.convolutions), default=0)
     if workspace:
         texts.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")

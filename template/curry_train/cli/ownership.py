@@ -87,8 +87,7 @@ SAVING_LINES = (
 TECHNIQUES = (
     Technique(
         "memory-plan",
-        "What to change first for GPU memory: who owns the peak (activations, optimizer, logits), "
-        "the fastest plan that fits.",
+        "Who owns the peak of GPU memory, and the fastest plan that fits.",
         "plan/planner.py",
         Kind.TOOL,
         ("curry-train plan --model your_package.module:factory --budget 24GiB",),

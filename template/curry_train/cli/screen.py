@@ -52,6 +52,19 @@ OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 
 
+# What commands do that may take longer than ten seconds, and how long.
+LONG_COMMANDS = {
+    "validate": "runs the gates on the model: seconds if it is small; a time follows if not",
+    "plan": "tries options on shapes: seconds for a small model, a minute for one of 8B",
+    "preflight": "runs a few steps of your training, in up to three times their own time",
+    "savings": "runs steps with each strategy, in the time of a dozen steps for each",
+    "bench": "runs rounds of steps, in the time of these steps; --steps gives their number",
+    "record": "runs the first steps of your training, in up to twice their own time",
+    "locate": "compares in seconds; --op and --tolerance run both trainings again",
+    "resume-check": "runs your training about eight times: whole, resumed, without each part",
+    "spike-check": "trains three times: recovered, without the bad samples, and through them",
+    "replay": "runs the bad step again, which takes as long as your training's first step",
+}
 PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # The path of --json in the context of a command.
@@ -158,7 +171,13 @@ class ScreenCommand(click.Command):
         self.leave = leave
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
-        """Run the command; a signal ends some at once."""
+        """Run the command, after a line on what it does if that is long; a signal ends some."""
+        if args is None and SUPERVISED_VARIABLE not in os.environ:
+            words = [self.name, *sys.argv[1 : 3 if sys.argv[1:2] == ["runs"] else 2]]
+            found = [f"{word} {LONG_COMMANDS[word]}" for word in words if word in LONG_COMMANDS]
+            if found and {"-h", "--help", "--list"}.isdisjoint(sys.argv):
+                # Now, because the import of the command takes seconds itself.
+                click.echo(found[-1], err=True)
         if args is None and not SUPERVISED.isdisjoint({self.name, *sys.argv[1:2]}):
             supervise()
         return super().main(args, *rest, **settings)

@@ -504,7 +504,7 @@ def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
         allocated, reserved = replayed_peaks(history, expandable=True)
         saved = history.peak_reserved - reserved
         if saved > least:
-            change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which costs nothing"
+            change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             rests = max(history.peak_allocated - allocated, 0)
             found.insert(0, SnapshotLever(FREE_OWNER, change, rests, saved))
     return found
