@@ -91,7 +91,9 @@ needs_matplotlib = pytest.mark.skipif(
 @needs_matplotlib
 def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monkeypatch):
     titles = []
-    monkeypatch.setattr("matplotlib.figure.Figure.suptitle", lambda _, text, **__: titles.append(text))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.suptitle", lambda _, text, **__: titles.append(text)
+    )
     found = planted("full", "timesteps", "accumulate=2", seconds=(1.0, 1.3, 1.1, 1.0, 1.3, 60.0))
     plot_bench(found, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
