@@ -45,6 +45,7 @@ def test_no_parameters_are_refused():
             "checkpoint.retention must be a block of keys, got 5",
         ),
         (["rollback_every.x=1"], "rollback_every"),
+        (["--model", "mlp"], "give --parameters or --model"),
         (["rollback_every=1", "rollback_every.x=1"], "rollback_every is 1"),
     ],
 )

@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -233,6 +234,13 @@ def test_equal_records_end_with_status_0(folder):
     ended = invoke("locate", "A", "B")
     assert ended.exit_code == 0
     assert ended.output.startswith("equal: ")
+    # A difference on one rank alone is found.
+    recorded(folder / "C", "epsilon")
+    for name, other in (("A", "B"), ("B", "C")):
+        shutil.copy(folder / other / "rank-0.jsonl", folder / name / "rank-1.jsonl")
+    ended = invoke("locate", "A", "B")
+    assert ended.exit_code == 1
+    assert "(rank 1 of 2)" in " ".join(ended.output.split())
 
 
 def test_a_loop_of_ones_own_cannot_be_run_again(folder):

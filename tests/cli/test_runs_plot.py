@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
-from journals import loss_of, plant, plant_eventful
+from journals import plant, plant_eventful
 
 from curry_train.cli.figures import (
     FAINT_OPACITY,
@@ -90,10 +90,11 @@ def test_there_is_a_panel_for_each_figure_in_the_journals(figure, tmp_path):
 
 
 def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
-    folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else loss_of(step))
+    folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else 2.0**-step)
     loss = panel(figure([folder]), "loss")
     (lost,) = [line for line in loss.lines if line.get_marker() == "x" and len(line.get_xdata())]
     assert list(lost.get_xdata()) == [16, 17, 18, 19, 20]
+    assert loss.get_yscale() == "log"
     everything = plant(tmp_path / "lost", loss=lambda step: math.nan)
     assert figure([everything]).axes
 

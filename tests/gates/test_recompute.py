@@ -188,6 +188,16 @@ def test_a_recomputed_block_sees_its_state_of_the_first_call(disturb):
     assert verdict.passed, verdict
 
 
+def all_but_the_unfit(model, *, blocks):
+    return recompute_blocks(model, blocks=["1", "3"])
+
+
+def test_a_block_that_torch_can_not_recompute_either_may_be_left_out():
+    case = Case(disturbed(growing_cache))
+    verdict = verdict_of(recompute.compare_training, case, recompute_blocks=all_but_the_unfit)
+    assert verdict.passed, verdict
+
+
 @pytest.mark.parametrize(
     ("disturb", "in_hint", "change"),
     [

@@ -158,14 +158,22 @@ def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
         return run(sketch, size, **given)
 
     monkeypatch.setattr(Sketch, "_rank_step", counted)
+    dtypes = set()
+
+    def in_dtype(*given, dtype, **options):
+        dtypes.add(dtype)
+        return time_of_course(*given, dtype=dtype, **options)
+
+    monkeypatch.setattr("curry_train.plan.estimate.time_of_course", in_dtype)
     options = {"device": "cpu", "chunked_loss": False, "without": ("sac", "regions", "full")}
     links = Links(1e6, 1e6)
-    sharding = Sharding("fsdp2", 8)
+    sharding = Sharding("fsdp2", 8, precision="bfloat16")
     model = mlp(depth=2, width=64)
     num_bytes = sum(parameter.nbytes for parameter in model.build().parameters())
     slow = plan(model, 2**30, **options, global_batch=8, sharding=sharding, links=links)
     # The planned step is as it is, and was estimated once.
     assert sizes.count(1) == 1
+    assert dtypes == {"bfloat16"}
     found = slow.communication
     parts = ("compute_seconds", "exposed_seconds", "optimizer_seconds")
     assert math.isclose(slow.step_seconds, sum(found[name] for name in parts))

@@ -87,6 +87,15 @@ def test_state_is_divided_by_64_to_1024_ranks_and_what_is_gathered_stays():
     assert max(many.owners[GATHERED_GROUP]) == max(few.owners[GATHERED_GROUP])
 
 
+def test_a_sync_of_each_microbatch_leaves_no_whole_gradients_to_a_rank():
+    peaks = []
+    for syncs in (False, True):
+        sharding = Sharding("fsdp2", 8, sync_each_microbatch=syncs)
+        with Sketch(small(), sharding=sharding) as sketch:
+            peaks.append(sketch.step(1, accumulated=True).peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
 def test_a_world_that_cannot_be_is_refused_in_one_line():
     too_many = pytest.raises(ValueError, match="2048 ranks are asked for, and 1024 is the most")
     with too_many, one_rank({"dp": 2048}):

@@ -68,7 +68,7 @@ def test_no_copies_where_a_kernel_needs_none(workload):
 
 
 def test_a_workspace_is_reserved_and_free_again():
-    """One call of 30 MiB, and after it a tensor of 20 MiB that takes its place."""
+    """A call of 30 MiB and one of 1 MiB, and after them a tensor of 20 MiB in their place."""
     trace = StepTrace(
         sizes=(MIB, 20 * MIB),
         given=(0,),
@@ -77,7 +77,7 @@ def test_a_workspace_is_reserved_and_free_again():
         step_start=2,
         gradients=(),
         products=(),
-        convolutions=(Convolution(0, "weight", 30 * MIB),),
+        convolutions=(Convolution(0, "input", 30 * MIB), Convolution(0, "weight", MIB)),
     )
     found = cuda_memory(trace)
     assert found.reserved_bytes == 32 * MIB

@@ -66,6 +66,12 @@ def test_a_single_unusual_step_is_not_a_finding():
     assert flow_findings([*steps, record(4, at_1=spread("activation", zeros=99))]) == []
 
 
+def test_steps_that_were_skipped_do_not_hide_those_before():
+    steps = [record(step, at_1=spread("activation", zeros=99)) for step in range(5)]
+    skipped = [record(step, stepped=False) for step in range(5, 10)]
+    assert "dead" in {found.kind for found in flow_findings([*steps, *skipped])}
+
+
 def test_similar_layers_share_a_line():
     dead = spread("activation", zeros=95)
     (found,) = flow_findings([record(at_1=dead, at_2=dead, at_3=dead)])

@@ -118,7 +118,7 @@ def test_outputs_of_every_structure_are_counted_once(kind):
             "run one batch through the model first",
         ),
         (
-            lambda: GradFlow(nn.DataParallel(nn.Sequential(nn.Linear(2, 2)))),
+            lambda: GradFlow(nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))),
             "use DistributedDataParallel",
         ),
         (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from curry_train.primitives.recompute import RecomputeOptions, recompute_blocks
-from curry_train.primitives.routing import Choices, keep_routing
+from curry_train.primitives.routing import Choices, has_router, keep_routing
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.segments import recompute_segments
 from curry_train.primitives.strategies import CheckpointConfig, apply_config
@@ -100,6 +100,19 @@ class Experts(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (nn.Sequential(SharpRouter()), True),
+        (nn.ModuleDict({"router": nn.Linear(2, 2)}), True),
+        (nn.Sequential(nn.Linear(2, 2)), False),
+    ],
+    ids=["class", "attribute", "none"],
+)
+def test_a_router_is_known_by_its_class_or_its_attribute(block, expected):
+    assert has_router(block) is expected
 
 
 def perturb_bias(model, seed):

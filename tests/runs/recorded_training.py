@@ -73,7 +73,8 @@ def train(fault="", *, steps=3):
     if fault == "weight":
         with torch.no_grad():
             model.h[1].down.weight[0, 0] += 1e-6
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-7 if fault == "optimizer" else 1e-8)
+    eps = 1e-7 if fault == "optimizer" else 1e-8
+    optimizer = torch.optim.AdamW(model.parameters(), eps=eps, foreach=True)
     if fault == "hooked":
 
         def longer(parameter):

@@ -3,12 +3,14 @@
 Run: `python -m pytest tests/runs/test_fingerprints.py`.
 """
 
+import json
+
 import pytest
 import torch
 from recorded_training import Model, recorded, train
 
-from curry_train.runs import record_run
-from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs import fingerprints, record_run
+from curry_train.runs.fingerprints import read_fingerprints, users_line
 from curry_train.runs.locate import settings_of
 from curry_train.runs.ranks import RunError
 
@@ -70,6 +72,14 @@ def test_a_record_of_another_version_is_refused(tmp_path):
         read_fingerprints(tmp_path)
 
 
+def test_lines_are_in_the_file_while_training_runs(tmp_path):
+    with record_run(tmp_path / "a"):
+        Model("")(torch.randn(2, 16))
+        lines = (tmp_path / "a" / "rank-0.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        assert (last["kind"], last["path"]) == ("exit", "model")
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [({"steps": 0}, "at least 1 step, got 0"), ({"level": "some"}, "no level 'some'")],
@@ -85,6 +95,25 @@ def test_a_folder_that_has_a_record_is_not_written_over(tmp_path):
         pass
     with pytest.raises(RunError, match="record a run by"):
         read_fingerprints(tmp_path / "b")
+
+
+def test_optimizers_are_named_by_their_class(tmp_path):
+    with record_run(tmp_path / "a"):
+        for kind in (torch.optim.AdamW, torch.optim.Adam):
+            parameter = torch.ones(2, requires_grad=True)
+            parameter.sum().backward()
+            kind([parameter]).step()
+    record = read_fingerprints(tmp_path / "a")
+    assert [one["path"] for one in record if one["kind"] == "updated"] == ["AdamW", "Adam"]
+
+
+def test_a_line_of_a_package_whose_name_only_begins_as_ours_is_the_users():
+    def step():
+        return users_line()
+
+    ours = Path(fingerprints.__file__).parents[1]
+    step.__code__ = step.__code__.replace(co_filename=f"{ours}_of_mine/loop.py")
+    assert step().startswith("loop.py:")
 
 
 def test_wrappers_leave_no_trace_in_the_names(tmp_path):

@@ -135,6 +135,46 @@ def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fa
     assert ("model.h.0.up is model.h.0.widen in B" in text) == (fault == "renamed")
 
 
+class Deep(nn.Module):
+    """Many equal layers under a name of their list, as a large model has."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.before = nn.Identity()
+        self.lists = nn.ModuleDict({name: nn.ModuleList(nn.Tanh() for _ in range(200))})
+
+    def forward(self, x):
+        if "other" in self.lists:
+            x = self.before(x)
+        (layers,) = self.lists.values()
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+def test_all_layers_of_a_large_model_are_known_under_another_name(tmp_path):
+    records = []
+    for name in ("one", "other"):
+        torch.manual_seed(0)
+        model = Deep(name)
+        with record_run(tmp_path / name):
+            model(torch.ones(1, 2))
+        records.append(read_fingerprints(tmp_path / name))
+    found = locate(*records)
+    assert found.is_equal
+    assert found.num_compared > 400
+
+
+def test_a_record_that_was_cut_off_is_compared_as_far_as_it_goes(tmp_path):
+    whole = recorded(tmp_path / "a")
+    lines = (tmp_path / "a" / "rank-0.jsonl").read_text()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "rank-0.jsonl").write_text(lines[: len(lines) // 2])
+    found = locate(whole, read_fingerprints(tmp_path / "b"))
+    assert found.is_equal
+    assert 0 < found.num_compared < locate(whole, whole).num_compared
+
+
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -157,6 +197,9 @@ def test_the_operation_is_named(tmp_path, fault, text):
 def test_operations_change_nothing_else(tmp_path):
     plain = recorded(tmp_path / "plain")
     watched = recorded(tmp_path / "watched", operations_in_step=2)
+    in_place = [one for one in watched if "_foreach_" in one.get("name", "")]
+    assert in_place
+    assert all(one["digests"] for one in in_place)
     assert locate(plain, watched).is_equal
     place = {"step": 2, "phase": "forward", "path": "model.h.0", "call": 0}
     assert "does not repeat" in first_operation(watched, watched, Located("", place))

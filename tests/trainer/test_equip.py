@@ -275,6 +275,12 @@ def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):
     assert [one["kind"] for one in found[-2:]] == ["save", "stop"]
 
 
+def test_a_spike_is_in_the_journal_of_a_trainer_that_is_watched(tmp_path):
+    trained = Trained(tmp_path, journal=tmp_path / "run", watch=SpikeConfig())
+    trained.accelerate(rate=1e30)
+    assert "spike" in {one["kind"] for one in events(tmp_path / "run")}
+
+
 def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tmp_path):
     state = str(tmp_path / "state")
     for _ in range(2):

@@ -479,7 +479,7 @@ class Operations(TorchDispatchMode):
         output = func(*args, **options)
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
         # What an operation of lists changes it does not return; new memory has any values.
-        found = leaves_of(output) or given
+        found = given if output is None else leaves_of(output)
         # So have the bytes in which a kernel keeps what its backward needs, next to its results.
         is_kernel = len({getattr(it, "dtype", None) for it in found.values()}) > 1
         results = {} if "empty" in str(func) else found
