@@ -2,18 +2,19 @@
 
     .venv/zoo/bin/python benchmarks/gpumemnet.py FOLDER --json evidence/gpumemnet.json
 
-FOLDER has `timm.csv` from the data set of GPUMemNet (IT University of Copenhagen, 2025,
-CC BY-NC 4.0): what nvidia-smi showed of an A100 of 40 GB while a model trained alone on it, at one
-reading a second. The version of torch is unknown, and so is how the models trained; what fits is
-timm's own script: SGD with momentum, a search by cuDNN in the first step, and a loader that holds
-three batches.
+FOLDER has `mlp.csv` and `timm.csv` from the data set of GPUMemNet (IT University of Copenhagen,
+2025, CC BY-NC 4.0): what nvidia-smi showed of an A100 of 40 GB while a model trained alone on it,
+at one reading a second. The version of torch is unknown. The MLPs trained with Adam. Of the models
+of timm it is unknown too how they trained; what fits is timm's own script: SGD with momentum, a
+search by cuDNN in the first step, and a loader that holds three batches.
 
-A reading includes the CUDA context and what else the machine used. That is one constant, fitted
-here; its spread and the errors that remain are the result.
+A reading includes the CUDA context and what else the machine used. That is one constant for each
+file, fitted here; its spread and the errors that remain are the result.
 
-Left out by the readings alone: runs on a card that was full; a model from the batch size on at
-which it needs no more than at a smaller one, whose run had failed; and readings 10% away from the
-line through the others of the model, of moments in which cuDNN tried its algorithms.
+Left out by the readings alone: small MLPs, whose reading is mostly the constant; runs on a card
+that was full; a model from the batch size on at which it needs no more than at a smaller one, whose
+run had failed; and readings 10% away from the line through the others of the model, of moments in
+which cuDNN tried its algorithms.
 
 Proof: `python -m pytest tests/benchmarks/test_gpumemnet.py`.
 """
@@ -40,6 +41,7 @@ from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
 
 MIB = 2**20
+SMALLEST_MLP_MIB = 1_800
 FULL_CARD_MIB = 39_000
 LARGEST_DEVIATION = 0.1
 FEWEST_READINGS = 3
@@ -48,6 +50,46 @@ RECORDED_SIZES = (8, 16)
 CLASSES = 1_000
 
 Row = dict[str, Any]
+
+
+def build_mlp(row: Mapping[str, str]) -> nn.Sequential:
+    """Build the model of a row, such as `linear:64 ReLU:64 dropout:64 linear:2 Softmax:2`."""
+    layers: list[nn.Module] = []
+    width = int(row["input_features"])
+    for word in row["layers"].split():
+        kind, _, size = word.partition(":")
+        if kind == "linear":
+            layers.append(nn.Linear(width, int(size)))
+            width = int(size)
+        elif kind == "batch_normalization":
+            layers.append(nn.BatchNorm1d(width))
+        elif kind == "dropout":
+            layers.append(nn.Dropout(float(row["dropout_rate"])))
+        elif kind == "Softmax":
+            layers.append(nn.Softmax(dim=1))
+        else:
+            layers.append(getattr(nn, kind)())
+    return nn.Sequential(*layers)
+
+
+def estimate_mlp(row: Mapping[str, str]) -> int:
+    """Return the bytes that the training of a row reserves."""
+    features = int(row["input_features"])
+    classes = build_mlp(row)[-2].out_features
+    workload = Workload(
+        "mlp",
+        lambda: build_mlp(row),
+        lambda size: (torch.randn(size, features), torch.randint(classes, (size,))),
+        lambda module, batch: F.cross_entropy(module(batch[0]), batch[1], reduction="sum"),
+    )
+    with Sketch(workload, kernels="cuda", optimizer=adam) as sketch:
+        trace = sketch.step(int(row["batch_size"])).trace
+    assert trace is not None
+    return cuda_memory(trace).reserved_bytes
+
+
+def adam(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters())
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
@@ -59,7 +101,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def workload_of(name: str) -> Workload:
     """Return the training of a model of timm, on images of the model's own size."""
-    # It declares what timm's import of torchvision needs.
+    # It declares what timm's import of torchvision needs, and the MLPs need none of them.
     from zoo_models import declare_vision_operators
 
     declare_vision_operators()
@@ -134,7 +176,7 @@ def settled(readings: Mapping[int, float]) -> list[int]:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """Fit the constant, and return the errors that remain."""
+    """Fit the constant of a file, and return the errors that remain."""
     beside = [row["measured_mib"] - row["reserved_mib"] for row in rows]
     constant = statistics.median(beside)
     errors = [
@@ -154,6 +196,15 @@ def summary(rows: list[Row]) -> dict[str, Any]:
 def every(items: list[Any], count: int) -> list[Any]:
     """Return at most about this many items, evenly spaced."""
     return items[:: max(1, len(items) // count)]
+
+
+def measure_mlps(path: Path, count: int) -> list[Row]:
+    with path.open() as file:
+        read = list(csv.DictReader(file))
+    rows = every([row for row in read if float(row["measured_mib"]) > SMALLEST_MLP_MIB], count)
+    return [
+        row_of(row["layers"], float(row["measured_mib"]), estimate_mlp(row) // MIB) for row in rows
+    ]
 
 
 def row_of(model: str, measured: float, reserved: int) -> Row:
@@ -183,12 +234,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--models", type=int, default=70, help="Models of timm, evenly spaced.")
+    parser.add_argument("--mlps", type=int, default=300, help="MLPs, evenly spaced.")
     parser.add_argument("--json", metavar="PATH", help="Write the figures; - is standard output.")
     options = parser.parse_args()
-    found = summary(measure_timm(options.folder / "timm.csv", options.models))
-    print(*(f"{key} {value}" for key, value in found.items()), sep=", ")
+    figures = {
+        "mlp": summary(measure_mlps(options.folder / "mlp.csv", options.mlps)),
+        "timm": summary(measure_timm(options.folder / "timm.csv", options.models)),
+    }
+    for name, found in figures.items():
+        print(name, *(f"{key} {value}" for key, value in found.items()), sep=", ")
     if options.json:
-        write_json(options.json, provenance(torch.device("cpu")) | {"timm": found})
+        write_json(options.json, provenance(torch.device("cpu")) | figures)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
 python -m pytest tests/benchmarks/test_gpumemnet.py
 """
 
+import csv
+import json
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +15,13 @@ import gpumemnet
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
+
+MLP = {
+    "input_features": "8",
+    "layers": "linear:6 batch_normalization:6 ReLU:6 dropout:6 linear:4 Softmax:4",
+    "dropout_rate": "0.25",
+    "batch_size": "16",
+}
 
 
 def small(name):
@@ -37,6 +48,12 @@ def test_readings_are_left_out_by_readings_alone(readings, sizes):
     assert gpumemnet.settled(readings) == sizes
 
 
+def test_an_mlp_is_built_as_its_row_says():
+    found = [type(module).__name__ for module in gpumemnet.build_mlp(MLP)]
+    assert found == ["Linear", "BatchNorm1d", "ReLU", "Dropout", "Linear", "Softmax"]
+    assert gpumemnet.build_mlp(MLP)[4].weight.shape == (4, 6)
+
+
 def test_a_step_of_another_size_follows_from_two_recorded_ones():
     with Sketch(small("small"), kernels="cuda") as sketch:
         first, second, expected = (sketch.step(size).trace for size in (8, 16, 64))
@@ -52,3 +69,24 @@ def test_the_constant_is_left_out_of_the_errors():
     assert found["constant_mib"] == 1000
     assert (found["num_rows"], found["models"], found["above_6_percent"]) == (3, 2, 1)
     assert found["worst_error"] == round(200 / 2200, 4)
+
+
+def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpumemnet, "workload_of", small)
+    for name, rows in {
+        "mlp": [MLP | {"measured_mib": size} for size in (1700, 1900, 2000)],
+        "timm": [
+            {"timm_model": "small", "batch_size": size, "measured_mib": 1700 + size}
+            for size in (8, 16, 32)
+        ],
+    }.items():
+        with (tmp_path / f"{name}.csv").open("w") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    path = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["gpumemnet.py", str(tmp_path), "--json", str(path)])
+    gpumemnet.main()
+    found = json.loads(path.read_text())
+    assert (found["mlp"]["num_rows"], found["timm"]["num_rows"]) == (2, 3)
+    assert not torch.backends.cudnn.benchmark

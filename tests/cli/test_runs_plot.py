@@ -99,6 +99,13 @@ def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
     assert figure([everything]).axes
 
 
+def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
+    folder = plant(tmp_path / "run", last=10, loss=float)
+    loss = panel(figure([folder], smooth=4), "loss, mean over 4 steps")
+    assert list(loss.lines[0].get_xdata()) == [4, 5, 6, 7, 8, 9, 10]
+    assert list(loss.lines[0].get_ydata()) == pytest.approx([2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5])
+
+
 def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     folders = []
     for number in range(20):

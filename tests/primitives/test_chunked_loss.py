@@ -567,6 +567,32 @@ def test_every_combination_of_options_is_the_reference(
     assert compared(tensors, options, chunk_tokens=chunk_tokens) < 1e-12
 
 
+EACH = [
+    {"reduction": "none"},
+    {"z_loss": 1e-2},
+    {"softcap": 3.0},
+    {"label_smoothing": 0.1, "class": True},
+    {"class": True, "reduction": "sum"},
+    {"token": True},
+    {"token_weights": "probability"},
+    {"token_weights": "probability", "reduction": "none", "z_loss": 1e-2, "softcap": 3.0},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("options", EACH, ids=str)
+def test_options_hold_in_low_precision_and_under_autocast(options, autocast, dtype):
+    options = dict(options)
+    tensors = make(3, tokens=40, width=16, classes=70, ignored=0.3, biased=True, dtype=dtype)
+    chosen = [name for name in ("class", "token") if options.pop(name, False)]
+    add_weights(options, "".join(chosen), tensors)
+    # Half precision rounds logits and their gradients once; float32 sums in another order.
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        error = compared(tensors, options)
+    assert error < 2e-2 if autocast or dtype == torch.bfloat16 else 1e-5
+
+
 def add_weights(options, weighted, tensors):
     if weighted in ("class", "both"):
         options["class_weights"] = torch.linspace(0.2, 2, len(tensors[1]), dtype=torch.float64)

@@ -4,6 +4,7 @@ Run: `python -m pytest tests/runs/test_fingerprints.py`.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
