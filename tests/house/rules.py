@@ -32,8 +32,8 @@ BUDGETS = {
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,
-    PACKAGE: 299,
-    "tests": 301,
+    PACKAGE: 298,
+    "tests": 303,
     "benchmarks": 66,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
