@@ -34,7 +34,7 @@ mutants: $(dev_ready)  ## count small changes of a technique that its gates and 
 	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
 slips: $(dev_ready)  ## apply what somebody may do by mistake, one by one, and name the test that notices; ARGS='--only 3 17'
-	@$(PYTHON) benchmarks/slips.py tests/slips/first.yaml $(ARGS)
+	@for list in first second; do $(PYTHON) benchmarks/slips.py tests/slips/$$list.yaml $(ARGS) || exit 1; done
 
 ifdef PEER
 torture: .venv/torture/.installed

@@ -312,6 +312,7 @@ def frozen_backbone():
     for inputs, labels in loader():
         optimizer.zero_grad(set_to_none=False)
         F.cross_entropy(model(inputs), labels).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
 
