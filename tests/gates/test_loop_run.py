@@ -4,7 +4,10 @@ Run: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
 import os
+import signal
+import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -490,6 +493,35 @@ def test_files_that_a_thread_goes_on_to_write_are_removed_too(folder):
     Path("writing.py").write_text(WRITING)
     before = files(folder)
     preflight_program("script", ["writing.py"], num_steps=3)
+    assert files(folder) == before
+
+
+CHANGING = """\
+import os
+import time
+
+os.remove("log.txt")
+os.mkdir("made")
+open("train.py", "w").close()
+os.rename("train.py", "moved.py")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
+    Path("changing.py").write_text(CHANGING)
+    before = files(folder)
+    # Not the warm one, which would get the signal in place of the command.
+    python = str(Path(sys.prefix, "bin", "python"))
+    words = [python, "-m", "curry_train", "preflight", "--script", "changing.py"]
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 100
+    while not Path("moved.py").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(timeout=60)
     assert files(folder) == before
 
 

@@ -43,6 +43,11 @@ def there_and_back(value):
     return decode(content, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
+def test_versions_of_modules_come_back_with_their_state():
+    state = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    assert there_and_back(state)._metadata == state._metadata
+
+
 def assert_same(first, second):
     """Compare values with their types, bits, shapes and order."""
     leaves, form = tree_flatten(first)

@@ -3,9 +3,12 @@
 Run: `python -m pytest tests/workloads/test_shrink.py`.
 """
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from curry_train.workloads import Workload
@@ -58,6 +61,8 @@ def test_a_model_with_a_configuration_is_built_with_fewer_layers():
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
     assert batch["input_ids"] is ids
     module(**batch).loss.backward()
+    # Torch copies a parametrized module by its own `__new__`.
+    copy.deepcopy(spectral_norm(nn.Linear(2, 2)))
 
 
 def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():

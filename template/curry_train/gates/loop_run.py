@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -125,9 +126,15 @@ def run_ranks(
             command = [sys.executable, "-c", RUN_JOB, str(result)]
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))
-        _wait(Path(folder), processes)
-        if options.get("undo") is None:
-            put_back(Path(folder))
+        try:
+            with _stopped_by_signals():
+                _wait(Path(folder), processes)
+        finally:
+            for one in processes:
+                one.kill()
+                one.wait()
+            if options.get("undo") is None:
+                put_back(Path(folder))
         found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
@@ -135,6 +142,20 @@ def run_ranks(
     if not found[0]:
         raise LoopFailed(f"its process ended before a step, as where memory runs out: {SMALLER}")
     return found
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let the signals that end a process raise SystemExit, so that files are put back."""
+
+    def stop(number: int, _: Any) -> NoReturn:
+        sys.exit(128 + number)
+
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                stack.callback(signal.signal, number, signal.signal(number, stop))
+        yield
 
 
 def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -236,6 +236,7 @@ class LoadReport:
     """The result of a load: how many tensors matched, and how the state differs from the save."""
 
     matched: int = 0
+    wanted: int = 0  # the tensors of the state
     # Names that only the checkpoint or the state has, and those that differ in shape or dtype.
     different: list[str] = field(default_factory=list)
     # Differences that do not prevent a load.

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .fingerprints import place_of
-from .history import changes
 from .rounding import epsilon_of, is_rounding, num_elements
 
 Observation = Mapping[str, Any]
@@ -351,8 +350,10 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator[str]:
     of_owner = f" of {owner}" if owner else ""
-    for one in changes(a, b):
-        yield f"{one['name']}{of_owner} is {one['a']} in A and {one['b']} in B"
+    for name in {**a, **b}:
+        # As text: 1 and 1.0 are other arguments of an operation, and nan is not equal to itself.
+        if repr(a.get(name)) != repr(b.get(name)):
+            yield f"{name}{of_owner} is {a.get(name)} in A and {b.get(name)} in B"
 
 
 def settings_of(start: Observation) -> dict[str, Any]:

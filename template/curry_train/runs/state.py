@@ -257,10 +257,13 @@ class Load:
             self._saved = self._chosen(self._of_this_rank())
             self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
             if strict and (different := self.report.different):
+                # Names that are missing tell more than shapes.
+                different.sort(key=lambda text: " was " in text)
                 more = f" and {len(different) - 6} more" if len(different) > 6 else ""
                 raise StateMismatch(
-                    f"{self.report.matched} of its tensors match; {', '.join(different[:6])}{more}."
-                    f" Build the model and optimizer that were saved, or {PARTIAL_LOAD_ADVICE}"
+                    f"{self.report.matched} of {self.report.wanted} tensors match; "
+                    f"{', '.join(different[:6])}{more}. Build the model and optimizer that were "
+                    f"saved, or {PARTIAL_LOAD_ADVICE}"
                 )
             self._choose_tensors()
 
@@ -293,6 +296,7 @@ class Load:
         }
         fitting = [name for name in was if was[name] == now.get(name)]
         self.report.matched = len(fitting)
+        self.report.wanted = len(now)
         for name in {**was, **now}:
             if name not in now:
                 self.report.different.append(f"{name} is only in the checkpoint")

@@ -12,6 +12,7 @@ Tensors stay out of the file, under names that no two of them share.
 Proof: `python -m pytest tests/runs/test_state_values.py`.
 """
 
+import copy
 import io
 import warnings
 import zipfile
@@ -198,7 +199,17 @@ def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, A
         for path, leaf in found
     ]
     encoded: dict[str, Any] = tree_unflatten(leaves, structure)
+    _copy_versions({**content}, encoded)
     return encoded
+
+
+def _copy_versions(given: Any, made: Any) -> None:
+    """Copy the versions of modules, which `load_state_dict` reads in an attribute of a state."""
+    if hasattr(given, "_metadata"):
+        made._metadata = copy.deepcopy(given._metadata)
+    if not _is_leaf(given):
+        for key in given if isinstance(given, dict) else range(len(given)):
+            _copy_versions(given[key], made[key])
 
 
 def _name_of(path: Sequence[Any]) -> str:
@@ -244,7 +255,9 @@ def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensor.requires_grad_() if one.requires_grad else tensor
 
     with reading("a saved value can't be read", RuntimeError):
-        return tree_map(read, content, is_leaf=_is_leaf)
+        found = tree_map(read, content, is_leaf=_is_leaf)
+        _copy_versions(content, found)
+        return found
 
 
 def references(content: Any) -> list[Stored]:

@@ -145,7 +145,7 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
             )
 
     patched: Any = nn.Module
-    patched.__new__ = make
+    patched.__new__ = staticmethod(make)
     try:
         yield
     except Exception:  # whatever a user's factory raises: its configurations are as they were
@@ -154,7 +154,7 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
         raise
     finally:
         # Deleted, it would leave an `object.__new__` that takes no arguments.
-        patched.__new__ = lambda kind, *_, **__: object.__new__(kind)
+        patched.__new__ = staticmethod(lambda kind, *_, **__: object.__new__(kind))
 
 
 def split_shrink(spec: str) -> tuple[str, Shrink | None]:
