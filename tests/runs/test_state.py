@@ -344,9 +344,8 @@ def test_harmless_differences_are_reported(store):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        report = store.load(
-            saved, new_state(config={"optimizer": {"lr": 0.2, "beta": 0.9}, "name": "a"})
-        )
+        config = {"optimizer": {"lr": 0.2, "beta": 0.9}, "name": "a", "new": None}
+        report = store.load(saved, new_state(config=config))
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(threads)

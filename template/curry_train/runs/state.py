@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
-from .history import changes
+from .history import ABSENT_VALUE, changes
 from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
     check_random_state,
@@ -455,6 +455,8 @@ class Load:
         texts = [
             f"{one['name']}: {one['a']!r:.60} -> {one['b']!r:.60}"
             for one in changes(values["config"], _as_json(self._state.config))
+            # A new setting that is not set changes nothing.
+            if (one["a"], one["b"]) != (ABSENT_VALUE, None)
         ]
         if texts:
             notes.append(f"the configuration differs in {', '.join(texts)}")
