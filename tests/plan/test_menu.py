@@ -31,6 +31,7 @@ from curry_train.workloads.models import Bottleneck, transformer
 from curry_train.workloads.workload import Workload
 
 LLAMA = transformer(depth=2)
+OTHERS = (SAC_KIND, REGIONS_KIND)  # than full recompute
 
 
 def workload(build, shape, name="own"):
@@ -134,6 +135,70 @@ def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():
     full = menu[Option(FULL_KIND)].slowdown
     assert {option.kind for option in menu if menu[option].slowdown > full} == {SAC_KIND}
     assert 1 < menu[Option(REGIONS_KIND)].slowdown < full
+
+
+class Listing(Gated):
+    """Returns all outputs of the blocks before too."""
+
+    def forward(self, seen):
+        return [*seen, super().forward(seen[-1])]
+
+
+class Carrying(Gated):
+    """Hands on what the first block has made, and the input of all blocks."""
+
+    def forward(self, seen):
+        y = super().forward(seen[-1])
+        return [seen[0], seen[1] if len(seen) > 1 else y, y + seen[0]]
+
+
+class Again(Gated):
+    """Is called again with its own output."""
+
+    def forward(self, seen):
+        return [super().forward(seen[-1])]
+
+
+class Passing(nn.Module):
+    def __init__(self, build, times):
+        super().__init__()
+        self.scale, self.times = Scale(), times
+        self.blocks = nn.ModuleList(build() for _ in range(3))
+
+    def forward(self, x):
+        seen = [self.scale(x)]
+        for block in self.blocks:
+            for _ in range(self.times):
+                seen = block(seen)
+        return torch.stack(seen).sum(0)
+
+
+@pytest.mark.parametrize(("build", "times"), [(Listing, 1), (Carrying, 1), (Again, 2)])
+def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(build, times):
+    steps, _ = measured(workload(lambda: Passing(build, times), (8, 16)), without=OTHERS)
+    found = steps.plain_steps(chunked=False)[-1].blocks.values()
+    assert all(block.peak > block.held > 0 for block in found)
+    numbers = {len(block.work.operations) for block in found}
+    assert max(numbers) < 1.3 * min(numbers)
+    for menu in steps.menus.values():
+        assert 1.1 < menu[Option(FULL_KIND)].slowdown < 1.5
+
+
+class Products(nn.Module):
+    """A block without modules in it, whose recompute no hook of a module follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(64))
+
+    def forward(self, x):
+        return torch.tanh(torch.tanh(x @ self.weight) @ self.weight)
+
+
+def test_full_recompute_costs_its_flops_where_no_backward_can_be_told_apart(monkeypatch):
+    monkeypatch.setattr(record.StepLayers, "left", lambda *_: None)
+    steps, _ = measured(stack(lambda _: Products(), 3, (64,)), without=OTHERS)
+    assert all(menu[Option(FULL_KIND)].slowdown > 1.0 for menu in steps.menus.values())
 
 
 # Which blocks are equal.

@@ -303,4 +303,9 @@ def _slowdown(
     extra = EXTRA_SECONDS.get(option.kind, 0.0)
     again = numpy.array(step.blocks[name].work.in_grad_mode)
     after = profile.work_seconds(*work_of(step, name), dtype=dtype, extra_seconds=extra * again)
+    if option.kind == FULL_KIND:
+        # Its backward may not be told apart from others. All but the last call is computed again.
+        found = plain.blocks[name]
+        flops = found.calls * sum(flops for _, _, flops in found.work.expensive[:-1])
+        after = max(after, before + flops / profile.flops_per_second[dtype])
     return after / before if before else 1.0

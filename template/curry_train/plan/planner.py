@@ -283,7 +283,12 @@ class Planner:
             if candidate.checked and candidate.peak_bytes <= budget_bytes:
                 best = candidate if best is None else min(best, candidate, key=order)
         if best is None:
-            raise self._infeasible(found, budget_bytes)
+            self.tell("looking for the least peak")
+            best = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
+            if best.peak_bytes > budget_bytes:
+                raise self._infeasible(best, found, budget_bytes)
+            way = best.microbatch, best.chunked_loss
+            found = [one for one in found if (one.microbatch, one.chunked_loss) != way] + [best]
 
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
@@ -407,10 +412,10 @@ class Planner:
             candidates=tuple(found),
         )
 
-    def _infeasible(self, found: list[Candidate], budget_bytes: int) -> Infeasible:
+    def _infeasible(
+        self, least: Candidate, found: list[Candidate], budget_bytes: int
+    ) -> Infeasible:
         """Name the least peak and what would help, in 80 columns."""
-        self.tell("looking for the least peak")
-        least = self.whole_steps.least(min(found, key=lambda candidate: candidate.peak_bytes))
         first = (
             f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
             f"{format_bytes(least.peak_bytes)}, {format_bytes(least.peak_bytes - budget_bytes)} "

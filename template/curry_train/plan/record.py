@@ -62,6 +62,9 @@ MATRIX_PRODUCTS = {
 # Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
 STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
 COLLECTIVES_NAMESPACE = "c10d"
+# Keys of what autograd's nodes note of layers: those that got the tensor, and the one that made it.
+NOTES = "layers of curry_train"
+MAKER = "maker"
 OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
 
 
@@ -189,16 +192,32 @@ class StepLayers(RunningLayers):
 
     def entered(self, layer: str, inputs: Any) -> None:
         for tensor in self._passed(inputs):
-            self._mark(tensor, lambda _: self._end_backward(layer))
+            # The backward of a layer may call another one's, or its own again: that one begins.
+            if MAKER not in self._notes(tensor):
+                self._mark(tensor, lambda _: self._end_backward(layer))
+                self._notes(tensor)[layer] = True
             for life in self._record.lives_of(tensor):
                 if self.holders.get(life, REST_LAYER) == REST_LAYER:
                     self.holders[life] = layer
 
     def left(self, layer: str, output: Any) -> None:
         for tensor in self._passed(output):
-            self._mark(tensor, lambda _: self._begin_backward(layer))
+            # A layer also returns what it was given, as the outputs of all layers before.
+            if tensor.grad_fn is not None and not self._notes(tensor).keys() & {MAKER, layer}:
+                self._mark(tensor, lambda _: self._begin_backward(layer))
+                self._notes(tensor)[MAKER] = layer
             for life in self._record.lives_of(tensor):
                 self.holders.setdefault(life, REST_LAYER)
+
+    def _notes(self, tensor: Tensor) -> dict[str, Any]:
+        """Return what is known of the place in autograd that made a tensor.
+
+        They are kept there, since a tensor that is written in place has another one later.
+        """
+        if tensor.grad_fn is None:
+            return {}
+        notes: dict[str, Any] = tensor.grad_fn.metadata.setdefault((NOTES, tensor.output_nr), {})
+        return notes
 
     def _passed(self, values: Any) -> list[Tensor]:
         """Return torch's own tensors among what is passed in forward, and not in recompute."""
@@ -302,10 +321,13 @@ class StepLives(RankStorages):
     def _add_work(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
         """Add an operation to the layer that runs, or whose backward runs."""
         running, is_forward = self.running, self.phase == "forward"
-        layer = running.current if is_forward else running.in_backward
+        in_grad_mode = is_forward or torch.is_grad_enabled()
+        layer = running.current if in_grad_mode else REST_LAYER
+        if layer == REST_LAYER and not is_forward:
+            layer = running.in_backward
         work = self.work[layer]
         work.operations.append(len(self.flops))
-        work.in_grad_mode.append(is_forward or torch.is_grad_enabled())
+        work.in_grad_mode.append(in_grad_mode)
         family = sac.family_of(func) if is_forward and running.calls[layer] == 1 else None
         if family:
             made = sum(value.untyped_storage().nbytes() for value in operands(out))

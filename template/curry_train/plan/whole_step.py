@@ -23,6 +23,7 @@ from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
 from .saved import (
+    FULL_KIND,
     NONE_KIND,
     Candidate,
     Option,
@@ -134,6 +135,11 @@ class WholeSteps:
         chain = self.priced(candidate)
         near, far = (round(ratio * budget_bytes) for ratio in NEAR_RATIOS)
         expected = chain.fastest(near) or chain.fastest(far)
+        if expected is None and self._runs_again(candidate):
+            # The chain may be far off, as all blocks hold their bytes in the backward of each.
+            least = self.least(candidate)
+            chain = chain.shifted(chain.shifts_to(least.options, least.peak_bytes))
+            expected = chain.fastest(budget_bytes)
         if expected is None:
             return None
         seconds = self.seconds(replace(candidate, options=expected))
@@ -149,9 +155,20 @@ class WholeSteps:
         seen = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
         return min(seen, key=order, default=min(tried, key=lambda one: one.peak_bytes))
 
+    def _runs_again(self, candidate: Candidate) -> bool:
+        """Check whether blocks run several times."""
+        step = self.plain_steps(chunked=candidate.chunked_loss)[-1]
+        return any(block.calls > 1 for block in step.blocks.values())
+
     def least(self, candidate: Candidate) -> Candidate:
         """Return the options with the least peak for this microbatch, regardless of time."""
-        return self.whole(replace(candidate, options=self.priced(candidate).least()))
+        chain, full = self.priced(candidate), Option(FULL_KIND)
+        least = chain.least()
+        # The chain has measured an option in one of several blocks that cost about the same.
+        every = {block.name: full for block in chain.blocks if full in block.options}
+        tried = [replace(candidate, options=options) for options in (least, least | every)]
+        seen = [*map(self.whole, tried), *self.looked_at(candidate)]
+        return min(seen, key=lambda one: one.peak_bytes)
 
     # Whole steps.
 
