@@ -941,15 +941,6 @@ def attention_over_the_batch():
     fit(Layers(nn.TransformerEncoderLayer(16, 2, 32)), None, sequences())  # here: sample
 
 
-def first_loss_zeroed():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        logits = model(inputs)
-        F.cross_entropy(logits, labels).backward(retain_graph=True)  # here
-        step(optimizer, 0.1 * logits.square().mean())
-
-
 def schedule_of_epochs():
     model = classifier()
     optimizer = adamw(model)
@@ -973,10 +964,6 @@ def parameters_made_in_forward():
 
 def gradients_divided_too():
     accumulate(divisor=2)  # here: half
-
-
-def compared_with_itself():
-    fit(loss=lambda logits, _: F.softplus(logits.detach() - logits).mean())  # here: sample
 
 
 def label_among_the_inputs():
@@ -1028,7 +1015,7 @@ FAULTY = {
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,
         gradients_of_the_generator, attack_left_in_the_gradients, extra_parameter_never_zeroed,
-        trial_gradients_added, trial_weights_stay, first_loss_zeroed,
+        trial_gradients_added, trial_weights_stay,
     ],
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_step, unfrozen_but_not_added,
@@ -1039,7 +1026,7 @@ FAULTY = {
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
         one_group_without_a_rate, hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
-        group_without_a_rate_after_the_first_step, gate_detached, compared_with_itself,
+        group_without_a_rate_after_the_first_step, gate_detached,
         loss_of_no_weight,
     ],
     "schedule": [

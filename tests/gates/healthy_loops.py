@@ -964,8 +964,145 @@ def adversarial_domains():
         step(optimizer, loss + F.cross_entropy(label(hidden), labels))
 
 
+def means_by_hand_of_windows_of_a_length():
+    def loss(logits, tokens):
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
+        return losses / tokens.numel() / 2
+
+    lengths = (9, 9, 17, 17, 12, 12, 5, 5)
+    accumulate(Language(), None, texts(*lengths), loss=loss)
+
+
+def count_of_a_window_that_equals_one_microbatch():
+    model = Language()
+    optimizer = adamw(model)
+    mask = (torch.arange(8) < 4).float()
+    for _ in range(8):
+        for tokens in torch.randint(50, (2, 3, 9)):
+            logits = model(tokens[:, :-1]).transpose(1, 2)
+            losses = F.cross_entropy(logits, tokens[:, 1:], reduction="none")
+            ((losses * mask).sum() / 24).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def head_of_zeros_in_half():
+    model = classifier()
+    nn.init.zeros_(model[3].weight)
+    nn.init.zeros_(model[3].bias)
+    optimizer = adamw(model.bfloat16(), 3e-4)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 2000))
+    batches = [(inputs.bfloat16(), labels) for inputs, labels in loader()]
+    fit(model, optimizer, batches, schedule=warm)
+
+
+def preferences_at_a_small_rate():
+    model = classifier()
+    reference = copy.deepcopy(model).eval()
+    optimizer = adamw(model, 1e-7)
+    for inputs, labels in loader():
+        with torch.no_grad():
+            before = reference(inputs).log_softmax(1).gather(1, labels[:, None])
+        gain = model(inputs).log_softmax(1).gather(1, labels[:, None]) - before
+        step(optimizer, -F.logsigmoid(0.1 * gain).mean())
+
+
+def time_first_of_as_many_samples():
+    batches = [(torch.randn(6, 6, 8), torch.randint(5, (6,))) for _ in range(8)]
+    fit(Layers(nn.TransformerEncoderLayer(16, 2, 32), time=1), None, batches)
+    for body in (nn.TransformerEncoderLayer(16, 2, 32), nn.LSTM(16, 16)):
+        model = nn.ModuleDict({"body": body, "embed": nn.Linear(8, 16), "head": nn.Linear(16, 5)})
+        optimizer = adamw(model)
+        whole = TimeFirst(model)
+        for inputs, labels in batches:
+            step(optimizer, F.cross_entropy(whole(inputs.transpose(0, 1)), labels))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, inputs):
+        hidden = self.parts["body"](self.parts["embed"](inputs))
+        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return self.parts["head"](hidden.mean(0))
+
+
+def tags_of_one_sequence():
+    model = Tagger()
+    batches = [(torch.randn(11, 1, 8), torch.randint(5, (11,))) for _ in range(8)]
+    fit(model, None, batches)
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.LSTM(8, 16), nn.Linear(16, 5)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs)[0][:, 0])
+
+
+def scaler_of_each_model():
+    models = [classifier(), classifier()]
+    optimizers = [adamw(one) for one in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in models]
+    for number, (inputs, labels) in enumerate(loader()):
+        for model, scaler, every in zip(models, scalers, (1, 2), strict=True):
+            scaler.scale(F.cross_entropy(model(inputs), labels) / every).backward()
+        for optimizer, scaler, every in zip(optimizers, scalers, (1, 2), strict=True):
+            if number % every == every - 1:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+        for scaler, every in zip(scalers, (1, 2), strict=True):
+            if number % every == every - 1:
+                scaler.update()
+
+
+def losses_scaled_first():
+    models = [classifier(), classifier()]
+    optimizer = adamw(nn.ModuleList(models))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for inputs, labels in loader():
+        losses = [scaler.scale(F.cross_entropy(model(inputs), labels)) for model in models]
+        for one in losses:
+            one.backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def loaders_in_pairs():
+    order = torch.randperm(64).tolist()
+    inputs, labels = torch.randn(64, 8), torch.randint(5, (64,))
+    fit(batches=zip(*(DataLoader(one, 8, sampler=order) for one in (inputs, labels)), strict=True))
+
+
+def the_next_frame():
+    model = nn.Linear(8, 8)
+    optimizer = adamw(model)
+    for frames, after in itertools.pairwise(DataLoader(torch.randn(96, 8), 8)):
+        step(optimizer, F.mse_loss(model(frames), after))
+
+
+def gradients_read_and_set_to_zero():
+    model = classifier()
+    optimizer = adamw(model)
+    information = [torch.zeros_like(one) for one in model.parameters()]
+    for inputs, labels in loader():
+        chosen = torch.distributions.Categorical(logits=model(inputs))
+        optimizer.zero_grad()
+        (-chosen.log_prob(chosen.sample())).mean().backward()
+        for one, parameter in zip(information, model.parameters(), strict=True):
+            one.lerp_(parameter.grad.square(), 0.1)
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+
+
 HEALTHY = [
     one
     for name, one in list(globals().items())
-    if callable(one) and one.__module__ == __name__ and name not in ("short", "step")
+    if callable(one)
+    and one.__module__ == __name__
+    and name not in ("short", "step", "TimeFirst", "Tagger")
 ]

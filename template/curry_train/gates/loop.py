@@ -101,7 +101,8 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     for pairs in grouped(calls, lambda pair: pair[0].lines):
         numbers = [len(window.calls) for _, window in pairs]
         of_line = [call for call, _ in pairs]
-        yield from _divided_by_count_and_number(of_line, numbers)
+        is_alone = max(numbers) == world_size() == 1
+        yield from _divided_by_masked(of_line, is_alone=is_alone)
         faults = [_divided_for_nothing(call) for call in of_line if max(numbers) == 1]
         if len(faults) > 1 and None not in faults:
             yield from filter(None, faults)
@@ -114,12 +115,31 @@ def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
     for term in call.terms:
-        if term.num_masked:
-            yield (
-                call.place,
-                f"a mean over {term.num_terms:.0f} terms, of which {term.num_masked} are masked",
-                "divide the sum by the number of terms that are not masked",
-            )
+        if term.num_masked and term.name != "Sum":
+            yield _mean_over_masked(call, term)
+
+
+def _mean_over_masked(call: Backward, term: Term) -> Fault:
+    return (
+        call.place,
+        f"a mean over {term.num_terms:.0f} terms, of which {term.num_masked} are masked",
+        "divide the sum by the number of terms that are not masked",
+    )
+
+
+def _divided_by_masked(calls: Sequence[Backward], *, is_alone: bool) -> Iterator[Fault]:
+    """Find sums of a line that are divided by all their terms, also by those that are masked."""
+    for column in _columns(calls):
+        masked = [term.num_masked for term in column]
+        is_all = all(
+            any(abs(by - term.num_terms - term.num_masked) < 0.5 for by in term.divisors)
+            for term in column
+        )
+        # The count of a window, or of all ranks, may be that of one microbatch by chance.
+        if column[0].name == "Sum" and is_all and (is_alone or len(set(masked)) > 1):
+            at = masked.index(max(masked))
+            if masked[at]:
+                yield _mean_over_masked(calls[at], column[at])
 
 
 def _same_batch(window: Window) -> Iterator[Fault]:
@@ -187,7 +207,7 @@ def _unequal(
     strengths = [[factor * one for one in _strengths(column, calls)] for column in columns]
     divisors = [(*column[0].divisors, 1 / factor) for column in columns]
     totals = [sum(column) for column in strengths]
-    number = len(calls)
+    number, is_alone = len(calls), world_size() == 1
     if not any(abs(total - 1) < TOLERANCE for total in totals):
         # A part may weigh more than 1 by a factor of the user's.
         too_much = [
@@ -195,8 +215,9 @@ def _unequal(
             for total, column, terms in zip(totals, strengths, columns, strict=True)
             if total > 1 + TOLERANCE
             and max(column) < 1 + TOLERANCE
-            # Of a sum by hand it is not known how many terms count.
-            and (terms[0].name != "Sum" or min(column) > 1 - TOLERANCE)
+            # Of a sum by hand it is not known how many terms count, and a rank may weigh more than
+            # others where they divide by the terms of all.
+            and ((is_alone and terms[0].name != "Sum") or min(column) > 1 - TOLERANCE)
         ]
         if too_much:
             yield (
@@ -217,7 +238,7 @@ def _unequal(
                 )
     divided = [any(abs(by - number) < TOLERANCE for by in all_by) for all_by in divisors]
     is_known = all(by or abs(of - 1) > TOLERANCE for by, of in zip(divided, totals, strict=True))
-    if any(divided) and not all(divided) and is_known:
+    if is_alone and any(divided) and not all(divided) and is_known:
         hint = f"divide each part of the loss by the {number} microbatches, as the others"
         yield calls[0].place, "a part of the loss counts once per microbatch", hint
     # An epoch may end with a short batch.
@@ -232,27 +253,6 @@ def _unequal(
                 f"a term of one microbatch weighs {spread:.3g} times that of another",
                 "sum each loss and divide by the number of terms of the whole window",
             )
-
-
-def _divided_by_count_and_number(
-    calls: Sequence[Backward], numbers: Sequence[int]
-) -> Iterator[Fault]:
-    """Find sums that are divided by the terms of their window, and by its microbatches too."""
-    counts = [
-        max(term.divisors)
-        for call, number in zip(calls, numbers, strict=True)
-        for term in call.terms
-        if term.reduction == "sum" and number > 1 and len(term.divisors) > 1
-        if any(abs(by - number) < TOLERANCE for by in term.divisors)
-    ]
-    # One that changes from window to window counts their terms.
-    if len(set(counts)) > 1 and len(counts) == len(calls):
-        yield (
-            calls[0].place,
-            f"a sum is divided by {counts[0]:.0f} terms, and again by the microbatches of its "
-            "window",
-            "divide once; a Trainer divides by num_items_in_batch or by the microbatches",
-        )
 
 
 def _divided_for_nothing(call: Backward) -> Fault | None:
@@ -430,8 +430,6 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 )
         yield from _lost(window)
         yield from _of_another_loss(window, trace.held)
-    for one in trace.optimizers_that_step:
-        yield from _never_used(trace.windows_of(one), trace.held)
 
 
 def _at_other_weights(trace: Trace, window: Window) -> Iterator[Fault]:
@@ -470,26 +468,6 @@ def _lost(window: Window) -> Iterator[Fault]:
                 "gradients of earlier microbatches are set to zero",
                 "call zero_grad() once per step, not per microbatch",
             )
-
-
-def _never_used(windows: Sequence[Window], held: set[int]) -> Iterator[Fault]:
-    """Find a loss whose gradients are set to zero in each window before a step uses them."""
-    lost = [
-        # A loss that is in a later one again was only looked at, as was one for its inputs.
-        {
-            call.place
-            for call, after in itertools.pairwise(window.calls)
-            if window.is_clean(after)
-            and not (after.is_next or after.is_second or call.of_inputs or window.is_by_hand)
-            and call.lines != after.lines
-            and call.reached & held <= window.own
-            and len({one.weights for one in window.forwards}) == 1
-        }
-        for window in windows
-    ]
-    for place in set.intersection(*lost) if len(lost) > 1 else ():
-        hint = "add up the losses, or call zero_grad() once, before the first backward"
-        yield place, "the gradients of this loss are set to zero, and no step uses them", hint
 
 
 def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
@@ -603,30 +581,12 @@ def moves(trace: Trace) -> Iterator[Fault]:
         own = [step for step in steps if step.optimizer is one]
         yield from _still(trace, own)
         yield from _without_effect(own)
-    yield from _constant_loss(trace)
     if trace.symmetric:
         yield (
             steps[-1].place,
             f"all rows of {trace.named(trace.symmetric)} are alike, and learn the same",
             "initialize weights by random numbers",
         )
-
-
-def _constant_loss(trace: Trace) -> Iterator[Fault]:
-    """Find a loss that stays the same where samples and weights change."""
-    windows = [one for one in trace.windows if one.calls and one.step.moved]
-    for several in grouped(windows, lambda window: window.calls[0].lines):
-        value = several[0].calls[0].value
-        is_same = all(call.value == value for window in several for call in window.calls)
-        batches = {one.digests for window in several for one in window.forwards}
-        # A loss of 0 or 1 may be made for its gradient alone.
-        if is_same and value % 1 and min(len(several), len(batches)) > FEWEST_STEPS:
-            yield (
-                several[0].calls[0].place,
-                f"the loss is {value:.3g} in each step, though weights and samples change",
-                "look for two sides of a comparison that are the same, as a model and its "
-                "reference",
-            )
 
 
 def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
@@ -836,14 +796,18 @@ def scaler(trace: Trace) -> Iterator[Fault]:
         if is_all and not step.by_scaler and "unscale_" not in names:
             hint = "call scaler.step(optimizer) in place of optimizer.step()"
             yield step.place, "the optimizer steps on scaled gradients", hint
-    without_loss = 0
-    for call in calls:
-        without_loss = 0 if call.call == "scale" else without_loss + (call.call == "update")
-        if without_loss > 1:
-            hint = "call scaler.update() once, after the steps of all optimizers"
-            yield call.place, "the scale is updated again, without a loss in between", hint
+    yield from _updated_again(calls)
     if "update" not in names and len(steps) > 1:
         yield calls[0].place, "the scale is never updated", "call scaler.update()"
+
+
+def _updated_again(calls: Sequence[Scaling]) -> Iterator[Fault]:
+    for of_one in grouped(calls, lambda call: id(call.scaler)):
+        relevant = [call for call in of_one if call.call in ("scale", "update")]
+        for before, call in itertools.pairwise(relevant):
+            if before.call == call.call == "update":
+                hint = "call scaler.update() once, after the steps of all optimizers"
+                yield call.place, "the scale is updated again, without a loss in between", hint
 
 
 def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
@@ -853,7 +817,9 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
         if plain and len(plain) < len(window.calls):
             hint = "call scaler.scale(loss).backward() for each loss"
             yield plain[0].place, "one loss is scaled and another is not", hint
-        for event in window.of(Scaling):
+        events: list[Scaling] = window.of(Scaling)
+        # A model may have a scaler of its own.
+        for event in [one for one in events if one.scaler is events[-1].scaler]:
             if event.call in ("unscale_", "update") and all(window.around(event)):
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event.place, f"{event.call} within the window of a step", hint
@@ -953,16 +919,17 @@ def data(trace: Trace) -> Iterator[Fault]:
 
 def _other_batches(trace: Trace) -> Iterator[Fault]:
     """Find targets that are of other batches than the inputs, in each window."""
-    batches = defaultdict[float, set[int]](set)
-    for number, fetch in enumerate(trace.of(Fetch)):
-        for digest in fetch.digests:
-            batches[digest].add(number)
+    batches = defaultdict[float, set[Fetch]](set)
+    for fetch in trace.of(Fetch):
+        # One that is inputs or targets alone is paired with another on purpose.
+        for digest in fetch.digests if len(fetch.digests) > 1 else ():
+            batches[digest].add(fetch)
     found = []
     for window in trace.windows:
         calls = [one for one in window.of(LossCall) if one.is_used]
         inputs = set().union(*(batches[one] for each in window.forwards for one in each.digests))
         targets = set().union(*(batches[call.facts.targets] for call in calls))
-        if inputs and targets:
+        if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
             found.append(calls[0].place if inputs.isdisjoint(targets) else "")
     if len(found) >= FEWEST_STEPS and all(found):
         hint = "take the targets from the batch that the model is given"

@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.digest import is_plain
 from ..core.measure import heap_kept
@@ -292,6 +293,7 @@ class Scaling(Event):
     """A call of a gradient scaler."""
 
     call: str
+    scaler: Any
     is_enabled: bool
 
 
@@ -497,7 +499,8 @@ class Observer:
         self.dropped: dict[int, None] = {}
         self.dropped_at: dict[Any, tuple[str, ...]] = {}
         self.scaler: Any = None
-        self.scaled: Callable[[], Tensor | None] = lambda: None
+        # The scale of each loss that a scaler returned.
+        self.scales: Any = WeakIdKeyDictionary()
         self.losses: dict[Any, LossFacts] = {}
         # Numbers without a gradient that were added to scalars, by the node of the sum.
         self.numbers: dict[Any, Added] = {}
@@ -831,7 +834,7 @@ class Observer:
         return self.note(
             Backward,
             value=float(loss.detach()),
-            scale=self._scale() if self.scaled() is loss else 1.0,
+            scale=self.scales.get(loss, 1.0),
             in_autocast=torch.is_autocast_enabled(loss.device.type),
             dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
             terms=terms,
@@ -850,10 +853,10 @@ class Observer:
         self.scaler = scaler
         if name in ("unscale_", "step"):
             self.gradient.use()
-        event = self.note(Scaling, call=name, is_enabled=scaler.is_enabled())
+        event = self.note(Scaling, call=name, scaler=scaler, is_enabled=scaler.is_enabled())
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
-            self.scaled = weakref.ref(value)
+            self.scales[value] = self._scale()
         elif name == "step" and self.trace.events[-1] is event:  # without a step of the optimizer
             self.note(Skipped, optimizer=args[0])
         return value
@@ -1008,7 +1011,9 @@ class Observer:
         call = self.last(LossCall)
         if given is None or call is None or call.columns is None:
             return
-        is_sequence = given is forward.tokens or given.dim() > 2
+        # Of equal sizes, and of a batch of one, it is not known which one is the batch.
+        is_known = given.shape[1] not in (1, len(given))
+        is_sequence = is_known and (given is forward.tokens or given.dim() > 2)
         if is_sequence and any(not one.batch_first for one in several):
             # A recurrent layer sees no later steps.
             other = torch.cat([given[-1:], given[1:]])
