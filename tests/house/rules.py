@@ -33,7 +33,7 @@ BUDGETS = {
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 50,
     PACKAGE: 298,
-    "tests": 303,
+    "tests": 305,
     "benchmarks": 66,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.

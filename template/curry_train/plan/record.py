@@ -214,9 +214,10 @@ class StepLayers(RunningLayers):
 
         They are kept there, since a tensor that is written in place has another one later.
         """
-        if tensor.grad_fn is None:
+        node: Any = tensor.grad_fn
+        if node is None:
             return {}
-        notes: dict[str, Any] = tensor.grad_fn.metadata.setdefault((NOTES, tensor.output_nr), {})
+        notes: dict[str, Any] = node.metadata.setdefault((NOTES, tensor.output_nr), {})
         return notes
 
     def _passed(self, values: Any) -> list[Tensor]:
