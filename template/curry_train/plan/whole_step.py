@@ -144,7 +144,7 @@ class WholeSteps:
                 return None
         tried: list[Candidate] = []
         while len(tried) < MOST_STEPS:
-            options = chain.fastest(budget_bytes)
+            options: Mapping[str, Option] | None = chain.fastest(budget_bytes)
             if options is None:
                 options = chain.least() if tried else self.least(candidate).options
             if any(options == one.options for one in tried):
