@@ -216,7 +216,8 @@ class StepLayers(RunningLayers):
         """
         if tensor.grad_fn is None:
             return {}
-        notes: dict[str, Any] = tensor.grad_fn.metadata.setdefault((NOTES, tensor.output_nr), {})
+        of_node: Any = tensor.grad_fn.metadata  # a dictionary; torch's type says a method
+        notes: dict[str, Any] = of_node.setdefault((NOTES, tensor.output_nr), {})
         return notes
 
     def _passed(self, values: Any) -> list[Tensor]:
