@@ -135,19 +135,18 @@ class WholeSteps:
         chain = self.priced(candidate)
         near, far = (round(ratio * budget_bytes) for ratio in NEAR_RATIOS)
         expected = chain.fastest(near) or chain.fastest(far)
-        if expected is None and self._runs_again(candidate):
-            # The chain may be far off, as all blocks hold their bytes in the backward of each.
-            least = self.least(candidate)
-            chain = chain.shifted(chain.shifts_to(least.options, least.peak_bytes))
-            expected = chain.fastest(budget_bytes)
-        if expected is None:
+        # Of blocks that run several times, the chain may predict far too much.
+        if expected is None and not self._runs_again(candidate):
             return None
-        seconds = self.seconds(replace(candidate, options=expected))
-        if best is not None and order(replace(candidate, step_seconds=seconds)) >= order(best):
-            return None
+        if expected is not None and best is not None:
+            seconds = self.seconds(replace(candidate, options=expected))
+            if order(replace(candidate, step_seconds=seconds)) >= order(best):
+                return None
         tried: list[Candidate] = []
         while len(tried) < MOST_STEPS:
-            options = chain.fastest(budget_bytes) or chain.least()
+            options: Mapping[str, Option] | None = chain.fastest(budget_bytes)
+            if options is None:
+                options = chain.least() if tried else self.least(candidate).options
             if any(options == one.options for one in tried):
                 break
             tried.append(self.whole(replace(candidate, options=options)))
