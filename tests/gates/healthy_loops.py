@@ -996,26 +996,10 @@ def head_of_zeros_in_half():
     fit(model, optimizer, batches, schedule=warm)
 
 
-def preferences_at_a_small_rate():
-    model = classifier()
-    reference = copy.deepcopy(model).eval()
-    optimizer = adamw(model, 1e-7)
-    for inputs, labels in loader():
-        with torch.no_grad():
-            before = reference(inputs).log_softmax(1).gather(1, labels[:, None])
-        gain = model(inputs).log_softmax(1).gather(1, labels[:, None]) - before
-        step(optimizer, -F.logsigmoid(0.1 * gain).mean())
-
-
 def time_first_of_as_many_samples():
-    batches = [(torch.randn(6, 6, 8), torch.randint(5, (6,))) for _ in range(8)]
-    fit(Layers(nn.TransformerEncoderLayer(16, 2, 32), time=1), None, batches)
-    for body in (nn.TransformerEncoderLayer(16, 2, 32), nn.LSTM(16, 16)):
-        model = nn.ModuleDict({"body": body, "embed": nn.Linear(8, 16), "head": nn.Linear(16, 5)})
-        optimizer = adamw(model)
-        whole = TimeFirst(model)
-        for inputs, labels in batches:
-            step(optimizer, F.cross_entropy(whole(inputs.transpose(0, 1)), labels))
+    parts = {"embed": nn.Linear(8, 16), "body": nn.TransformerEncoderLayer(16, 2, 32)}
+    model = TimeFirst(nn.ModuleDict(parts | {"head": nn.Linear(16, 5)}))
+    fit(model, None, [(torch.randn(6, 6, 8), torch.randint(5, (6,))) for _ in range(8)])
 
 
 class TimeFirst(nn.Module):
@@ -1025,7 +1009,6 @@ class TimeFirst(nn.Module):
 
     def forward(self, inputs):
         hidden = self.parts["body"](self.parts["embed"](inputs))
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
         return self.parts["head"](hidden.mean(0))
 
 

@@ -101,8 +101,7 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     for pairs in grouped(calls, lambda pair: pair[0].lines):
         numbers = [len(window.calls) for _, window in pairs]
         of_line = [call for call, _ in pairs]
-        is_alone = max(numbers) == world_size() == 1
-        yield from _divided_by_masked(of_line, is_alone=is_alone)
+        yield from _divided_by_masked(of_line)
         faults = [_divided_for_nothing(call) for call in of_line if max(numbers) == 1]
         if len(faults) > 1 and None not in faults:
             yield from filter(None, faults)
@@ -127,7 +126,7 @@ def _mean_over_masked(call: Backward, term: Term) -> Fault:
     )
 
 
-def _divided_by_masked(calls: Sequence[Backward], *, is_alone: bool) -> Iterator[Fault]:
+def _divided_by_masked(calls: Sequence[Backward]) -> Iterator[Fault]:
     """Find sums of a line that are divided by all their terms, also by those that are masked."""
     for column in _columns(calls):
         masked = [term.num_masked for term in column]
@@ -136,10 +135,9 @@ def _divided_by_masked(calls: Sequence[Backward], *, is_alone: bool) -> Iterator
             for term in column
         )
         # The count of a window, or of all ranks, may be that of one microbatch by chance.
-        if column[0].name == "Sum" and is_all and (is_alone or len(set(masked)) > 1):
+        if column[0].name == "Sum" and is_all and len(set(masked)) > 1:
             at = masked.index(max(masked))
-            if masked[at]:
-                yield _mean_over_masked(calls[at], column[at])
+            yield _mean_over_masked(calls[at], column[at])
 
 
 def _same_batch(window: Window) -> Iterator[Fault]:
