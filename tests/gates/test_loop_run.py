@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -515,7 +516,9 @@ def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
     # Not the warm one, which would get the signal in place of the command.
     python = str(Path(sys.prefix, "bin", "python"))
     words = [python, "-m", "curry_train", "preflight", "--script", "changing.py"]
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    # A shell's jobs in the background ignore SIGINT, and so does what they start.
+    usual = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, preexec_fn=usual)
     until = time.monotonic() + 100
     while not Path("moved.py").exists():
         assert time.monotonic() < until
