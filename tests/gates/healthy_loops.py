@@ -431,7 +431,7 @@ def focal():
     fit(loss=loss)
 
 
-def masked_by_hand():
+def masked_by_hand(shares=False):
     model = Language()
     optimizer = adamw(model)
     for _ in range(9):
@@ -440,7 +440,12 @@ def masked_by_hand():
         mask[1:, 6:] = 0
         logits = model(tokens[:, :-1]).transpose(1, 2)
         losses = F.cross_entropy(logits, tokens[:, 1:], reduction="none")
-        step(optimizer, (losses * mask).sum() / mask.sum())
+        of_all, of_those = (losses * mask).mean() / mask.mean(), (losses * mask).sum() / mask.sum()
+        step(optimizer, of_all if shares else of_those)
+
+
+def masked_by_their_share():
+    masked_by_hand(shares=True)
 
 
 def causal():

@@ -354,8 +354,10 @@ def _draw_chosen_plan(axes: Any, plan: Plan, size: int) -> None:
     """Draw the budget, the area above it, and a star at the chosen plan."""
     budget = plan.budget_bytes / size
     left, right = axes.get_xlim()
-    axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
-    axes.set_xlim(left, max(right, budget))
+    right = max(right, budget)
+    axes.axvspan(budget, right, color="#F0F0F0", linewidth=0, zorder=0)
+    # Room for the marks of small peaks, where the budget is far larger.
+    axes.set_xlim(max(0.0, left - 0.03 * (right - left)), right)
     label = f"the budget, {format_bytes(plan.budget_bytes)}"
     axes.axvline(budget, color="black", linestyle=":", label=label)
     place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])

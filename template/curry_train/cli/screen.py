@@ -52,7 +52,7 @@ OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 
 
-# What commands do that may take longer than ten seconds, and how long.
+# For each command that may take longer than ten seconds: what it does, and how long that takes.
 LONG_COMMANDS = {
     "validate": "runs the gates on the model: seconds if it is small; a time follows if not",
     "plan": "tries options on shapes: seconds for a small model, a minute for one of 8B",

@@ -919,7 +919,7 @@ def _other_batches(trace: Trace) -> Iterator[Fault]:
     """Find targets that are of other batches than the inputs, in each window."""
     batches = defaultdict[float, set[Fetch]](set)
     for fetch in trace.of(Fetch):
-        # One that is inputs or targets alone is paired with another on purpose.
+        # A batch of inputs alone, or of targets alone, is combined with another one on purpose.
         for digest in fetch.digests if len(fetch.digests) > 1 else ():
             batches[digest].add(fetch)
     found = []

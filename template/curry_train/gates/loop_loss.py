@@ -324,10 +324,16 @@ def _term(
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))
         masked = _num_masked(node.next_functions[0][0])
+        counted = num_terms - masked
+        # What the part is multiplied by, without what it is divided by.
+        times = abs(factor) * math.prod(divisors)
+        if masked and name == "Mean" and abs(times * counted / num_terms - 1) < 1e-3:
+            # Divided by the share of terms that count: their sum, divided by their number.
+            name, factor, divisors = "Sum", factor / num_terms, (*divisors, counted)
         if name == "Sum":
             is_mean = any(abs(by - num_terms) < 0.5 for by in divisors)
             in_mean = masked if is_mean else 0
-            return Term(name, "sum", num_terms - masked, factor, divisors, in_mean)
+            return Term(name, "sum", counted, factor, divisors, in_mean)
         return Term(name, "mean", num_terms, factor, divisors, masked)
     reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "")
     weight, given = _saved(node, "total_weight"), _saved(node, "self")

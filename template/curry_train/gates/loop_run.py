@@ -153,7 +153,8 @@ def _stopped_by_signals() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
+            # Windows has no SIGHUP, which comes where a terminal is closed.
+            for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
                 stack.callback(signal.signal, number, signal.signal(number, stop))
         yield
 

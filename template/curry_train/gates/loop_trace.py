@@ -608,7 +608,7 @@ class Observer:
         caller: Any = sys._getframe(2)
         while caller.f_globals.get("__name__", "").startswith("torch."):
             caller = caller.f_back
-        # What a library adds in each step, as Trainers do, is not the user's to remove.
+        # A hook that a library adds in each step, as Trainers do, is not for the user to remove.
         is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
         if is_users and not self.in_backward and not self.stepping:
             one = handle.hooks_dict_ref, handle.id, users_line(), self.num_steps_made

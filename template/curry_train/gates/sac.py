@@ -103,7 +103,7 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
         yield
     except NotApplicable:
         raise
-    except Exception as error:  # of the user's model, loss or implementation
+    except Exception as error:  # the user's model, loss or policy may raise anything
         module = case.build()
         sac.apply_sac(module, policy, blocks=case.blocks)
         try:

@@ -32,7 +32,7 @@ from .saved import (
 
 MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes of whole steps
 EXTRA_SECONDS = {SAC_KIND: SAC_SECONDS, REGIONS_KIND: REGIONS_SECONDS}
-# What the user's own code may raise under an option that does not suit it.
+# Errors that a user's block may raise under an option that it can't run with.
 ERRORS_OF_BLOCKS = (
     AssertionError,
     AttributeError,
@@ -53,10 +53,11 @@ Named = tuple[tuple[str, int], int, int]
 
 @dataclass(frozen=True, eq=False)
 class OptionCost:
-    """What a block costs under an option, compared with the block as it is.
+    """Memory and time of a block under an option, compared with the block as it is.
 
-    Bytes are those after forward, and those in its backward besides what blocks hold, at each of
-    the measured sizes; negative where the option needs less.
+    At each measured size there are two numbers of bytes: those that the block holds after its
+    forward, and those that its backward needs on top of what all blocks hold. Both are negative
+    where the option needs less.
     """
 
     small: Bytes
@@ -247,7 +248,8 @@ def measure_menus(
     nothing = numpy.zeros(2)
     for names in kinds:
         costs = {option: cost for name in names for option, cost in found[name].items()}
-        # What of the bytes does not grow with the microbatch is that of full recompute.
+        # The part of the bytes that does not grow with the microbatch is measured under full
+        # recompute, and taken for the other options too.
         fixed = 2 * halves[names[0]] - costs[full][0] if names[0] in halves else nothing
         menu = {Option(NONE_KIND): OptionCost(nothing, nothing)}
         for option, (whole, slowdown) in costs.items():

@@ -224,7 +224,7 @@ class StepLayers(RunningLayers):
         """Return torch's own tensors among what is passed in forward, and not in recompute."""
         if self._record.phase != "forward":
             return []
-        return [one for one in tensors_in(values) if type(one).__module__.startswith("torch")]
+        return [one for one in tensors_in(values) if type(one).__module__.split(".")[0] == "torch"]
 
     def _mark(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
         if tensor.requires_grad:

@@ -370,7 +370,8 @@ class ShardedLayout:
         self._folder = folder
         self._metadata: Any = None
         self._planner = _Planner(**options)
-        # The folder syncs its files itself.
+        # The folder hashes its files and syncs them itself. It has those methods of torch's file
+        # system that the writer calls, and torch's type asks for all of them.
         self._writer = FileSystemWriter("", sync_files=False)
         self._writer.fs = folder  # type: ignore[assignment]
 
