@@ -27,15 +27,17 @@ import argparse
 import fnmatch
 import json
 import os
+import random
 import re
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,6 +54,16 @@ ARMS = ("none", "gutted", "whole", "index")
 SHORT = "short"  # the tag of the cases that run in every test
 HIDDEN = ("evals", "tests", "evidence", "benchmarks")  # what no agent under test may read
 MANIFESTS = ("plugin.json", ".claude-plugin/plugin.json", ".claude-plugin/marketplace.json")
+# Figures of the runs of an arm, whose interval a record has.
+FIGURES = ("score", "tool_calls", "tokens", "seconds")
+# By figure: the head of its column, the column's width and the digits after the point.
+COLUMNS = {
+    "score": ("points", 17, 2),
+    "gain": ("gain over none", 21, 2),
+    "tool_calls": ("commands", 16, 0),
+    "seconds": ("seconds", 18, 0),
+}
+RESAMPLES = 1000
 SCRIPTED = shlex.join([sys.executable, str(ROOT / "benchmarks/evals_scripted.py")])
 
 
@@ -301,6 +313,65 @@ def versions() -> dict[str, str]:
     }
 
 
+def intervals(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
+    """Return mean, low and high of each figure of each arm, and of its gain in points over none.
+
+    A mean is that of the cases' means. Between low and high lie 95% of the means that come out
+    where cases, and the runs of each, are drawn again.
+    """
+    generator = random.Random(0)
+    found: dict[str, dict[str, list[float]]] = {arm: {} for arm in ARMS}
+    for figure in FIGURES:
+        values: dict[str, dict[str, list[float]]] = {}
+        for row in rows:
+            if getattr(row, figure) is not None:
+                values.setdefault(row.case, {}).setdefault(row.arm, []).append(getattr(row, figure))
+        first = means_of_arms([*values.values()])
+        drawn = [
+            means_of_arms(
+                [
+                    {arm: generator.choices(own, k=len(own)) for arm, own in one.items()}
+                    for one in generator.choices([*values.values()], k=len(values))
+                ]
+            )
+            for _ in range(RESAMPLES if values else 0)
+        ]
+        for arm, mean in first.items():
+            found[arm][figure] = _middle(mean, [one[arm] for one in drawn if arm in one])
+            if figure == "score" and arm != "none" and "none" in first:
+                both = [one[arm] - one["none"] for one in drawn if {arm, "none"} <= {*one}]
+                found[arm]["gain"] = _middle(mean - first["none"], both)
+    return {arm: figures for arm, figures in found.items() if figures}
+
+
+def means_of_arms(cases: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Return the mean over cases of the mean over runs, for each arm."""
+    by_arm: dict[str, list[float]] = {}
+    for one in cases:
+        for arm, values in one.items():
+            by_arm.setdefault(arm, []).append(statistics.fmean(values))
+    return {arm: statistics.fmean(means) for arm, means in by_arm.items()}
+
+
+def _middle(mean: float, drawn: Sequence[float]) -> list[float]:
+    places = sorted(drawn)
+    cut = round(len(places) * 0.025)
+    return [round(one, 4) for one in (mean, places[cut], places[-1 - cut])]
+
+
+def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Format the intervals of all arms, in 80 columns."""
+    lines = [f"{'arm':7}" + "".join(f"{head:>{width}}" for head, width, _ in COLUMNS.values())]
+    for arm, figures in found.items():
+        line = f"{arm:7}"
+        for name, (_, width, digits) in COLUMNS.items():
+            shown = [f"{one:.{digits}f}" for one in figures.get(name, ())]
+            cell = f"{shown[0]} ({shown[1]}..{shown[2]})" if shown else "-"
+            line += f"{cell:>{width}}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def record(rows: Sequence[Row], words: Sequence[str]) -> dict[str, Any]:
     """Return the record of all runs, with the mean score of each case and arm."""
     scores: dict[str, dict[str, list[float]]] = {}
@@ -316,6 +387,7 @@ def record(rows: Sequence[Row], words: Sequence[str]) -> dict[str, Any]:
         "versions": versions(),
         "rows": [asdict(row) for row in rows],
         "scores": means,
+        "intervals": intervals(rows),
     }
 
 
@@ -380,6 +452,7 @@ def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
         text = json.dumps(record(rows, words), indent=1)
         Path(options.json).write_text(text + "\n", encoding="utf-8")
     if not options.dry_run:
+        print(table(intervals(rows)))
         return 0
     return int(any((row.score == 1) != (row.agent == "reference") for row in rows))
 

@@ -33,7 +33,7 @@ QUICK = SHORT[0]
 MOST_COMMANDS = 6  # that solve a hard case
 TIMES_ALONE = 3  # as many commands as with curry-train show a case to be hard, if solved without it
 SKILLS = [skill.name for skill in skills(ROOT)]
-RECORD_KEYS = {"schema", "command", "date", "versions", "rows", "scores"}
+RECORD_KEYS = {"schema", "command", "date", "versions", "rows", "scores", "intervals"}
 ROW_KEYS = {
     "case",
     "skill",
@@ -122,6 +122,36 @@ def test_a_dry_run_ends_with_0_and_records_versions_and_points(quick_record):
     assert all(set(row) == ROW_KEYS for row in record["rows"])
     points = [one for row in rows.values() for one in row["points"]]
     assert all(set(one) == POINT_KEYS for one in points)
+
+
+def runs_of(arm, scores, tools=None):
+    """Return the runs of an arm: for each case, the score of each of its runs."""
+    return [
+        evals.Row(f"case {case}", "", "agent", arm, run, 0, 2.0, tools, None, one, [], "")
+        for case, runs in enumerate(scores)
+        for run, one in enumerate(runs)
+    ]
+
+
+def test_the_interval_of_an_arm_is_that_of_other_cases_and_runs():
+    none = runs_of("none", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [0.5, 0.5, 0.5]], tools=30)
+    whole = runs_of("whole", [[1, 1, 1], [1, 1, 1], [1, 1, 1], [0.5, 1, 1]], tools=10)
+    found = evals.intervals([*none, *whole])
+    assert [*found] == ["none", "whole"]
+    mean, low, high = found["none"]["score"]
+    assert mean == pytest.approx((0 + 1 + 1 / 3 + 0.5) / 4, abs=1e-4)
+    assert low < mean - 0.2
+    assert high > mean + 0.2
+    gain, least, most = found["whole"]["gain"]
+    assert gain == pytest.approx(found["whole"]["score"][0] - mean, abs=1e-4)
+    # Cases are drawn for both arms together, so what they share does not widen the gain.
+    assert most - least < (high - low) + (found["whole"]["score"][2] - found["whole"]["score"][1])
+    assert found["none"]["tool_calls"] == [30, 30, 30]
+    assert "tokens" not in found["none"]
+    lines = evals.table(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "10 (10..10)" in lines[2]
+    assert lines[1].split()[0] == "none"
 
 
 def test_each_skill_has_a_short_case_and_no_more_than_twelve_are_easy():
