@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
 import statistics
-from dataclasses import asdict, dataclass
 
 import click
 import torch
@@ -19,24 +18,11 @@ from curry_train.core.timing import time_in_turns
 from curry_train.core.wording import provenance, write_json
 
 
-@dataclass(frozen=True)
-class AccumulationCost:
-    """Microseconds per microstep, as medians over the repeats.
+def measure_accumulation_cost(microsteps: int, *, repeats: int) -> dict[str, float]:
+    """Compare a window with the same step by hand, on a model so small that Python dominates.
 
-    `cost_us` is the median of the paired differences.
+    The figures are microseconds per microstep, as medians; `cost_us` is that of the differences.
     """
-
-    microsteps: int
-    repeats: int
-    by_hand_us: float
-    helper_us: float
-    cost_us: float
-
-
-def measure_accumulation_cost(
-    *, microsteps: int = 8, repeats: int = 400, warmup: int = 50
-) -> AccumulationCost:
-    """Compare a window with the same step by hand, on a model so small that Python dominates."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -56,16 +42,12 @@ def measure_accumulation_cost(
     def window() -> None:
         run_accumulated_step(model, optimizer, microbatches, _square_sum, count=len, clip_norm=1.0)
 
-    hand, ours = time_in_turns([by_hand, window], rounds=repeats, warmup=warmup)
+    hand, ours = time_in_turns([by_hand, window], rounds=repeats, warmup=50)
+    differences = [second - first for first, second in zip(hand, ours, strict=True)]
+    columns = {"by_hand_us": hand, "helper_us": ours, "cost_us": differences}
     scale = 1e6 / microsteps
-    cost = statistics.median(second - first for first, second in zip(hand, ours, strict=True))
-    return AccumulationCost(
-        microsteps,
-        repeats,
-        statistics.median(hand) * scale,
-        statistics.median(ours) * scale,
-        cost * scale,
-    )
+    found = {name: scale * statistics.median(column) for name, column in columns.items()}
+    return {"microsteps": microsteps, "repeats": repeats} | found
 
 
 def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
@@ -77,18 +59,16 @@ def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
 @json_option()
 def main(repeats: int, json_path: str | None) -> None:
     """Measure the overhead of `run_accumulated_step` over the same loop written by hand."""
-    costs = [
-        measure_accumulation_cost(microsteps=microsteps, repeats=repeats)
-        for microsteps in (4, 8, 32)
-    ]
-    for cost in costs:
+    figures = {}
+    for microsteps in (4, 8, 32):
+        cost = measure_accumulation_cost(microsteps, repeats=repeats)
+        figures[f"microsteps_{microsteps}"] = cost
         click.echo(
-            f"{cost.microsteps:3d} microsteps: by hand {cost.by_hand_us:6.1f} us, "
-            f"helper {cost.helper_us:6.1f} us, cost {cost.cost_us:+5.1f} us each",
+            f"{microsteps:3d} microsteps: by hand {cost['by_hand_us']:6.1f} us, "
+            f"helper {cost['helper_us']:6.1f} us, cost {cost['cost_us']:+5.1f} us each",
             err=json_path == "-",
         )
     if json_path:
-        figures = {f"microsteps_{cost.microsteps}": asdict(cost) for cost in costs}
         write_json(json_path, provenance(torch.device("cpu")) | {"helper_cost": figures})
 
 

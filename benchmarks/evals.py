@@ -49,20 +49,12 @@ from evals_grading import Grade, as_rows, grade, score
 from evals_scripted import IDLE, solutions
 
 ROOT = Path(__file__).resolve().parents[1]
-SCHEMA = 1  # of the record; raise it when a key changes its meaning
 ARMS = ("none", "gutted", "whole", "index")
 SHORT = "short"  # the tag of the cases that run in every test
 HIDDEN = ("evals", "tests", "evidence", "benchmarks")  # what no agent under test may read
 MANIFESTS = ("plugin.json", ".claude-plugin/plugin.json", ".claude-plugin/marketplace.json")
 # Figures of the runs of an arm, whose interval a record has.
 FIGURES = ("score", "tool_calls", "tokens", "seconds")
-# By figure: the head of its column, the column's width and the digits after the point.
-COLUMNS = {
-    "score": ("points", 17, 2),
-    "gain": ("gain over none", 21, 2),
-    "tool_calls": ("commands", 16, 0),
-    "seconds": ("seconds", 18, 0),
-}
 RESAMPLES = 1000
 SCRIPTED = shlex.join([sys.executable, str(ROOT / "benchmarks/evals_scripted.py")])
 
@@ -298,21 +290,6 @@ def real_runs(found: Sequence[Case], command: str, arms: Sequence[str], runs: in
 # Records
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that a record depends on."""
-    import platform
-
-    import torch
-
-    import curry_train
-
-    return {
-        "curry_train": curry_train.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def intervals(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
     """Return mean, low and high of each figure of each arm, and of its gain in points over none.
 
@@ -359,36 +336,24 @@ def _middle(mean: float, drawn: Sequence[float]) -> list[float]:
     return [round(one, 4) for one in (mean, places[cut], places[-1 - cut])]
 
 
-def table(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Format the intervals of all arms, in 80 columns."""
-    lines = [f"{'arm':7}" + "".join(f"{head:>{width}}" for head, width, _ in COLUMNS.values())]
-    for arm, figures in found.items():
-        line = f"{arm:7}"
-        for name, (_, width, digits) in COLUMNS.items():
-            shown = [f"{one:.{digits}f}" for one in figures.get(name, ())]
-            cell = f"{shown[0]} ({shown[1]}..{shown[2]})" if shown else "-"
-            line += f"{cell:>{width}}"
-        lines.append(line)
-    return "\n".join(lines)
+def described(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Format the intervals of each arm, a line each."""
+    return "\n".join(
+        f"{arm:8}{name:12}{mean:>10,.4g}   {low:,.4g} to {high:,.4g}"
+        for arm, figures in found.items()
+        for name, (mean, low, high) in figures.items()
+    )
 
 
-def record(rows: Sequence[Row], words: Sequence[str]) -> dict[str, Any]:
-    """Return the record of all runs, with the mean score of each case and arm."""
-    scores: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        scores.setdefault(row.case, {}).setdefault(f"{row.agent} {row.arm}", []).append(row.score)
-    means: dict[str, dict[str, float]] = {}
-    for case, by_name in scores.items():
-        means[case] = {name: round(sum(one) / len(one), 4) for name, one in by_name.items()}
-    return {
-        "schema": SCHEMA,
-        "command": shlex.join(["benchmarks/evals.py", *words]),
-        "date": time.strftime("%Y-%m-%d"),
-        "versions": versions(),
-        "rows": [asdict(row) for row in rows],
-        "scores": means,
-        "intervals": intervals(rows),
-    }
+def record(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the record of all runs."""
+    import torch
+
+    from curry_train import __version__
+    from curry_train.core.wording import provenance
+
+    facts = provenance(torch.device("cpu")) | {"curry_train": __version__}
+    return facts | {"intervals": intervals(rows), "rows": [asdict(row) for row in rows]}
 
 
 # Command
@@ -449,10 +414,9 @@ def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
             flush=True,
         )
     if options.json:
-        text = json.dumps(record(rows, words), indent=1)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(record(rows), indent=1) + "\n", encoding="utf-8")
     if not options.dry_run:
-        print(table(intervals(rows)))
+        print(described(intervals(rows)))
         return 0
     return int(any((row.score == 1) != (row.agent == "reference") for row in rows))
 

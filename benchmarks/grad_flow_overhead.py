@@ -14,9 +14,9 @@ from typing import Any
 import click
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from curry_train.cli.options import json_option
+from curry_train.core.measure import LiveStorages
 from curry_train.core.timing import time_in_turns
 from curry_train.core.wording import provenance, write_json
 from curry_train.primitives.grad_flow import GradFlow
@@ -75,16 +75,6 @@ class HooksByHand(contextlib.AbstractContextManager[Any]):
             handle.remove()
 
 
-class Operations(TorchDispatchMode):
-    """Count dispatched operations."""
-
-    num_calls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _between_probes(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradFlow:
     flow = GradFlow(model, optimizer, every=UNPROBED_INTERVAL)
     flow.next_step = 1  # the first step is probed
@@ -126,9 +116,9 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
         }
         for way, step in steps.items():
             step()
-            with Operations() as counted:
+            with LiveStorages() as storages:
                 step()
-            operations[way] = counted.num_calls
+            operations[way] = storages.num_operations
         timed = time_in_turns([*steps.values()], rounds=repeats, warmup=0)
     seconds = dict(zip(steps, map(statistics.median, timed), strict=True))
     return {

@@ -48,15 +48,6 @@ def flops_of(step: StepEstimate, name: str) -> float:
     return float(work_of(step, name)[0].sum())
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Print peak and recompute of each choice."""
-    for row in rows:
-        click.echo(
-            f"  {row['choice']:<36} peak {format_bytes(row['peak_bytes']):>9} "
-            f"{row['of_forward']:>7.1%} again"
-        )
-
-
 @click.command()
 @model_option("spec", default=LLAMA)
 @batch_size_option(default=1)
@@ -121,7 +112,11 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         f"{format_bytes(plain.peak_bytes)}\n{number} blocks hold {format_bytes(held)} each; "
         "recomputed, as a part of their forward:"
     )
-    show(rows)
+    for one in rows:
+        click.echo(
+            f"  {one['choice']:<36} peak {format_bytes(one['peak_bytes']):>9} "
+            f"{one['of_forward']:>7.1%} again"
+        )
     click.echo(
         f"the plan recomputes {of_policy:.3f} of what the policy does, "
         f"{of_halves:.3f} of what the best of none and full does"

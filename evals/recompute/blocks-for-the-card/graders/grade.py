@@ -23,10 +23,10 @@ def fits(work: Work) -> None:
 
 @point(4)
 def little_is_recomputed(work: Work) -> None:
-    """It fits, and a step has at most 7% more FLOPs than without recomputation."""
+    """It fits, and a step has at most 8% more FLOPs than without recomputation."""
     fits(work)
     share = measured(work.folder)["flops"] / PLAIN_FLOPS
-    assert share <= 1.07, f"{share:.3f} times the FLOPs"
+    assert share <= 1.08, f"{share:.3f} times the FLOPs"
 
 
 @guard(1)
