@@ -517,7 +517,7 @@ def _folder(history: History, life: Life, before: int) -> list[str]:
         for kind in CHECKPOINT_KINDS
         for folder, why in run.damaged(kind).items()
     ]
-    for one in run.all_committed():
+    for one in run.committed():
         found = (history.folder / one.folder / "manifest.json").read_text()
         if history.checked.get(one.folder) != found:
             try:

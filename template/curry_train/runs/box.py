@@ -32,7 +32,6 @@ from .layout import step_of
 from .policy_config import BoxConfig, read_fields
 from .random_state import check_random_state, take_random_state
 from .ranks import Ranks, RunError, reading
-from .retention import newest_first
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 from .store import Store
@@ -143,7 +142,7 @@ class Boxes:
         if self._files.kind(part):
             self._files.remove_folder(part)
         self._files.make_folder(part)
-        states = [one for one in newest_first(self._store.states()) if one.step < step]
+        states = [one for one in self._store.states() if one.step < step]
         # With a good step between the state and the bad one the two can be compared.
         chosen = next((one for one in states if one.step < step - 1), next(iter(states), None))
         names = [RECOVERIES_FILE_NAME] if self._files.kind(RECOVERIES_FILE_NAME) else []

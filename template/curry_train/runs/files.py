@@ -7,13 +7,16 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
+import io
 import logging
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
+
+import xxhash
 
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
@@ -29,6 +32,28 @@ def checked(key: str) -> str:
             f"{key!r} leads out of the run's folder: don't load this checkpoint"
         )
     return key
+
+
+class HashingStream(io.BufferedWriter):
+    """A new file that hashes what is written to it, from its beginning to its end."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        super().__init__(raw)
+        self.hash = xxhash.xxh3_128()
+        # The first error of a write. Torch's zip writer hides it behind "unexpected pos".
+        self.failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+        self.hash.update(data)
+        return written
+
+    def close(self) -> None:
+        """Do nothing: torch closes it before it is on the disk."""
 
 
 class Files:
@@ -48,12 +73,13 @@ class Files:
         self.path(key).mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def create(self, key: str) -> Iterator[BinaryIO]:
+    def create(self, key: str) -> Iterator["HashingStream"]:
         """Open a new file; its content is on the disk when the `with` statement ends."""
-        with self.path(key).open("xb") as stream:
+        with io.FileIO(self.path(key), "x") as file:
+            stream = HashingStream(file)
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(file.fileno())
 
     def read(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Return the content of a file; raise DamagedCheckpoint if it is longer than allowed."""
@@ -120,7 +146,7 @@ class Files:
     def size(self, key: str) -> int:
         return self.path(key).lstat().st_size
 
-    def open(self, key: str) -> BinaryIO:
+    def open(self, key: str) -> io.BufferedReader:
         return self.path(key).open("rb")
 
     def point(self, key: str, target: str | None) -> None:

@@ -31,11 +31,7 @@ from .layout import BEST_KIND, SavedCheckpoint, folder_name
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
-from .retention import (
-    is_among_best,
-    newest_first,
-    to_delete,
-)
+from .retention import is_among_best, to_delete
 from .state import TrainingState
 from .store import Store
 
@@ -381,7 +377,7 @@ class SavingPolicy:
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
-        found = Ranks().agree(lambda: newest_first(self.store.states()))
+        found = Ranks().agree(self.store.states)
         return [saved for saved in found if saved.step >= step]
 
     def _go_on_after(self, step: int) -> None:
@@ -437,11 +433,8 @@ class SavingPolicy:
 
     def _superseded(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that retention deletes; called on the first rank."""
-        committed = self.store.all_committed()
-        given_up = self.store.given_up(committed)
-        counted = [saved for saved in committed if saved not in given_up]
-        beyond_counts = to_delete(counted, self.config)
-        return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]
+        superseded = to_delete(self.store.committed(), self.config)
+        return [saved for saved in superseded if saved != self._last]
 
     def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
         """Delete the checkpoints that the first rank chooses."""
