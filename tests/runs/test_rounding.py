@@ -84,7 +84,6 @@ FAULTS = [
     ("stale weight, renamed", 2, "state", "model.h.0.up.weight"),
     ("flipped moment", 2, "optimizer", "model.head.weight"),
     ("hooked", 1, "gradients", "model.head.bias"),
-    ("renamed", 0, "", ""),
 ]
 
 
@@ -93,9 +92,6 @@ def test_more_than_rounding_is_named_among_other_sums(
     with_tolerance, monkeypatch, fault, step, phase, path
 ):
     _, found = with_tolerance(fault, monkeypatch=monkeypatch)
-    if not step:
-        assert found.is_equal, found
-        return
     assert (found.place["step"], found.place["phase"]) == (step, phase), found
     assert path == found.place["path"], found
 

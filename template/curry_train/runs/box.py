@@ -30,7 +30,7 @@ from .files import Files
 from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
-from .random_state import check_random_state, take_random_state
+from .random_state import take_random_state
 from .ranks import Ranks, RunError, reading
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
@@ -251,8 +251,6 @@ def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
         data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
         content = load_foreign(data)
         found = {name: content[name] for name in ("batches", "generators")}
-        if found["generators"] is not None:
-            check_random_state(found["generators"])
         if not isinstance(found["batches"], list | None):
             raise TypeError("it holds no list of batches")
     return found

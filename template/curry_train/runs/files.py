@@ -152,8 +152,7 @@ class Files:
     def point(self, key: str, target: str | None) -> None:
         """Make a name point to a folder, or to nothing."""
         path = self.path(key)
-        is_right = target is not None and path.is_symlink() and str(path.readlink()) == target
-        if is_right or (target is None and not path.is_symlink()):
+        if target == (str(path.readlink()) if path.is_symlink() else None):
             return
         new = self.path(f".{key}.new")
         try:

@@ -88,8 +88,8 @@ class Cadence:
         self._paused = 0.0
         self._steps = deque[float](maxlen=NUM_RECENT_DURATIONS)
         self._saves = deque[float](maxlen=NUM_RECENT_DURATIONS)
-        # The next step at which rank 0 decides, so that most steps need no communication.
-        self._following = 0
+        # Steps until rank 0 decides again, so that most steps need no communication.
+        self._left = 0
         self.go_on()
 
     def go_on(self) -> None:
@@ -143,17 +143,14 @@ class Cadence:
             return 0
         return steps_between(missing_seconds, _mean(self._steps), self._config.overhead)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether `auto` saves after this step; call on all ranks together."""
-        if self._config.rollback_every != AUTO_INTERVAL or step < self._following:
+    def is_due(self) -> bool:
+        """Return whether `auto` saves now; call after each step, on all ranks together."""
+        self._left -= 1
+        if self._config.rollback_every != AUTO_INTERVAL or self._left > 0:
             return False
         remaining = Ranks().agree(self.steps_to_next)
-        self._following = step + max(1, remaining)
+        self._left = max(1, remaining)
         return remaining == 0
-
-    def turned_back(self) -> None:
-        """Call after the run went back to an earlier step."""
-        self._following = 0
 
 
 def _mean(values: deque[float]) -> float:
@@ -328,7 +325,7 @@ class SavingPolicy:
         infinite; or if the state is not sound (see `what_is_wrong`).
         """
         self._cadence.trained()
-        kinds = due(step, self.config, automatic=self._cadence.is_due(step))
+        kinds = due(step, self.config, automatic=self._cadence.is_due())
         measured = metrics.get(self.config.best_k_metric) is not None
         saved: list[SavedCheckpoint] = []
         if kinds or (measured and self.config.best_k):
@@ -384,7 +381,6 @@ class SavingPolicy:
         """Let the next state that is saved replace all later ones."""
         self.store.branch(step)
         self._entered = True
-        self._cadence.turned_back()
 
     def _save_due(
         self, step: int, state: Savable, kinds: tuple[str, ...], value: float

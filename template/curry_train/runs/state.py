@@ -27,7 +27,6 @@ from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
 from .history import ABSENT_VALUE, changes
 from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
-    check_random_state,
     restore_random_state,
     restore_threads,
     seed_new_rank,
@@ -411,7 +410,6 @@ class Load:
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
         notes += self._changes_of_the_run()
-        check_random_state(found["random"])
         state.loaded_random = (found["random"], self._is_new_rank)
         notes += state.restore_random()
 

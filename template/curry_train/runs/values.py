@@ -232,14 +232,14 @@ def _is_simple(value: Any) -> bool:
 
 def _came_back(value: Any, name: str) -> Any:
     """Return the copy of a value that a file gives back, of the same type."""
+    dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
+    what = f"a {type(value).__name__}{dtype}"
     try:
         found = load(dump(value))
-    except Exception as error:
-        dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
-        what = f"a {type(value).__name__}{dtype}"
-        raise ValueError(f"{name}: {what} can't be saved; {CONVERT_ADVICE}") from error
+    except Exception:  # noqa: BLE001 - it may raise anything, and is in the error's context
+        refuse_value(name, what)
     if type(found) is not type(value):
-        refuse_value(name, f"a {type(value).__name__}")
+        refuse_value(name, what)
     return found
 
 
