@@ -147,14 +147,12 @@ class Boxes:
         chosen = next((one for one in states if one.step < step - 1), next(iter(states), None))
         names = [RECOVERIES_FILE_NAME] if self._files.kind(RECOVERIES_FILE_NAME) else []
         if chosen is not None:
-            files = [one for one in self._files.path(chosen.folder).rglob("*") if one.is_file()]
-            names += [one.relative_to(self._files.root).as_posix() for one in files]
-        num_bytes = sum(self._files.size(name) for name in names)
-        if num_bytes > self._config.most_bytes:
-            raise RunError(
-                f"its state takes {num_bytes:,} bytes, and box.most_bytes is "
-                f"{self._config.most_bytes:,}"
-            )
+            names += [f"{chosen.folder}/{name}" for name in self._files.sizes(chosen.folder)]
+            if chosen.num_bytes > self._config.most_bytes:
+                raise RunError(
+                    f"its state takes {chosen.num_bytes:,} bytes, and box.most_bytes is "
+                    f"{self._config.most_bytes:,}"
+                )
         for name in names:
             target = self._files.path(f"{part}/{name}")
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -127,11 +127,18 @@ class Files:
             return []
         return sorted(entry.name for entry in path.iterdir())
 
-    def below(self, key: str) -> list[str]:
-        """Return the files below a folder, relative to it; links and devices too."""
+    def sizes(self, key: str) -> dict[str, int | None]:
+        """Return the size of each file below a folder, relative to it; None of others."""
         path = self.path(key)
-        found = [one for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
-        return sorted(one.relative_to(path).as_posix() for one in found)
+        found: dict[str, int | None] = {}
+        for one in path.rglob("*"):
+            # Another process may remove the folder just now.
+            with contextlib.suppress(FileNotFoundError):
+                status = one.lstat()
+                if not stat.S_ISDIR(status.st_mode):
+                    is_file = stat.S_ISREG(status.st_mode)
+                    found[one.relative_to(path).as_posix()] = status.st_size if is_file else None
+        return found
 
     def kind(self, key: str) -> str | None:
         """Return "file", "folder" or "link or device", or None if nothing exists."""
@@ -142,9 +149,6 @@ class Files:
         if stat.S_ISREG(mode):
             return "file"
         return "folder" if stat.S_ISDIR(mode) else "link or device"
-
-    def size(self, key: str) -> int:
-        return self.path(key).lstat().st_size
 
     def open(self, key: str) -> io.BufferedReader:
         return self.path(key).open("rb")

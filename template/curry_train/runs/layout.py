@@ -210,15 +210,15 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
 def check_sizes(files: Files, folder: str, manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
     where = files.location(folder)
-    present = files.below(folder)
-    for name in {*present, *manifest.files} - {MANIFEST_FILE_NAME}:
+    sizes = files.sizes(folder)
+    for name in {*sizes, *manifest.files} - {MANIFEST_FILE_NAME}:
         entry = manifest.files.get(name)
-        kind = files.kind(f"{folder}/{name}")
         if entry is None:
             raise DamagedCheckpoint(f"{where}: {name} is not in the manifest")
-        if kind != "file":
-            raise DamagedCheckpoint(f"{where}: {name} is {f'a {kind}' if kind else 'missing'}")
-        if (size := files.size(f"{folder}/{name}")) != entry.bytes:
+        if (size := sizes.get(name)) is None:
+            what = "a link or device" if name in sizes else "missing"
+            raise DamagedCheckpoint(f"{where}: {name} is {what}")
+        if size != entry.bytes:
             raise DamagedCheckpoint(
                 f"{where}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
             )
