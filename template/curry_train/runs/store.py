@@ -16,7 +16,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,14 +190,19 @@ class SavedRun:
         self, folder: str, manifest: SavedCheckpoint
     ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
-        found = self._values(folder)
+        key = f"{folder}/{STATE_FILE_NAME}"
+        with reading(f"{self.files.location(key)} can't be read"):
+            found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
+            values, ranks = found["values"], found["ranks"]
+            if not isinstance(values, dict) or not isinstance(ranks, list):
+                raise ValueError("it does not hold the values of a state")
         if manifest.kind == BEST_KIND:
             best = read_best(self.files, folder, found.get("others"))
-            contents = Contents(best, found["values"], found["ranks"], model_only=True)
+            contents = Contents(best, values, ranks, model_only=True)
             return contents, lambda targets: copy_into(targets, best)
         with reading("the index of the tensors can't be read"):
             metadata = checked_index(found.get("index"), manifest)
-        contents = Contents(shapes_of(metadata), found["values"], found["ranks"])
+        contents = Contents(shapes_of(metadata), values, ranks)
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
     def folder_of(self, checkpoint: Which) -> str:
@@ -224,14 +228,6 @@ class SavedRun:
                 f"run's folder"
             )
         return folder
-
-    def _values(self, folder: str) -> dict[str, Any]:
-        key = f"{folder}/{STATE_FILE_NAME}"
-        with reading(f"{self.files.location(key)} can't be read"):
-            found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
-            if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
-                raise ValueError("it does not hold the values of a state")
-            return dict(found)
 
 
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
@@ -433,14 +429,11 @@ class Store(SavedRun):
     def _discard_first(self, folder: str) -> None:
         self._lock.require_held()
         if self.files.kind(folder) is not None:
-            self._remove(folder)
+            removed = removed_name(folder)
+            self.files.rename(folder, removed)
+            self.files.sync_folder(folder.partition("/")[0])
+            self.files.remove_folder(removed)
             self._point()
-
-    def _remove(self, folder: str) -> None:
-        removed = removed_name(folder)
-        self.files.rename(folder, removed)
-        self.files.sync_folder(folder.partition("/")[0])
-        self.files.remove_folder(removed)
 
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
