@@ -62,7 +62,10 @@ def on_two_ranks(folder):
             found[f"error {rank} {background}"] = failing_rank(
                 f"{folder}/error{rank}{background}", rank, background
             )
-    return found | {"disk": on_a_disk_that_fails(f"{folder}/disk"), "alone": of_one(folder)}
+    return found | {
+        "disk": on_a_disk_that_fails(f"{folder}/disk"),
+        "alone": loaded(f"{folder}/alone", sharded),
+    }
 
 
 def in_background(folder):
@@ -227,10 +230,6 @@ def test_a_read_error_on_one_rank_is_handled_alike_on_all(answers):
     assert broken["rollback"] >= 5
     # The library maps the parameters, and its reads are not counted here.
     assert broken["best-k"] >= 3
-
-
-def of_one(folder):
-    return loaded(f"{folder}/alone", sharded)
 
 
 def loaded(folder, build):
