@@ -512,12 +512,8 @@ def _differences(history: History, life: Life, turn: int | None) -> list[str]:
 def _folder(history: History, life: Life, before: int) -> list[str]:
     """Look for states that are half there, lost, or of a line that was given up."""
     run = SavedRun(history.folder)
-    wrong = [
-        f"{folder} is half there: {why}"
-        for kind in CHECKPOINT_KINDS
-        for folder, why in run.damaged(kind).items()
-    ]
-    for one in run.all_committed():
+    wrong = [f"{folder} is half there: {why}" for folder, why in run.damaged().items()]
+    for one in run.committed():
         found = (history.folder / one.folder / "manifest.json").read_text()
         if history.checked.get(one.folder) != found:
             try:

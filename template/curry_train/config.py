@@ -98,8 +98,7 @@ class DataConfig:
         for name in ("documents", "mask"):
             fits = not getattr(self, name) or of_tokens
             require(fits, name, True, "false unless source is tokens")
-        length_fits = self.length is None or self.length >= 1
-        require(length_fits, "length", self.length, "1 or more, or null")
+        require_least(self, 1, "length")
         require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
         are_ranges = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)
         wanted = "pairs such as [[5760, 5888]], from a position up to a greater one"
@@ -147,9 +146,7 @@ class EvaluateConfig:
     samples: int = 256
 
     def __post_init__(self) -> None:
-        every_fits = self.every is None or self.every >= 1
-        require(every_fits, "every", self.every, "1 or more, or null for never")
-        require_least(self, 1, "samples")
+        require_least(self, 1, "every", "samples")
 
 
 @dataclass(frozen=True)
@@ -198,9 +195,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        require_least(self, 1, "steps", "batch_size", "microbatch")
+        require_least(self, 1, "steps", "batch_size", "microbatch", "ranks")
         require_least(self, 0, "seed")
-        require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "1 or more, or null")
         clip_fits = self.clip_norm is None or self.clip_norm > 0
         require(clip_fits, "clip_norm", self.clip_norm, "above 0, or null")
         is_plain = self.name == Path(self.name).name and self.name not in ("", ".", "..")

@@ -150,7 +150,7 @@ def test_resume_check_says_why_a_training_does_not_run(monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     status, output = call("resume-check", "--steps", "6", "stpes=3")
     assert status == 2
-    assert "stpes is no key; did you mean steps" in " ".join(output.split())
+    assert "stpes is no key; did you mean 'steps'" in " ".join(output.split())
 
 
 def test_one_bit_or_one_figure_makes_runs_differ():

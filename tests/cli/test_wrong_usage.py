@@ -66,7 +66,7 @@ grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no modul
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
 train --trainer made.py:blocks              | takes no --trainer, give a factory
-train stpes=3                               | Error: stpes is no key; did you mean steps?
+train stpes=3                               | Error: stpes is no key; did you mean 'steps'?
 train --config none.yaml                    | can't read the configuration none.yaml: No such file or directory
 train --resume latest                       | there is no saved state to resume from for 'latest'
 train parallel=ddp                          | this is a single process: start it with torchrun

@@ -68,6 +68,19 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     )
 
 
+class Holder:
+    """A part of a state that keeps what it is given."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> Any:
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state
+
+
 class _Stream:
     """A stream that calls `ask` at some writes, and fails after half of the bytes."""
 

@@ -20,7 +20,7 @@ from curry_train.runs import SpikeNotRecovered, saving
 from curry_train.runs.history import read_history
 
 BAD = range(90, 96)  # indices of drawn batches; an epoch has 40
-EPOCHS, BATCHES = 4, 40
+EPOCHS, BATCHES = 3, 40
 BACK = {"action": "rollback", "window": 32, "skip_around": 2}
 
 

@@ -27,11 +27,11 @@ def test_the_documented_block_is_the_default():
     [
         (
             {"rollback_evry": 5},
-            "checkpoint.rollback_evry is no key; did you mean checkpoint.rollback_every?",
+            "checkpoint.rollback_evry is no key; did you mean 'rollback_every'?",
         ),
         (
             {"rollback_every": 0},
-            "checkpoint.rollback_every must be 1 or more, auto, or null for never; got 0",
+            "checkpoint.rollback_every must be 1 or more, or null for none; got 0",
         ),
         ({"rollback_every": True}, "checkpoint.rollback_every must be"),
         ({"recovery_every": "auto"}, "checkpoint.recovery_every must be a whole number or null"),

@@ -3,6 +3,8 @@
 python -m pytest tests/runs/test_resume.py
 """
 
+import shutil
+
 import pytest
 from store_models import equal, new_state, tensors_of, train
 
@@ -11,11 +13,12 @@ from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.resume import NothingSaved, choose, load_chosen
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
     """Save rollbacks 9, 10, 100, recoveries 10, 50 and two best; return the content of each."""
     state, held = new_state(), {}
-    with Store(tmp_path / "run") as store:
+    folder = tmp_path_factory.mktemp("saved")
+    with Store(folder) as store:
         for step in (9, 10, 50, 100):
             train(state, 1)
             state.step = step
@@ -25,7 +28,13 @@ def run(tmp_path):
                     store.save(kind, step, state)
         store.save("best-k", 9, state, metric=("dev_loss", 0.5))
         store.save("best-k", 50, state, metric=("dev_loss", 0.25))
-    return tmp_path / "run", held
+    return folder, held
+
+
+@pytest.fixture
+def run(saved_run, tmp_path):
+    folder, held = saved_run
+    return shutil.copytree(folder, tmp_path / "run", symlinks=True), held
 
 
 def damage(folder, *, hard=False):
@@ -66,7 +75,7 @@ def test_a_resume_word_selects_its_checkpoint(run, what, folder):
 
 def test_best_by_the_direction_of_the_configuration(run):
     found = choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_direction="maximize"))
-    assert [one.step for one in found.candidates] == [9, 50]
+    assert [one.step for one in found[1]] == [9, 50]
     with pytest.raises(NothingSaved, match="holds no best-K checkpoint for accuracy"):
         choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_metric="accuracy"))
 

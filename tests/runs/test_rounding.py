@@ -39,9 +39,9 @@ def recorded(folder, fault="", *, exchange=None, monkeypatch=None, dtype=torch.f
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Return the folder of A's values, and its record."""
+    """Return the folder of A's values, its record, and those with noise by what they expect."""
     folder = tmp_path_factory.mktemp("kept")
-    return folder / "values", recorded(folder / "a", exchange=Exchange(folder / "values"))
+    return folder / "values", recorded(folder / "a", exchange=Exchange(folder / "values")), {}
 
 
 @pytest.fixture
@@ -49,18 +49,19 @@ def with_tolerance(tmp_path, kept):
     """Return a function that locates a fault where rounding is no difference."""
 
     def locate_again(fault="", **options):
-        values, a = kept
+        values, a, noises = kept
         b = recorded(tmp_path / "b", fault, **options)
         exact = locate(a, b)
         expected = expected_values(a, b, exact.place["step"])
         for name, of_run in zip("ab", expected, strict=True):
             (tmp_path / f"expected-{name}").mkdir()
             (tmp_path / f"expected-{name}" / "rank-0.json").write_text(json.dumps(of_run))
-        noise = Exchange(values, expected=tmp_path / "expected-a", noise=0)
-        measured = recorded(tmp_path / "noise", exchange=noise)
+        if (key := json.dumps(expected[0])) not in noises:
+            noise = Exchange(values, expected=tmp_path / "expected-a", noise=0)
+            noises[key] = recorded(tmp_path / "noise", exchange=noise)
         given = Exchange(values, expected=tmp_path / "expected-b")
         other = recorded(tmp_path / "other", fault, exchange=given, **options)
-        return exact, locate(a, other, [measured])
+        return exact, locate(a, other, [noises[key]])
 
     return locate_again
 
@@ -84,7 +85,6 @@ FAULTS = [
     ("stale weight, renamed", 2, "state", "model.h.0.up.weight"),
     ("flipped moment", 2, "optimizer", "model.head.weight"),
     ("hooked", 1, "gradients", "model.head.bias"),
-    ("renamed", 0, "", ""),
 ]
 
 
@@ -93,9 +93,6 @@ def test_more_than_rounding_is_named_among_other_sums(
     with_tolerance, monkeypatch, fault, step, phase, path
 ):
     _, found = with_tolerance(fault, monkeypatch=monkeypatch)
-    if not step:
-        assert found.is_equal, found
-        return
     assert (found.place["step"], found.place["phase"]) == (step, phase), found
     assert path == found.place["path"], found
 

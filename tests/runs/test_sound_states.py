@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from store_models import WIDTH, new_state, train
+from store_models import WIDTH, Holder, new_state, train
 from torch import nn
 
 from curry_train.runs import Store, TrainingState
@@ -15,19 +15,6 @@ from curry_train.runs.policy import SavingPolicy, nan_by_design, what_is_wrong
 from curry_train.runs.policy_config import PolicyConfig
 
 EACH_STEP = PolicyConfig(rollback_every=1, recovery_every=None, best_k=1)
-
-
-class Holder:
-    """A part of a state that holds one tensor."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-    def state_dict(self):
-        return {"x": self.tensor}
-
-    def load_state_dict(self, state):
-        self.tensor = state["x"]
 
 
 def odd_network():
@@ -46,7 +33,9 @@ def odd_network():
 
 def odd_state():
     average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    state = new_state(build=odd_network, extra={"x": Holder(torch.ones(2)), "average": average})
+    state = new_state(
+        build=odd_network, extra={"x": Holder({"x": torch.ones(2)}), "average": average}
+    )
     train(state, 1)
     return state
 
@@ -66,7 +55,7 @@ DAMAGE = {
     "mask": (lambda s: s.model.mask, math.nan, "mask has NaN"),
     "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table has NaN"),
     "moment": (moment, math.nan, "optimizer.0.0.weight/exp_avg_sq has NaN"),
-    "part": (lambda s: s.parts["extra-x"].tensor, math.nan, "part.extra-x/x has NaN"),
+    "part": (lambda s: s.parts["extra-x"].kept["x"], math.nan, "part.extra-x/x has NaN"),
     "average": (
         lambda s: s.parts["extra-average"].module.weight.data,
         math.nan,
@@ -102,7 +91,7 @@ def test_masks_odd_dtypes_and_nan_by_design_do_not_keep_a_state_from_being_saved
 
 def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(tmp_path, caplog):
     model = nn.Sequential(nn.LazyLinear(2))
-    held = Holder(print)
+    held = Holder({"x": print})
     state = TrainingState(model, torch.optim.SGD(model.parameters()), extra={"x": held})
     with Store(tmp_path) as store:
         policy = SavingPolicy(store, EACH_STEP)
@@ -111,7 +100,7 @@ def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(tmp
         model(torch.ones(1, 3))
         with pytest.raises(ValueError, match=r"part.extra-x/x: a builtin_function_or_\w+ can't"):
             policy.after_step(1, state, {})
-        held.tensor = torch.ones(1)
+        held.kept = {"x": torch.ones(1)}
         assert [one.step for one in policy.after_step(1, state, {})] == [1]
 
 

@@ -18,9 +18,7 @@ from curry_train.runs.spike import (
 )
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": -1}]', '[{"spike": "1"}]', "\0\xff"]
-)
+@pytest.mark.parametrize("text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": "1"}]', "\0\xff"])
 def test_an_invalid_file_of_recoveries_is_an_error_with_its_purpose(tmp_path, text):
     (tmp_path / RECOVERIES_FILE_NAME).write_text(text, encoding="latin-1")
     with pytest.raises(RunError, match="lists the samples that are skipped, and can't be read"):

@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from store_models import WIDTH, equal, network, new_state, tensors_of, train
+from store_models import WIDTH, Holder, equal, network, new_state, tensors_of, train
 from torch import nn
 
 from curry_train.runs import StateMismatch, TrainingState
@@ -236,20 +236,6 @@ def test_odd_optimizer_state_keeps_its_shared_memory(store):
     found = other.optimizers[0].state[weight]
     assert found["mirror"].data_ptr() == found["blocks"][1]["a.b"][0].data_ptr()
     assert found["slow"].data_ptr() == weight.data_ptr()
-
-
-class Holder:
-    """A part of a state that keeps what it is given."""
-
-    def __init__(self, kept=None, **attributes):
-        self.kept = kept
-        self.__dict__.update(attributes)
-
-    def state_dict(self):
-        return self.kept
-
-    def load_state_dict(self, state):
-        self.kept = state
 
 
 def test_an_average_of_another_model_is_refused_before_anything_changes(store):

@@ -28,7 +28,7 @@ def test_folders_have_the_documented_names(store, tmp_path):
         "best-k/dev_loss-0.4375-step-00000450.dcp",
     ]
     assert all((tmp_path / path / "manifest.json").is_file() for path in paths)
-    assert len({*store.all_committed(), *store.all_committed()}) == 3
+    assert len({*store.committed(), *store.committed()}) == 3
     assert str((tmp_path / "latest").readlink()) == "recovery/step-00001000.dcp"
 
 

@@ -41,10 +41,11 @@ def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stay
             if any(saved.step == step for saved in store.committed("rollback")):
                 store.verify(store.latest())
                 step += 1
-            other = new_state(seed=3)
-            store.load(first, other)
-            assert equal(tensors_of(other), expected)
+            store.verify(first)
         assert failures >= 10
+        other = new_state(seed=3)
+        store.load(first, other)
+        assert equal(tensors_of(other), expected)
         assert [row for row in messages if row[1] not in row[0] or row[2] not in row[0]] == []
         store.verify(store.save("rollback", step + 1, state))
         assert store.damaged("rollback") == {}

@@ -62,7 +62,10 @@ def on_two_ranks(folder):
             found[f"error {rank} {background}"] = failing_rank(
                 f"{folder}/error{rank}{background}", rank, background
             )
-    return found
+    return found | {
+        "disk": on_a_disk_that_fails(f"{folder}/disk"),
+        "alone": loaded(f"{folder}/alone", sharded),
+    }
 
 
 def in_background(folder):
@@ -160,8 +163,19 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(folder):
-    return run_on_ranks(f"{__file__}:on_two_ranks", folder=str(folder))
+def alone(folder):
+    """Save a state of one rank, and return it."""
+    state = new_state(seed=3)
+    train(state, 2)
+    with Store(folder / "alone") as store:
+        store.save("rollback", 2, state)
+        store.save("best-k", 2, state, metric=("dev_loss", 1.0))
+    return hash_of(tensors_of(state))
+
+
+@pytest.fixture(scope="module")
+def answers(folder, alone):
+    return run_on_ranks(f"{__file__}:on_two_ranks", folder=str(folder), timeout=180)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
@@ -196,9 +210,9 @@ def test_an_error_on_one_rank_is_raised_on_all(answers, rank, background):
     assert "Input/output error" in found[1]["message"]
 
 
-def test_a_read_error_on_one_rank_is_handled_alike_on_all(tmp_path):
+def test_a_read_error_on_one_rank_is_handled_alike_on_all(answers):
     """A failure at any file makes both ranks raise or both take the previous checkpoint."""
-    found = run_on_ranks(f"{__file__}:on_a_disk_that_fails", folder=str(tmp_path), timeout=90)
+    found = [answer["disk"] for answer in answers]
     broken = {"rollback": 0, "best-k": 0}
     for case in found[0]:
         kind, rank, _ = case.split()
@@ -218,30 +232,30 @@ def test_a_read_error_on_one_rank_is_handled_alike_on_all(tmp_path):
     assert broken["best-k"] >= 3
 
 
-def load_both(folder):
+def loaded(folder, build):
+    """Return the newest and the best state, and the notes of their loads."""
     found = {}
     for what in ("latest", "best"):
-        state = new_state(seed=9, build=sharded)
+        state = new_state(seed=9, build=build)
         notes = load_chosen(folder, state, what).report.notes
         found[what] = {"state": hash_of(tensors_of(state)), "notes": notes}
     return found
 
 
-def test_one_rank_loads_a_checkpoint_of_two_and_two_one_of_one(answers, folder, tmp_path):
+def model_of(rows):
+    return [row for row in rows if row[0].startswith("model.")]
+
+
+def test_one_rank_loads_a_checkpoint_of_two_and_two_one_of_one(answers, alone, folder):
     saved = answers[0]["fsdp2"]["state"]
-    model = [row for row in saved if row[0].startswith("model.")]
-    alone, best = new_state(seed=3), new_state(seed=4)
-    report = load_chosen(folder / "fsdp2", alone).report
-    assert report.notes[0] == "saved by 2 ranks, loaded by 1: the state is bit-equal"
-    assert hash_of(tensors_of(alone)) == saved
-    load_chosen(folder / "fsdp2", best, "best")
-    assert [row for row in hash_of(tensors_of(best)) if row[0].startswith("model.")] == model
-    with Store(tmp_path) as store:
-        store.save("rollback", 2, alone)
-        store.save("best-k", 2, alone, metric=("dev_loss", 1.0))
-    for rank, answer in enumerate(run_on_ranks(f"{__file__}:load_both", folder=str(tmp_path))):
-        assert answer["latest"]["state"] == saved
-        assert [row for row in answer["best"]["state"] if row[0].startswith("model.")] == model
+    found = loaded(folder / "fsdp2", network)
+    notes = found["latest"]["notes"]
+    assert notes[0] == "saved by 2 ranks, loaded by 1: the state is bit-equal"
+    assert found["latest"]["state"] == saved
+    assert model_of(found["best"]["state"]) == model_of(saved)
+    for rank, answer in enumerate(answer["alone"] for answer in answers):
+        assert answer["latest"]["state"] == alone
+        assert model_of(answer["best"]["state"]) == model_of(alone)
         seeded = f"rank {rank} was not there at the save: its generators are seeded anew"
         assert (seeded in answer["latest"]["notes"]) == (rank == 1)
 

@@ -72,8 +72,8 @@ def test_warm_up_defaults_to_a_twentieth_of_the_steps():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("stpes=3", r"stpes is no key; did you mean steps\?"),
-        ("learning_rate=3", r"learning_rate is no key; did you mean optimizer\.learning_rate\?"),
+        ("stpes=3", r"stpes is no key; did you mean 'steps'\?"),
+        ("learning_rate=3", r"learning_rate is no key; did you mean 'optimizer\.learning_rate'\?"),
         ("steps", "'steps' sets nothing: write key=value"),
         ("steps=many", "steps must be a whole number; got 'many'"),
         ("steps=true", "steps must be a whole number; got True"),
@@ -91,7 +91,7 @@ def test_warm_up_defaults_to_a_twentieth_of_the_steps():
             "checkpoint.retention.recovery_keep=0",
             r"checkpoint\.retention\.recovery_keep must be 1 or more",
         ),
-        ("evaluate.every=0", r"evaluate\.every must be 1 or more, or null for never; got 0"),
+        ("evaluate.every=0", r"evaluate\.every must be 1 or more, or null for none; got 0"),
     ],
 )
 def test_a_misspelled_key_is_named_with_the_right_one(word, message):

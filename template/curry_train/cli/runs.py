@@ -36,7 +36,7 @@ from .screen import (
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     """Summarize the checkpoints of a run in one row."""
-    checkpoints = run.all_committed()
+    checkpoints = run.committed()
     counts = dict.fromkeys(CHECKPOINT_KINDS, 0)
     for saved in checkpoints:
         counts[saved.kind] += 1
@@ -46,7 +46,7 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
         "latest": newest.step if newest else None,
         **counts,
         "bytes": sum(saved.num_bytes for saved in checkpoints),
-        "damaged": sum(len(run.damaged(kind)) for kind in CHECKPOINT_KINDS),
+        "damaged": len(run.damaged()),
     }
 
 

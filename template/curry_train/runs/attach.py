@@ -350,7 +350,6 @@ class AttachedRun:
         self._stop = stop
         self._boxes: Boxes | Replay | None = None
         self._open = True
-        self._by_epochs = False
         # With a DataLoader: the number of steps at which the loop ends.
         self._until: int | None = None
         self._in_epoch = False
@@ -430,7 +429,6 @@ class AttachedRun:
         Code after the loop over batches still belongs to its epoch.
         """
         position = self._require_loader("run.epochs")
-        self._by_epochs = True
         first = position.epoch
         for number, epoch in enumerate(epochs):
             if number < first:
@@ -479,7 +477,7 @@ class AttachedRun:
             raise ValueError(
                 "another loop over batches is open: pass only the training loader to run.batches()"
             )
-        has_passes = self._by_epochs or self._until is not None
+        has_passes = self._in_epoch or self._until is not None
         if self._resuming and position.epoch and not has_passes:
             raise ValueError(
                 f"the run is in epoch {position.epoch}: write "
@@ -492,7 +490,7 @@ class AttachedRun:
         if self._resuming and position.began is None:
             self.state.restore_random()
         elif not self._resuming and position.began is not None:
-            if self._by_epochs:
+            if self._in_epoch:
                 raise ValueError(
                     "an epoch has one loop over batches: "
                     "call run.batches() once per epoch, with the training loader"

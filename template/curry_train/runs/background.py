@@ -157,10 +157,9 @@ class BackgroundSaver:
     def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
         if error is None:
             self.close()
-            return
-
-        # After an exception the ranks may be at different places, so don't use collectives here.
-        self._release()
+        else:
+            # The ranks may be at different places now, so don't use collectives.
+            self._release()
 
     def save(
         self,

@@ -30,9 +30,8 @@ from .files import Files
 from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
-from .random_state import check_random_state, take_random_state
+from .random_state import take_random_state
 from .ranks import Ranks, RunError, reading
-from .retention import newest_first
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 from .store import Store
@@ -143,19 +142,17 @@ class Boxes:
         if self._files.kind(part):
             self._files.remove_folder(part)
         self._files.make_folder(part)
-        states = [one for one in newest_first(self._store.states()) if one.step < step]
+        states = [one for one in self._store.states() if one.step < step]
         # With a good step between the state and the bad one the two can be compared.
         chosen = next((one for one in states if one.step < step - 1), next(iter(states), None))
         names = [RECOVERIES_FILE_NAME] if self._files.kind(RECOVERIES_FILE_NAME) else []
         if chosen is not None:
-            files = [one for one in self._files.path(chosen.folder).rglob("*") if one.is_file()]
-            names += [one.relative_to(self._files.root).as_posix() for one in files]
-        num_bytes = sum(self._files.size(name) for name in names)
-        if num_bytes > self._config.most_bytes:
-            raise RunError(
-                f"its state takes {num_bytes:,} bytes, and box.most_bytes is "
-                f"{self._config.most_bytes:,}"
-            )
+            names += [f"{chosen.folder}/{name}" for name in self._files.sizes(chosen.folder)]
+            if chosen.num_bytes > self._config.most_bytes:
+                raise RunError(
+                    f"its state takes {chosen.num_bytes:,} bytes, and box.most_bytes is "
+                    f"{self._config.most_bytes:,}"
+                )
         for name in names:
             target = self._files.path(f"{part}/{name}")
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -252,8 +249,6 @@ def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
         data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
         content = load_foreign(data)
         found = {name: content[name] for name in ("batches", "generators")}
-        if found["generators"] is not None:
-            check_random_state(found["generators"])
         if not isinstance(found["batches"], list | None):
             raise TypeError("it holds no list of batches")
     return found

@@ -7,13 +7,16 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
+import io
 import logging
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
+
+import xxhash
 
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
@@ -29,6 +32,28 @@ def checked(key: str) -> str:
             f"{key!r} leads out of the run's folder: don't load this checkpoint"
         )
     return key
+
+
+class HashingStream(io.BufferedWriter):
+    """A new file that hashes what is written to it, from its beginning to its end."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        super().__init__(raw)
+        self.hash = xxhash.xxh3_128()
+        # The first error of a write. Torch's zip writer hides it behind "unexpected pos".
+        self.failed: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+        except OSError as error:
+            self.failed = self.failed or error
+            raise
+        self.hash.update(data)
+        return written
+
+    def close(self) -> None:
+        """Do nothing: torch closes it before it is on the disk."""
 
 
 class Files:
@@ -48,12 +73,13 @@ class Files:
         self.path(key).mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
-    def create(self, key: str) -> Iterator[BinaryIO]:
+    def create(self, key: str) -> Iterator["HashingStream"]:
         """Open a new file; its content is on the disk when the `with` statement ends."""
-        with self.path(key).open("xb") as stream:
+        with io.FileIO(self.path(key), "x") as file:
+            stream = HashingStream(file)
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            os.fsync(file.fileno())
 
     def read(self, key: str, *, most_bytes: int | None = None) -> bytes:
         """Return the content of a file; raise DamagedCheckpoint if it is longer than allowed."""
@@ -101,11 +127,18 @@ class Files:
             return []
         return sorted(entry.name for entry in path.iterdir())
 
-    def below(self, key: str) -> list[str]:
-        """Return the files below a folder, relative to it; links and devices too."""
+    def sizes(self, key: str) -> dict[str, int | None]:
+        """Return the size of each file below a folder, relative to it; None of others."""
         path = self.path(key)
-        found = [one for one in path.rglob("*") if one.is_symlink() or not one.is_dir()]
-        return sorted(one.relative_to(path).as_posix() for one in found)
+        found: dict[str, int | None] = {}
+        for one in path.rglob("*"):
+            # Another process may remove the folder just now.
+            with contextlib.suppress(FileNotFoundError):
+                status = one.lstat()
+                if not stat.S_ISDIR(status.st_mode):
+                    is_file = stat.S_ISREG(status.st_mode)
+                    found[one.relative_to(path).as_posix()] = status.st_size if is_file else None
+        return found
 
     def kind(self, key: str) -> str | None:
         """Return "file", "folder" or "link or device", or None if nothing exists."""
@@ -117,17 +150,13 @@ class Files:
             return "file"
         return "folder" if stat.S_ISDIR(mode) else "link or device"
 
-    def size(self, key: str) -> int:
-        return self.path(key).lstat().st_size
-
-    def open(self, key: str) -> BinaryIO:
+    def open(self, key: str) -> io.BufferedReader:
         return self.path(key).open("rb")
 
     def point(self, key: str, target: str | None) -> None:
         """Make a name point to a folder, or to nothing."""
         path = self.path(key)
-        is_right = target is not None and path.is_symlink() and str(path.readlink()) == target
-        if is_right or (target is None and not path.is_symlink()):
+        if target == (str(path.readlink()) if path.is_symlink() else None):
             return
         new = self.path(f".{key}.new")
         try:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files, StrPath
-from .layout import FileEntry, HashingStream, SavedCheckpoint, entry_of
+from .layout import FileEntry, SavedCheckpoint, entry_of
 from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
 
@@ -74,15 +74,14 @@ class HashingFolder:
             with self.files.open(key) as raw:
                 yield raw
             return
-        with self.files.create(key) as raw:
-            stream = HashingStream(raw)
+        with self.files.create(key) as stream:
             try:
                 yield stream
             except Exception as error:
                 if stream.failed is not None:
                     raise stream.failed from error
                 raise
-        self.entries[name] = FileEntry(stream.num_bytes, stream.hexdigest())
+            self.entries[name] = FileEntry(stream.tell(), stream.hash.hexdigest())
 
 
 def readable(data: bytes, most_bytes: int, what: str) -> bytes:
@@ -321,30 +320,20 @@ def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, whose header the library checks, into memory."""
     where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
     with reading(f"{where}: the header can't be read", SafetensorError):
-        with safe_open(where, "pt") as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tensors = {MODEL_PREFIX + name: tensor for name, tensor in {**found, **others}.items()}
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        found = {**load_file(where), **others}
+        return {MODEL_PREFIX + name: tensor.detach() for name, tensor in found.items()}
 
 
-def copy_into(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+def copy_into(targets: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
     """Fill the targets, sharded or not."""
     for name, target in targets.items():
-        _copy(values[name], target.detach())
+        value = values[name]
+        if hasattr(target, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _copy(value: Tensor, target: Tensor) -> None:
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        assert isinstance(target, DTensor)
-        place = target.to_local().device
-        shard = distribute_tensor(
-            value.to(place), target.device_mesh, target.placements, src_data_rank=None
-        )
-        target.to_local().copy_(shard.to_local())
-    else:
-        target.copy_(value)
+            mesh, placements = target.device_mesh, target.placements
+            value = distribute_tensor(value.to(target.device), mesh, placements, src_data_rank=None)
+        target.detach().copy_(value)
 
 
 # Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.

@@ -8,13 +8,15 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_damage.p
 """
 
 import functools
+import hashlib
+import io
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -81,7 +83,6 @@ def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) 
 
 # Hash files while they are written.
 
-CHUNK_BYTES = 2**22
 HASH_NAME = "xxh3_128"
 
 
@@ -89,14 +90,10 @@ def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def hash_stream(stream: BinaryIO) -> tuple[int, str]:
-    """Return the number of bytes left in a stream, and their hash."""
-    hasher = xxhash.xxh3_128()
-    num_bytes = 0
-    while chunk := stream.read(CHUNK_BYTES):
-        hasher.update(chunk)
-        num_bytes += len(chunk)
-    return num_bytes, hasher.hexdigest()
+def hash_stream(stream: io.BufferedReader) -> tuple[int, str]:
+    """Return the number of bytes of a stream, and their hash."""
+    file_hash = hashlib.file_digest(stream, xxhash.xxh3_128)
+    return stream.tell(), file_hash.hexdigest()
 
 
 def entry_of(path: Path, *, sync: bool = False) -> "FileEntry":
@@ -106,40 +103,6 @@ def entry_of(path: Path, *, sync: bool = False) -> "FileEntry":
         if sync:
             os.fsync(stream.fileno())
     return entry
-
-
-class HashingStream:
-    """A writable stream that passes bytes on to another one, and counts and hashes them."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._hash = xxhash.xxh3_128()
-        self.num_bytes = 0
-        # The first error of a write. Torch's zip writer hides it behind "unexpected pos".
-        self.failed: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            self._stream.write(view)
-        except OSError as error:
-            self.failed = self.failed or error
-            raise
-        self._hash.update(view)
-        self.num_bytes += view.nbytes
-        return view.nbytes
-
-    def tell(self) -> int:
-        return self.num_bytes
-
-    def flush(self) -> None:
-        """Do nothing: torch flushes after every tensor, but one sync at the end is enough."""
-
-    def close(self) -> None:
-        """Do nothing: the caller that opened the underlying stream syncs and closes it."""
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
 
 
 # Write, read and verify the manifest of a checkpoint.
@@ -247,15 +210,15 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
 def check_sizes(files: Files, folder: str, manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
     where = files.location(folder)
-    present = files.below(folder)
-    for name in {*present, *manifest.files} - {MANIFEST_FILE_NAME}:
+    sizes = files.sizes(folder)
+    for name in {*sizes, *manifest.files} - {MANIFEST_FILE_NAME}:
         entry = manifest.files.get(name)
-        kind = files.kind(f"{folder}/{name}")
         if entry is None:
             raise DamagedCheckpoint(f"{where}: {name} is not in the manifest")
-        if kind != "file":
-            raise DamagedCheckpoint(f"{where}: {name} is {f'a {kind}' if kind else 'missing'}")
-        if (size := files.size(f"{folder}/{name}")) != entry.bytes:
+        if (size := sizes.get(name)) is None:
+            what = "a link or device" if name in sizes else "missing"
+            raise DamagedCheckpoint(f"{where}: {name} is {what}")
+        if size != entry.bytes:
             raise DamagedCheckpoint(
                 f"{where}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
             )

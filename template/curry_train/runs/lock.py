@@ -15,7 +15,7 @@ import secrets
 import socket
 from typing import Any
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from .files import Files
 from .ranks import LockedRun, RunError
@@ -30,23 +30,18 @@ class RunLock:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._lock: BaseFileLock | None = None
-        # The process that took the lock, or 0.
-        self._process = 0
+        self._lock = FileLock(files.path(LOCK_FILE_NAME), thread_local=False)
         self._holder: dict[str, Any] = {}
 
     def acquire(self, *, wait_seconds: float = 0.0) -> None:
         """Take the lock; raise LockedRun with the name of the holder if it is taken."""
-        lock = FileLock(self._files.path(LOCK_FILE_NAME), thread_local=False)
         try:
-            lock.acquire(timeout=wait_seconds)
+            self._lock.acquire(timeout=wait_seconds)
         except Timeout as error:
             raise LockedRun(
                 f"{self._files.location('')} is held by {self._named()}: end it, or give "
                 f"this run another folder"
             ) from error
-        self._lock = lock
-        self._process = os.getpid()
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         self._holder = {**facts, "token": secrets.token_hex(8)}
@@ -54,12 +49,12 @@ class RunLock:
 
     def release(self) -> None:
         # In a forked child filelock has closed the lock.
-        if self._lock is not None and self._process == os.getpid():
+        if self._holder.get("pid") == os.getpid():
             self._lock.release()
 
     def require_own(self) -> None:
         """Raise LockedRun in a forked child of the process that holds the lock."""
-        if self._process not in (0, os.getpid()):
+        if self._holder and self._holder["pid"] != os.getpid():
             raise LockedRun(
                 f"this process was forked from the process that writes to "
                 f"{self._files.location('')}: save in the parent process, and read in this one "

@@ -31,11 +31,7 @@ from .layout import BEST_KIND, SavedCheckpoint, folder_name
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
-from .retention import (
-    is_among_best,
-    newest_first,
-    to_delete,
-)
+from .retention import is_among_best, to_delete
 from .state import TrainingState
 from .store import Store
 
@@ -92,8 +88,8 @@ class Cadence:
         self._paused = 0.0
         self._steps = deque[float](maxlen=NUM_RECENT_DURATIONS)
         self._saves = deque[float](maxlen=NUM_RECENT_DURATIONS)
-        # The next step at which rank 0 decides, so that most steps need no communication.
-        self._following = 0
+        # Steps until rank 0 decides again, so that most steps need no communication.
+        self._left = 0
         self.go_on()
 
     def go_on(self) -> None:
@@ -147,17 +143,14 @@ class Cadence:
             return 0
         return steps_between(missing_seconds, _mean(self._steps), self._config.overhead)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether `auto` saves after this step; call on all ranks together."""
-        if self._config.rollback_every != AUTO_INTERVAL or step < self._following:
+    def is_due(self) -> bool:
+        """Return whether `auto` saves now; call after each step, on all ranks together."""
+        self._left -= 1
+        if self._config.rollback_every != AUTO_INTERVAL or self._left > 0:
             return False
         remaining = Ranks().agree(self.steps_to_next)
-        self._following = step + max(1, remaining)
+        self._left = max(1, remaining)
         return remaining == 0
-
-    def turned_back(self) -> None:
-        """Call after the run went back to an earlier step."""
-        self._following = 0
 
 
 def _mean(values: deque[float]) -> float:
@@ -332,7 +325,7 @@ class SavingPolicy:
         infinite; or if the state is not sound (see `what_is_wrong`).
         """
         self._cadence.trained()
-        kinds = due(step, self.config, automatic=self._cadence.is_due(step))
+        kinds = due(step, self.config, automatic=self._cadence.is_due())
         measured = metrics.get(self.config.best_k_metric) is not None
         saved: list[SavedCheckpoint] = []
         if kinds or (measured and self.config.best_k):
@@ -381,14 +374,13 @@ class SavingPolicy:
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
-        found = Ranks().agree(lambda: newest_first(self.store.states()))
+        found = Ranks().agree(self.store.states)
         return [saved for saved in found if saved.step >= step]
 
     def _go_on_after(self, step: int) -> None:
         """Let the next state that is saved replace all later ones."""
         self.store.branch(step)
         self._entered = True
-        self._cadence.turned_back()
 
     def _save_due(
         self, step: int, state: Savable, kinds: tuple[str, ...], value: float
@@ -437,11 +429,8 @@ class SavingPolicy:
 
     def _superseded(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that retention deletes; called on the first rank."""
-        committed = self.store.all_committed()
-        given_up = self.store.given_up(committed)
-        counted = [saved for saved in committed if saved not in given_up]
-        beyond_counts = to_delete(counted, self.config)
-        return [saved for saved in [*given_up, *beyond_counts] if saved != self._last]
+        superseded = to_delete(self.store.committed(), self.config)
+        return [saved for saved in superseded if saved != self._last]
 
     def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
         """Delete the checkpoints that the first rank chooses."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from ..core.wording import nearest
+from ..core.wording import did_you_mean
 
 # Read nested mappings into a tree of dataclasses, with checked keys and types.
 
@@ -43,9 +43,8 @@ def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: s
     names = [field.name for field in fields(tree)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            path = _path(inside, key)
-            meant = _nearest_key(path, flat_keys(tree, inside=inside))
-            raise ValueError(f"{path} is no key; {meant}")
+            meant = did_you_mean(str(key), flat_keys(tree))
+            raise ValueError(f"{_path(inside, key)} is no key; {meant}")
     found = {
         name: _read(hints[name], values[name], _path(inside, name))
         for name in names
@@ -67,14 +66,6 @@ def flat_keys(tree: type, *, inside: str = "") -> list[str]:
         else:
             keys.append(path)
     return keys
-
-
-def _nearest_key(key: str, keys: list[str]) -> str:
-    """Suggest the closest key for a misspelled one, or list all keys."""
-    by_last_part = {name.rsplit(".", 1)[-1]: name for name in keys}
-    last_part = nearest(key.rsplit(".", 1)[-1], by_last_part)
-    meant = nearest(key, keys) or (by_last_part[last_part] if last_part else None)
-    return f"did you mean {meant}?" if meant else f"the keys are {', '.join(keys)}"
 
 
 def _read(kind: Any, value: Any, path: str) -> Any:
@@ -132,10 +123,13 @@ def require(held: bool, key: str, value: Any, wanted: str) -> None:
 
 
 def require_least(settings: Any, least: int, *names: str) -> None:
-    """Raise ValueError for the first of these fields that is below `least`."""
+    """Raise ValueError for the first of these fields that is a number below `least`."""
+    hints = typing.get_type_hints(type(settings))
     for name in names:
         value = getattr(settings, name)
-        require(value >= least, name, value, f"{least} or more")
+        fits = value is None or isinstance(value, str) or value >= least
+        otherwise = ", or null for none" if type(None) in _choices(hints[name]) else ""
+        require(fits, name, value, f"{least} or more{otherwise}")
 
 
 # The `checkpoint:` block of a configuration: how often to save, and how many to keep.
@@ -159,9 +153,7 @@ class Retention:
     keep_every: int | None = None
 
     def __post_init__(self) -> None:
-        require_least(self, 1, "rollback_keep", "recovery_keep")
-        fits = self.keep_every is None or self.keep_every >= 1
-        require(fits, "keep_every", self.keep_every, "1 or more, or null for none")
+        require_least(self, 1, "rollback_keep", "recovery_keep", "keep_every")
 
 
 @dataclass(frozen=True)
@@ -184,12 +176,7 @@ class PolicyConfig:
     overhead: float = 0.035
 
     def __post_init__(self) -> None:
-        every = self.rollback_every
-        fits = every is None or isinstance(every, str) or every >= 1
-        require(fits, "rollback_every", every, "1 or more, auto, or null for never")
-        fits = self.recovery_every is None or self.recovery_every >= 1
-        wanted = "1 or more, or null for only at the end"
-        require(fits, "recovery_every", self.recovery_every, wanted)
+        require_least(self, 1, "rollback_every", "recovery_every")
         require_least(self, 0, "best_k")
         fits = _METRIC_PATTERN.fullmatch(self.best_k_metric) is not None
         wanted = "letters, digits and _, such as dev_loss"

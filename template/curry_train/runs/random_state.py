@@ -6,10 +6,10 @@ Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,12 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ..core.generators import (
-    generator_states,
-    generators_kept,
-    seed_generators,
-    set_generator_states,
-)
+from ..core.generators import generator_states, seed_generators, set_generator_states
 from .ranks import reading
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
@@ -42,32 +37,28 @@ def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -
 def restore_random_state(
     states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
 ) -> list[str]:
-    """Restore every generator; return a note for each one that could not be restored."""
+    """Restore every generator; return a note for each one that could not be restored.
+
+    Raises DamagedCheckpoint for a state that its generator refuses.
+    """
     here = take_random_state(generators).keys()
     own = {f"generator-{name}": one for name, one in (generators or {}).items()}
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # NumPy may not be loaded yet, nor a GPU be in use.
     known = {*here, "numpy", *(f"cuda-{index}" for index in range(num_devices))}
     notes = []
-    for name, state in states.items():
-        if name in own:
-            own[name].set_state(state)
-        elif name in known:
-            set_generator_states({name: state})
-        # Those of a loader are registered later.
-        elif not name.startswith(f"generator-{DATA_PREFIX}"):
-            notes.append(f"the generator {name} was saved, but does not exist here")
+    with reading("the saved random state can't be restored", RuntimeError):
+        for name, state in states.items():
+            if name in own:
+                own[name].set_state(state)
+            elif name in known:
+                set_generator_states({name: state})
+            # Those of a loader are registered later.
+            elif not name.startswith(f"generator-{DATA_PREFIX}"):
+                notes.append(f"the generator {name} was saved, but does not exist here")
     for name in sorted(here - states.keys()):
         notes.append(f"the generator {name.removeprefix('generator-')} was not saved")
     return notes
-
-
-def check_random_state(states: Any) -> None:
-    """Raise DamagedCheckpoint if the generators would refuse these states; none changes."""
-    with reading("the saved random state can't be restored", RuntimeError), generators_kept():
-        restore_random_state(states)
-        torch.set_rng_state(states["torch"])
-        random.setstate(states["python"])
 
 
 def restore_threads(saved: int, *, may_restore: bool = True) -> str:
@@ -195,20 +186,12 @@ class DataPosition:
         return iterator
 
 
-class _SparedStart:
-    """The `worker_init_fn` of a loader whose workers outlive a SIGTERM to the process group.
-
-    Only the process that started a worker can end it with this signal.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        if self._then is not None:
-            self._then(worker)
+def _start_spared(then: Callable[[int], None] | None, worker: int) -> None:
+    """Begin a worker that only the process that started it can end with SIGTERM."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    if then is not None:
+        then(worker)
 
 
 def _end_with(parent: int) -> None:
@@ -229,7 +212,7 @@ def spared_workers(loader: Any) -> Iterator[None]:
         yield
         return
     before = loader.worker_init_fn
-    loader.worker_init_fn = _SparedStart(before)
+    loader.worker_init_fn = functools.partial(_start_spared, before)
     # The workers inherit the mask, so the signal can't end them before their start is done.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

@@ -13,14 +13,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from .files import StrPath
 from .format import LoadReport
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
-from .retention import best_first, newest_first
+from .retention import best_first, line_of
 from .state import TrainingState
 from .store import SavedRun
 
@@ -33,15 +32,8 @@ class NothingSaved(DamagedCheckpoint):
     """The run has no such checkpoint, not even a damaged one."""
 
 
-class ResumeChoice(NamedTuple):
-    """The checkpoints that a request may mean."""
-
-    # The folder of its run.
-    root: Path
-    # In the order to try them; the first intact one is loaded.
-    candidates: Sequence[SavedCheckpoint]
-    # Folders whose manifests are damaged, with the reason.
-    damaged: Mapping[str, str]
+# The folder of a run, its checkpoints in the order to try them, and why others are damaged.
+Choice = tuple[Path, Sequence[SavedCheckpoint], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -79,12 +71,12 @@ def load_chosen(
     DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
-    choice = Ranks().agree(lambda: choose(own, what, config=config))
-    is_own = choice.root == own.files.root
-    chosen = own if is_own else SavedRun(choice.root)
+    root, candidates, damaged = Ranks().agree(lambda: choose(own, what, config=config))
+    is_own = root == own.files.root
+    chosen = own if is_own else SavedRun(root)
 
     tried: dict[str, str] = {}
-    for saved in choice.candidates:
+    for saved in candidates:
         try:
             report = chosen.load(saved, state, strict=strict)
         except HostileCheckpoint:
@@ -95,19 +87,19 @@ def load_chosen(
         else:
             newer = {
                 folder: reason
-                for folder, reason in choice.damaged.items()
+                for folder, reason in damaged.items()
                 if (step_of(folder) or 0) >= saved.step
             }
             return Resumed(saved, report, newer | tried, is_own)
     raise DamagedCheckpoint(
-        f"no requested checkpoint is intact: {'; '.join((tried | dict(choice.damaged)).values())}; "
+        f"no requested checkpoint is intact: {'; '.join((tried | dict(damaged)).values())}; "
         f"{_others(chosen)}"
     )
 
 
 def choose(
     run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | None = None
-) -> ResumeChoice:
+) -> Choice:
     """Return the checkpoints that `what` may mean, in the order to try them.
 
     A run's folder may be followed by a request of its own: `runs/x@best`.
@@ -130,9 +122,9 @@ def choose(
     folder = f"{path.parent.name}/{path.name}"
     if step_of(folder) is not None:
         other = SavedRun(path.parent.parent)
-        kind = folder.partition("/")[0]
-        candidates = [saved for saved in other.committed(kind) if saved.folder == folder]
-        damaged = {name: why for name, why in other.damaged(kind).items() if name == folder}
+        committed, damaged = other.scan(path.parent.name)
+        candidates = [saved for saved in committed if saved.folder == folder]
+        damaged = {folder: damaged[folder]} if folder in damaged else {}
         return _found(other, candidates, damaged, f"no {folder}")
     if any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
         return choose(SavedRun(place), inside or "latest", config=config)
@@ -149,29 +141,25 @@ def split_request(text: str) -> tuple[str, str]:
     return (text, "") if is_whole else (place, inside)
 
 
-def _states(run: SavedRun, steps: range, missing: str) -> ResumeChoice:
+def _states(run: SavedRun, steps: range, missing: str) -> Choice:
     """Return the states of these steps, and those that are damaged."""
-    states = [saved for saved in newest_first(run.states()) if saved.step in steps]
-    damaged = {
-        folder: reason
-        for kind in RESUMABLE_KINDS
-        for folder, reason in run.damaged(kind).items()
-        if (step_of(folder) or 0) in steps
-    }
+    committed, damaged = run.scan(*RESUMABLE_KINDS)
+    states = [saved for saved in line_of(committed) if saved.step in steps]
+    damaged = {folder: why for folder, why in damaged.items() if step_of(folder) in steps}
     return _found(run, states, damaged, missing)
 
 
 def _found(
     run: SavedRun, candidates: Sequence[SavedCheckpoint], damaged: Mapping[str, str], missing: str
-) -> ResumeChoice:
+) -> Choice:
     """Raise NothingSaved with what is `missing` if there is not even a damaged candidate."""
     if not candidates and not damaged:
         raise NothingSaved(f"{run.files.location('')} holds {missing}; {_others(run)}")
-    return ResumeChoice(run.files.root, candidates, damaged)
+    return run.files.root, candidates, damaged
 
 
 def _others(run: SavedRun) -> str:
-    steps = sorted({saved.step for saved in newest_first(run.states())})
+    steps = sorted({saved.step for saved in run.states()})
     if not steps:
         return "nothing else is saved"
     return f"saved steps: {', '.join(map(str, steps[-8:]))}"

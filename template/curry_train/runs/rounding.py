@@ -11,11 +11,11 @@ Proof: `python -m pytest tests/runs/test_rounding.py`.
 import json
 import math
 import os
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,15 +96,12 @@ class Exchange:
     def _keep(self, tensor: Tensor, digest: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (path := self._path(digest)).exists():
-            # A pickled tensor uses torch.save, which does nothing in a program that is recorded.
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            path.write_bytes(pickle.dumps((tensor.dtype, tensor.shape, flat)))
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            flat.numpy().tofile(path)
 
     def _value(self, digest: str) -> Tensor:
-        dtype, shape, flat = pickle.loads(self._path(digest).read_bytes())
-        value = torch.empty(shape, dtype=dtype)
-        value.reshape(-1).view(torch.uint8).copy_(torch.from_numpy(flat))
-        return value
+        flat = torch.from_numpy(numpy.fromfile(self._path(digest), numpy.uint8))
+        return flat.view(dtype_of(digest)).reshape(shape_of(digest))
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():
@@ -174,13 +171,21 @@ def is_rounding(
     return True
 
 
-def epsilon_of(*digests: str) -> float:
-    """Return the precision of the coarsest dtype among digests; 0 for integers."""
-    dtypes = [getattr(torch, digest.partition("[")[0], torch.int64) for digest in digests]
-    return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=0.0)
+def dtype_of(digest: str) -> Any:
+    return getattr(torch, digest.partition("[")[0], torch.int64)
+
+
+def shape_of(digest: str) -> list[int]:
+    sizes = digest.partition("[")[2].partition("]")[0]
+    return [int(size) for size in sizes.split(",") if size]
 
 
 def num_elements(digest: str) -> int:
     """Return the number of elements of the tensor that a digest is of."""
-    sizes = digest.partition("[")[2].partition("]")[0]
-    return math.prod(int(size) for size in sizes.split(",") if size)
+    return math.prod(shape_of(digest))
+
+
+def epsilon_of(*digests: str) -> float:
+    """Return the precision of the coarsest dtype among digests; 0 for integers."""
+    dtypes = map(dtype_of, digests)
+    return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=0.0)

@@ -29,7 +29,7 @@ import torch
 
 from .files import Files
 from .policy import number_of
-from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields, require_least
+from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields
 from .ranks import Ranks, RunError
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
 from .state import TrainingState
@@ -182,9 +182,6 @@ class Recovery:
     stop: int
     # 1, or more where the spike came back.
     attempt: int
-
-    def __post_init__(self) -> None:
-        require_least(self, 0, "spike", "back_to", "start", "stop", "attempt")
 
 
 def read_recoveries(files: Files) -> list[Recovery]:

@@ -27,7 +27,6 @@ from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
 from .history import ABSENT_VALUE, changes
 from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
-    check_random_state,
     restore_random_state,
     restore_threads,
     seed_new_rank,
@@ -304,15 +303,8 @@ class Load:
                 self.report.different.append(f"{name} is missing in the checkpoint")
             elif name in was and was[name] != now[name]:
                 self.report.different.append(f"{name} was {was[name]} and is {now[name]}")
-        # Names of the model that fit, each with the name of its tensor.
-        self._filled = {
-            name: self._saved[name].name
-            for name in fitting
-            if isinstance(self._saved.get(name), Stored) and was[name] != FREE
-        }
         if self._model_only:
-            others = [name for name in fitting if name not in self._filled]
-            self._saved = {name: self._saved[name] for name in others}
+            self._saved = {name: self._saved[name] for name in fitting}
 
     def _descriptions(
         self, content: Mapping[str, Any], tensors: Mapping[str, Any]
@@ -337,7 +329,6 @@ class Load:
     def _choose_tensors(self) -> None:
         """Find the tensors to fill."""
         state = self._state
-        self.targets |= {stored: self._own[stored] for stored in self._filled.values()}
         if not self._model_only:
             for number in range(len(state.optimizers)):
                 for parameter, group, name, entries in self._entries(number, self._saved):
@@ -347,7 +338,6 @@ class Load:
                     for key, item in entries.items():
                         on_host = was_moved or (key == "step" and keeps_step)
                         self._add(item, functools.partial(_new_entry, parameter, on_host))
-            _as_json(self._contents.values["config"])
         self._add(self._saved)
         if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
@@ -420,7 +410,6 @@ class Load:
         state.step = self._contents.values["step"]
         state.position = self._contents.values["position"]
         notes += self._changes_of_the_run()
-        check_random_state(found["random"])
         state.loaded_random = (found["random"], self._is_new_rank)
         notes += state.restore_random()
 
@@ -430,12 +419,13 @@ class Load:
         late = {}
         for full, value in model.state_dict().items():
             name = MODEL_PREFIX + bare_name(model, full)
-            if name in found and name not in self._filled:
-                late[full] = found[name]
-            elif name in self._filled:
-                filled = self._own[self._filled[name]]
+            is_stored = isinstance(self._saved.get(name), Stored)
+            if is_stored and not name.endswith(EXTRA_STATE_SUFFIX):
+                filled = found[name]
                 if memory_of(_once(value)) != memory_of(filled) and filled.numel():
                     late[full] = filled
+            elif name in found:
+                late[full] = found[name]
         if late:
             model.load_state_dict(late, strict=False)
 

@@ -16,7 +16,6 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +42,7 @@ from .layout import (
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
     MOST_MANIFEST_BYTES,
+    RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
     folder_name,
@@ -61,7 +61,7 @@ from .ranks import (
     StepExists,
     reading,
 )
-from .retention import newest_first
+from .retention import line_of, newest_branches
 from .state import Load, TrainingState
 from .values import dump, load_foreign
 
@@ -120,52 +120,36 @@ class SavedRun:
             )
         self.files = files or Files(root)
 
-    def committed(self, kind: str) -> list[SavedCheckpoint]:
-        """Return the checkpoints of a kind whose manifests and file sizes are valid, by step."""
-        saved = [one for one in self._read(kind).values() if isinstance(one, SavedCheckpoint)]
-        return sorted(saved, key=lambda one: one.step)
-
-    def damaged(self, kind: str) -> dict[str, str]:
-        """Return the folders of a kind that `committed` leaves out, with the reason.
+    def scan(self, *kinds: str) -> tuple[list[SavedCheckpoint], dict[str, str]]:
+        """Return the checkpoints of these kinds, by step, and why others are damaged, by folder.
 
         Damage inside a file of the right size is found by `verify` only.
         """
-        return {folder: one for folder, one in self._read(kind).items() if isinstance(one, str)}
-
-    def _read(self, kind: str) -> dict[str, SavedCheckpoint | str]:
-        """Return each folder's checkpoint, or why it is damaged."""
-        found: dict[str, SavedCheckpoint | str] = {}
-        for folder in [f"{kind}/{name}" for name in self.files.names(kind)]:
+        committed = []
+        damaged = {}
+        for folder in [f"{kind}/{name}" for kind in kinds for name in self.files.names(kind)]:
             if step_of(folder) is not None:
                 try:
-                    found[folder] = read_manifest(self.files, folder)
+                    committed.append(read_manifest(self.files, folder))
                 except DamagedCheckpoint as error:
-                    found[folder] = str(error)
-        return found
+                    damaged[folder] = str(error)
+        return sorted(committed, key=lambda one: (kinds.index(one.kind), one.step)), damaged
+
+    def committed(self, *kinds: str) -> list[SavedCheckpoint]:
+        """Return the checkpoints, of all kinds or these, whose manifests and sizes are valid."""
+        return self.scan(*(kinds or CHECKPOINT_KINDS))[0]
+
+    def damaged(self, *kinds: str) -> dict[str, str]:
+        """Return the folders that `committed` leaves out, with the reason."""
+        return self.scan(*(kinds or CHECKPOINT_KINDS))[1]
+
+    def states(self) -> list[SavedCheckpoint]:
+        """Return the rollbacks and recoveries that training can resume from, newest first."""
+        return line_of(self.committed())
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
-        return next(iter(newest_first(self.states())), None)
-
-    def states(self) -> list[SavedCheckpoint]:
-        """Return the committed rollbacks and recoveries that were not given up."""
-        every = self.all_committed()
-        given_up = self.given_up(every)
-        return [saved for saved in every if saved.is_state and saved not in given_up]
-
-    def all_committed(self) -> list[SavedCheckpoint]:
-        """Return the committed checkpoints of every kind."""
-        return [saved for kind in CHECKPOINT_KINDS for saved in self.committed(kind)]
-
-    def given_up(self, committed: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
-        """Return the states among these that the run went back from."""
-        states = [saved for saved in committed if saved.is_state]
-        branches = _newest_branches(states)
-        return [
-            saved
-            for saved in states
-            if any(saved.step > after for after in branches[len(saved.branches) :])
-        ]
+        return next(iter(self.states()), None)
 
     def verify(self, checkpoint: Which) -> SavedCheckpoint:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
@@ -206,14 +190,19 @@ class SavedRun:
         self, folder: str, manifest: SavedCheckpoint
     ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
         """Return what a verified checkpoint holds, and a function that fills tensors from it."""
-        found = self._values(folder)
+        key = f"{folder}/{STATE_FILE_NAME}"
+        with reading(f"{self.files.location(key)} can't be read"):
+            found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
+            values, ranks = found["values"], found["ranks"]
+            if not isinstance(values, dict) or not isinstance(ranks, list):
+                raise ValueError("it does not hold the values of a state")
         if manifest.kind == BEST_KIND:
             best = read_best(self.files, folder, found.get("others"))
-            contents = Contents(best, found["values"], found["ranks"], model_only=True)
+            contents = Contents(best, values, ranks, model_only=True)
             return contents, lambda targets: copy_into(targets, best)
         with reading("the index of the tensors can't be read"):
             metadata = checked_index(found.get("index"), manifest)
-        contents = Contents(shapes_of(metadata), found["values"], found["ranks"])
+        contents = Contents(shapes_of(metadata), values, ranks)
         return contents, functools.partial(read_tensors, self.files, folder, metadata)
 
     def folder_of(self, checkpoint: Which) -> str:
@@ -239,18 +228,6 @@ class SavedRun:
                 f"run's folder"
             )
         return folder
-
-    def _values(self, folder: str) -> dict[str, Any]:
-        key = f"{folder}/{STATE_FILE_NAME}"
-        with reading(f"{self.files.location(key)} can't be read"):
-            found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
-            if not isinstance(found["values"], dict) or not isinstance(found["ranks"], list):
-                raise ValueError("it does not hold the values of a state")
-            return dict(found)
-
-
-def _newest_branches(states: Sequence[SavedCheckpoint]) -> tuple[int, ...]:
-    return max((saved.branches for saved in states), key=len, default=())
 
 
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
@@ -307,7 +284,7 @@ class Store(SavedRun):
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
-        self.branches = _newest_branches([one for one in self.all_committed() if one.is_state])
+        self.branches = newest_branches(self.committed(*RESUMABLE_KINDS))
         self._sweep()
 
     def close(self) -> None:
@@ -452,14 +429,11 @@ class Store(SavedRun):
     def _discard_first(self, folder: str) -> None:
         self._lock.require_held()
         if self.files.kind(folder) is not None:
-            self._remove(folder)
+            removed = removed_name(folder)
+            self.files.rename(folder, removed)
+            self.files.sync_folder(folder.partition("/")[0])
+            self.files.remove_folder(removed)
             self._point()
-
-    def _remove(self, folder: str) -> None:
-        removed = removed_name(folder)
-        self.files.rename(folder, removed)
-        self.files.sync_folder(folder.partition("/")[0])
-        self.files.remove_folder(removed)
 
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.

@@ -72,7 +72,7 @@ def _time_of(commit: SavedCheckpoint) -> int:
 def commit_folder(folder: StrPath) -> Path:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
-    names = [name for name in Files(path).below("") if name != MANIFEST_FILE_NAME]
+    names = [name for name in sorted(Files(path).sizes("")) if name != MANIFEST_FILE_NAME]
     entries = {name: entry_of(path / name, sync=True) for name in names}
     for below in {(path / name).parent for name in names}:
         Files(below).sync_folder("")

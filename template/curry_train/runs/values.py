@@ -17,20 +17,14 @@ import io
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import (
-    MappingKey,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import tree_leaves
 
 from ..core.unpickle import DAMAGE, PickleReader
 from .ranks import reading
@@ -190,31 +184,28 @@ def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, A
 
     Raises ValueError, with the path, for a value that could not be restored.
     """
+
+    def write(one: Any, name: str) -> Any:
+        return one if _is_simple(one) else _encode_leaf(one, name, tensors)
+
     try:
-        found, structure = tree_flatten_with_path({**content}, is_leaf=_is_leaf)
+        return {name: _with_leaves(value, write, name) for name, value in content.items()}
     except RecursionError as error:
         raise ValueError("a value that contains itself can't be saved") from error
-    leaves = [
-        leaf if _is_simple(leaf) else _encode_leaf(leaf, _name_of(path), tensors)
-        for path, leaf in found
-    ]
-    encoded: dict[str, Any] = tree_unflatten(leaves, structure)
-    _copy_versions({**content}, encoded)
-    return encoded
 
 
-def _copy_versions(given: Any, made: Any) -> None:
-    """Copy the versions of modules, which `load_state_dict` reads in an attribute of a state."""
-    if hasattr(given, "_metadata"):
-        made._metadata = copy.deepcopy(given._metadata)
-    if not _is_leaf(given):
-        for key in given if isinstance(given, dict) else range(len(given)):
-            _copy_versions(given[key], made[key])
-
-
-def _name_of(path: Sequence[Any]) -> str:
-    first, *keys = [one.key if isinstance(one, MappingKey) else one.idx for one in path]
-    return "/".join([first, *map(name_component, keys)])
+def _with_leaves(value: Any, change: Callable[[Any, str], Any], name: str) -> Any:
+    """Return a copy of nested containers with changed leaves; `change` gets their names too."""
+    if _is_leaf(value):
+        return change(value, name)
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    made = {key: _with_leaves(one, change, f"{name}/{name_component(key)}") for key, one in items}
+    if not isinstance(value, dict):
+        return type(value)(made.values())
+    # With the versions of modules, which `load_state_dict` reads in an attribute of a state.
+    copied = copy.copy(value)
+    copied.update(made)
+    return copied
 
 
 def _is_leaf(value: Any) -> bool:
@@ -232,21 +223,21 @@ def _is_simple(value: Any) -> bool:
 
 def _came_back(value: Any, name: str) -> Any:
     """Return the copy of a value that a file gives back, of the same type."""
+    dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
+    what = f"a {type(value).__name__}{dtype}"
     try:
         found = load(dump(value))
-    except Exception as error:
-        dtype = f" of dtype {value.dtype!s:.60}" if hasattr(value, "dtype") else ""
-        what = f"a {type(value).__name__}{dtype}"
-        raise ValueError(f"{name}: {what} can't be saved; {CONVERT_ADVICE}") from error
+    except Exception:  # noqa: BLE001 - it may raise anything, and is in the error's context
+        refuse_value(name, what)
     if type(found) is not type(value):
-        refuse_value(name, f"a {type(value).__name__}")
+        refuse_value(name, what)
     return found
 
 
 def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value that was passed to `encode`; raise DamagedCheckpoint where it can't be."""
 
-    def read(one: Any) -> Any:
+    def read(one: Any, _: str) -> Any:
         if type(one) is not Stored:
             return one
         tensor = tensors[one.name]
@@ -255,9 +246,7 @@ def decode(content: Any, tensors: Mapping[str, Tensor]) -> Any:
         return tensor.requires_grad_() if one.requires_grad else tensor
 
     with reading("a saved value can't be read", RuntimeError):
-        found = tree_map(read, content, is_leaf=_is_leaf)
-        _copy_versions(content, found)
-        return found
+        return _with_leaves(content, read, "")
 
 
 def references(content: Any) -> list[Stored]:
