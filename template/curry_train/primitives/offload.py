@@ -272,7 +272,6 @@ class Moved:
         self.witness = _witness(tensor)
         self.flat: Tensor | None = None
         self.done: Any = None
-        self.num_unasked = 0
         self.ahead = False
         self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
         elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
@@ -295,36 +294,25 @@ class Moved:
         self.ahead = ahead
         return self.flat
 
-    def ask(self, saved: "OffloadedTensor") -> Tensor:
+    def ask(self, index: int) -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         check_unchanged(self.witness, self.version)
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
-            self.step.cursor = saved.index
+            self.step.cursor = index
 
         self.copies.wait(self.done)
         self._arrived()
-        self.leave(saved)
-        self.step.fetch_ahead(saved.index)
+        self.step.fetch_ahead(index)
         return flat
 
-    def leave(self, saved: "OffloadedTensor") -> None:
-        """Note that a saved tensor was used, and release the device copy after the last one."""
-        if not saved.asked:
-            saved.asked = True
-            self.num_unasked -= 1
-        self.release()
-
-    def release(self) -> None:
-        """Free the device copy once backward has used every tensor that was saved from it."""
-        if self.flat is not None and self.num_unasked <= 0:
-            if self.ahead and self.done is not None:
-                # Nothing has waited for this copy, and it still writes to the memory freed here.
-                self.done.synchronize()
-            self._arrived()
-            self.flat = None
-            self.done = None
+    def __del__(self) -> None:
+        """Autograd drops what it saved as soon as backward has used it."""
+        if self.ahead and self.done is not None:
+            # Nothing has waited for this copy, and it still writes to the memory freed here.
+            self.done.synchronize()
+        self._arrived()
 
     def _arrived(self) -> None:
         if self.ahead:
@@ -338,29 +326,23 @@ class OffloadedTensor:
     Backward gets a tensor without grad itself while its owner holds it, as without offload.
     """
 
-    __slots__ = ("__weakref__", "asked", "dtype", "index", "moved", "original", "view")
+    __slots__ = ("__weakref__", "dtype", "index", "moved", "original", "view")
 
     def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
         self.moved = moved
         self.index = index
-        self.asked = False
         self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.original: Callable[[], Tensor | None] = lambda: None
         if not tensor.requires_grad:
             self.original = weakref.ref(tensor)
-        moved.num_unasked += 1
 
     def value(self) -> Tensor:
         original = self.original()
         if original is not None:
             check_unchanged(self.moved.witness, self.moved.version)
-            self.moved.leave(self)
             return original
-        return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
-
-    def __del__(self) -> None:
-        self.moved.leave(self)
+        return self.moved.ask(self.index).view(self.dtype).as_strided(*self.view)
 
 
 class CastAgain(CheckedTensor):
