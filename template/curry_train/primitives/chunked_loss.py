@@ -80,7 +80,7 @@ class Product:
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
-        with torch.enable_grad(), autocast_to(self.hidden.device.type, self.autocast):
+        with autocast_to(self.hidden.device.type, self.autocast):
             return F.linear(*inputs)
 
     def check(self) -> None:
@@ -93,16 +93,6 @@ class Product:
                 "read logits, before that (before optimizer.step()), shard the head with the model "
                 "and not by itself, or use remove_chunked_loss"
             )
-
-    def make_whole(self, operation: str) -> None:
-        """Compute the logits and everything derived from them that is still alive.
-
-        They are computed together so that a write into one shows in the views of it.
-        """
-        self.use.whole.append(operation)
-        for reference in self.derived:
-            if (logits := reference()) is not None:
-                logits.make()
 
 
 @dataclass(eq=False)
@@ -124,7 +114,7 @@ class Logits:
 
     # The logits that these come from, and the operation that derives them.
     parent: "Logits | None" = None
-    step: Callable[[Tensor], Tensor] | None = None
+    step: Callable[[Tensor], Tensor] = lambda whole: whole
 
     # The computed tensor; None until it is read.
     whole: Tensor | None = None
@@ -145,32 +135,33 @@ class Logits:
         return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
 
     def read(self, operation: str) -> Tensor:
-        """Return all of the logits; they are computed once."""
+        """Return all of the logits; they are computed once.
+
+        All that is derived from the product and still alive is computed with them, so that a write
+        into one shows in the views of it.
+        """
         if self.whole is None:
-            self.product.make_whole(operation)
+            self.product.use.whole.append(operation)
+            for reference in self.product.derived:
+                if (logits := reference()) is not None:
+                    logits.make()
         return self.make()
 
     def make(self) -> Tensor:
         if self.whole is None:
-            if self.parent is None:
-                self.whole = self.follow(self.product.compute)
-            else:
-                self.whole = self.take(self.parent.make())
+            with torch.enable_grad():
+                if self.parent is None:
+                    self.whole = self.product.compute(*self.product.inputs)
+                else:
+                    self.whole = self.step(self.parent.make())
         return self.whole
 
-    def take(self, parent: Tensor) -> Tensor:
-        assert self.step is not None
-        with torch.enable_grad():
-            return self.step(parent)
-
-    def follow(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute the product now with `compute`, and return all of the logits."""
-        if self.parent is None:
-            return compute(*(inputs or self.product.inputs))
-        return self.take(self.parent.follow(compute, *inputs))
+    def follow(self, product: Tensor) -> Tensor:
+        """Return these logits of a product that was computed anew."""
+        return product if self.parent is None else self.step(self.parent.follow(product))
 
     def derive(self, **changes: Any) -> "Logits":
-        return replace(self, parent=None, step=None, whole=None, **changes)
+        return replace(self, whole=None, **changes)
 
     def loss(self, targets: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
@@ -438,7 +429,8 @@ class _Stand(torch.autograd.Function):
             original.detach().requires_grad_(need)
             for original, need in zip(logits.product.inputs, needed, strict=True)
         ]
-        whole = logits.follow(logits.product.compute, *inputs)
+        with torch.enable_grad():
+            whole = logits.follow(logits.product.compute(*inputs))
         trainable = [leaf for leaf in inputs if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(whole, trainable, gradient))
         return None, None, *(next(gradients) if need else None for need in needed)
@@ -584,14 +576,11 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
             "name it with head=",
         )
     for name, module in found.items():
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            kind = f"{name or 'the model'} is a {type(module).__name__}"
-            if isinstance(module, Derived):
-                raise UnsuitableHead(
-                    f"{kind}, which is changed already", "undo that first (remove_chunked_loss)"
-                )
+        if type(module).forward is not nn.Linear.forward:
             raise UnsuitableHead(
-                f"{kind}, not a plain nn.Linear, so its loss can't run in chunks", "leave it out"
+                f"{name or 'the model'} is a {type(module).__name__}, not a plain nn.Linear, so "
+                "its loss can't run in chunks",
+                "leave it out",
             )
     return found
 
@@ -610,9 +599,6 @@ def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
     Layers inside blocks repeat with the same width, so none of them is the single widest.
     """
     most = max((linear.out_features for linear in linears.values()), default=0)
-    widest = [name for name, linear in linears.items() if linear.out_features == most]
-    return {
-        name: linears[name]
-        for name in widest
-        if len(widest) == 1 and most > linears[name].in_features
-    }
+    widest = {name: linear for name, linear in linears.items() if linear.out_features == most}
+    is_head = len(widest) == 1 and all(most > linear.in_features for linear in widest.values())
+    return {**widest} if is_head else {}

@@ -406,16 +406,13 @@ def choose_blocks(
     much lower peak. With `blocks`, names or globs, nothing is chosen and the notes are on these.
     Raises `NoBlocks` if there are none.
     """
+    given = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
     try:
         record = record_forward(model, batch, loss)
     except HooksRefused as refusal:
-        names = list(find_blocks(model, blocks))
-        given = None if blocks is None else _given(blocks)
-        return BlockChoice(tuple(names), given, None, (str(refusal),))
+        return BlockChoice(tuple(find_blocks(model, blocks)), given, None, (str(refusal),))
     if blocks is not None:
-        names = list(find_blocks(model, blocks))
-        notes = _notes_on(record, names)
-        return BlockChoice(tuple(names), _given(blocks), _coverage(record, names), notes)
+        return _choice(record, list(find_blocks(model, blocks)), given)
     cuts = _Cuts(record)
     best, limit = cuts.lowest()
     try:
@@ -426,11 +423,18 @@ def choose_blocks(
         static = []
     why = _why_not(record, cuts, static, best, limit)
     if static and (not best or not why):
-        return BlockChoice(
-            tuple(static), None, _coverage(record, static), _notes_on(record, static)
-        )
-    notes = (*why, *_notes_on(record, best))
-    return BlockChoice(tuple(best), ChosenBlocks(best), _coverage(record, best), notes)
+        return _choice(record, static, None)
+    return _choice(record, best, ChosenBlocks(best), why)
+
+
+def _choice(
+    record: ForwardRecord,
+    names: list[str],
+    blocks: str | tuple[str, ...] | None,
+    why: tuple[str, ...] = (),
+) -> BlockChoice:
+    notes = [sentence for sentence, _ in unusual_blocks(record, names).values()]
+    return BlockChoice(tuple(names), blocks, _coverage(record, names), (*why, *notes))
 
 
 def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
@@ -454,10 +458,6 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
                 "nor offload works: take them with torch.autograd.grad"
             ) from error
     return record
-
-
-def _given(blocks: str | Sequence[str]) -> str | tuple[str, ...]:
-    return blocks if isinstance(blocks, str) else tuple(blocks)
 
 
 def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
@@ -534,11 +534,6 @@ def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tup
             sentence = f"{listed(blocks)} {one if len(blocks) == 1 else several} {rest}"
             sentences[trait] = sentence, blocks
     return sentences
-
-
-def _notes_on(record: ForwardRecord, names: Sequence[str]) -> tuple[str, ...]:
-    """Return what a user would not expect of these blocks."""
-    return tuple(sentence for sentence, _ in unusual_blocks(record, names).values())
 
 
 def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:

@@ -181,10 +181,7 @@ def _sequential(model: nn.Module, sample: Sample) -> list[str]:
 def _selective(model: nn.Module, sample: Sample) -> list[str]:
     layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
-    savings = sum(max(0, layer.saving_bytes) for layer in layers)
-    target = max(SELECTIVE_SHARE * held, held - savings)
-    chosen, _ = choose_largest(layers, held - round(target + 1))
-    names = [layer.name for layer in layers if layer.name in chosen]
+    names, _ = choose_largest(layers, held - round(SELECTIVE_SHARE * held + 1))
     return recompute_blocks(model, blocks=names) if names else []
 
 
