@@ -288,17 +288,13 @@ class GradFlow:
     def _begin(self) -> None:
         """Install the hooks if the next step is probed; other steps run without hooks."""
         self._ended: set[int] = set()
-        self._probing = self._is_open and self.next_step % self.every == 0
-        if not self._probing:
-            return
-
-        self._restart()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._activations.detach)
-            self._activations.attach()
+        self._probing = self.next_step % self.every == 0
+        if self._probing:
+            self._restart()
+            for handle in self._activations.hooks():
+                self._probed.callback(handle.remove)
             for optimizer in self.optimizers:
-                stack.enter_context(called_before_zero_grad(optimizer, self._gradients_go))
-            self._probed = stack.pop_all()
+                self._probed.enter_context(called_before_zero_grad(optimizer, self._gradients_go))
 
     def _restart(self) -> None:
         self._sums.table.zero_()

@@ -6,7 +6,7 @@ Proof: `python -m pytest tests/gates tests/primitives`.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -303,7 +303,6 @@ class Activations:
         self._sums = sums
         self._before_forward = before_forward
         self._after_backward = after_backward
-        self._handles: list[Any] = []
         self.start()
 
     def start(self) -> None:
@@ -315,23 +314,17 @@ class Activations:
         self._training: list[bool] = []
         self._waiting = False
 
-    def attach(self) -> None:
+    def hooks(self) -> Iterator[Any]:
+        """Add the hooks, and yield their handles."""
         model = self._model
         compiled = compiled_modules(model)
-        self._handles = [
-            model.register_forward_pre_hook(ProbeHook(model, self._enter)),
-            # Also if forward raises, so that later calls are not attributed to it.
-            model.register_forward_hook(ProbeHook(model, self._leave), always_call=True),
-        ]
+        yield model.register_forward_pre_hook(ProbeHook(model, self._enter))
+        # Also if forward raises, so that later calls are not attributed to it.
+        yield model.register_forward_hook(ProbeHook(model, self._leave), always_call=True)
         for layer in self._layers:
             if layer.module not in compiled:
                 add = functools.partial(self._add, layer.name)
-                hook = ProbeHook(layer.module, add)
-                self._handles.append(layer.module.register_forward_hook(hook))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+                yield layer.module.register_forward_hook(ProbeHook(layer.module, add))
 
     def _enter(self, arguments: Any) -> None:
         training = torch.is_grad_enabled() and not (in_backward() or in_transform())

@@ -15,7 +15,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -225,16 +225,6 @@ class OffloadedForward:
         """Return the tensor that backward needs."""
         self.unpacked = True
         return saved.value()
-
-    def move(self, tensor: Tensor, base: Tensor, copies: HostCopies) -> "OffloadedTensor":
-        """Start moving the storage of a tensor to the host."""
-        storage = tensor.untyped_storage()
-        self.most_bytes = max(self.most_bytes, 2 * storage.nbytes())
-        self.report.num_moved += 1
-        self.report.moved_bytes += storage.nbytes()
-        moved = Moved(self, tensor, base, copies)
-        self.moved[storage.data_ptr()] = moved
-        return self.save(moved, tensor)
 
     def save(self, moved: "Moved", tensor: Tensor) -> "OffloadedTensor":
         saved = OffloadedTensor(moved, tensor, len(self.order))
@@ -492,13 +482,20 @@ class Offloader:
         return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
-        moved_bytes = step.report.moved_bytes + _size(tensor)
-        if moved_bytes > self.most_moved_bytes:
-            require_host_memory(_size(tensor))
-            self.most_moved_bytes = moved_bytes
+        """Start moving the storage of a tensor to the host."""
+        size = _size(tensor)
+        report = step.report
+        if report.moved_bytes + size > self.most_moved_bytes:
+            require_host_memory(size)
+            self.most_moved_bytes = report.moved_bytes + size
+        report.num_moved += 1
+        report.moved_bytes += size
+        step.most_bytes = max(step.most_bytes, 2 * size)
         if tensor.device not in self.copies:
             self.copies[tensor.device] = HostCopies(tensor.device)
-        return step.move(tensor, base, self.copies[tensor.device])
+        moved = Moved(step, tensor, base, self.copies[tensor.device])
+        step.moved[_address(tensor)] = moved
+        return step.save(moved, tensor)
 
 
 def offload_blocks(
@@ -545,7 +542,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     for module in model.modules():
         if isinstance(module, Offloaded):
             report: OffloadReport = module.__dict__[OFFLOADER_ATTRIBUTE].report
-            return replace(report, skipped=dict(report.skipped))
+            return report
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 
 

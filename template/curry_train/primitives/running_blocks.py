@@ -94,8 +94,9 @@ class HooksRefused(RuntimeError):
 class ForwardRecord:
     """The calls of one forward, and the storages that autograd saves in each.
 
-    Use it as a context manager around the forward. Storages have numbers, so that no tensor stays
-    alive. Without `with_values` no backward can run inside the forward: it raises `ValuesNeeded`.
+    `running` is a context manager around the forward. Storages have numbers, so that no tensor
+    stays alive. Without `with_values` no backward can run inside the forward: it raises
+    `ValuesNeeded`.
     """
 
     def __init__(self, model: nn.Module, *, with_values: bool = False) -> None:
@@ -113,11 +114,11 @@ class ForwardRecord:
         # Whether a backward ran inside the forward.
         self.runs_backward = False
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
-        self._stack = contextlib.ExitStack()
         for tensor in (*model.parameters(), *model.buffers()):
             self._number(tensor, is_own=True)
 
-    def __enter__(self) -> "ForwardRecord":
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if holds_compiled_code(self._named[""]):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -127,12 +128,7 @@ class ForwardRecord:
                     # As recompute does, and without hooks, which a direct call would skip.
                     stack.callback(_set_forward, module, module.__dict__.get("forward"))
                     _set_forward(module, self._recorded(name, module, module.forward))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
-        self.root.end = len(self.log)
+            yield
 
     def total_bytes(self) -> int:
         return self.bytes_of(set(self.log))
@@ -444,11 +440,13 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
             # Raises with what to do.
             refuse(module)
     with as_trained(model), buffers_kept(model), seeded(0):
+        record = ForwardRecord(model)
         try:
-            with ForwardRecord(model) as record:
+            with record.running():
                 loss(model, batch)
         except ValuesNeeded:
-            with ForwardRecord(model, with_values=True) as record:
+            record = ForwardRecord(model, with_values=True)
+            with record.running():
                 loss(model, batch)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):

@@ -75,9 +75,6 @@ class Strategy:
     # Returns extra figures, such as bytes moved, of a changed model that has run a step.
     facts: Callable[[nn.Module], dict[str, float]] | None = None
 
-    # Changes the named blocks as one option of a plan; None if no plan chooses this strategy.
-    on_blocks: Callable[[nn.Module, list[str], Any], Any] | None = None
-
     # Whether `CheckpointConfig.strategy` may be this name.
     configurable: bool = True
 
@@ -158,14 +155,6 @@ def choose_segments(
 SELECTIVE_SHARE = 0.6
 
 
-def _none(model: nn.Module, sample: Sample) -> list[str]:
-    return []
-
-
-def _full(model: nn.Module, sample: Sample) -> list[str]:
-    return recompute_blocks(model, blocks=sample.blocks, **sample.options)
-
-
 def _sequential(model: nn.Module, sample: Sample) -> list[str]:
     count = sample.num_segments
     if count is None and sample.batch is None:
@@ -192,10 +181,6 @@ def _sac(model: nn.Module, sample: Sample, *, policy: str = "save_expensive") ->
     return apply_sac(model, policy, blocks=sample.blocks, **sample.options)
 
 
-def _sac_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    apply_sac(model, Policy(str(option), calls=option.keep), blocks=names)
-
-
 def _regions(model: nn.Module, sample: Sample) -> list[str]:
     """Apply regions; undo them and return no names if they free nothing."""
     if sample.batch is None:
@@ -206,10 +191,6 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
         return names
     remove_regions(model)
     return []
-
-
-def _regions_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    apply_regions(model, blocks=names)
 
 
 # Offload of the activations of blocks to host memory.
@@ -223,10 +204,6 @@ def _offload(model: nn.Module, sample: Sample) -> list[str]:
         blocks=sample.blocks,
         keep_last=1 if several else 0,
     )
-
-
-def _offload_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    primitives.offload.offload_blocks(model, blocks=names, keep_last=0)
 
 
 def moved_bytes(model: nn.Module) -> dict[str, float]:
@@ -284,12 +261,11 @@ def _plan(model: nn.Module, sample: Sample) -> list[str]:
 # The registry. Nothing and whole blocks come first: the others are read against them.
 
 _REGISTERED_STRATEGIES = (
-    Strategy("none", "keep every activation", _none, on_blocks=lambda model, names, option: None),
+    Strategy("none", "keep every activation", lambda model, sample: []),
     Strategy(
         "full",
         "recompute every block",
-        _full,
-        on_blocks=lambda model, names, option: recompute_blocks(model, blocks=names),
+        lambda model, sample: recompute_blocks(model, blocks=sample.blocks, **sample.options),
     ),
     Strategy("sequential", "recompute runs of blocks, the count with the lowest peak", _sequential),
     Strategy(
@@ -303,14 +279,8 @@ _REGISTERED_STRATEGIES = (
         "move what the blocks hold to CPU memory",
         _offload,
         facts=moved_bytes,
-        on_blocks=_offload_on_blocks,
     ),
-    Strategy(
-        "sac",
-        "keep products, attention and convolutions, by operation",
-        _sac,
-        on_blocks=_sac_on_blocks,
-    ),
+    Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
     Strategy(
         "sac_matmuls",
         "keep matrix products alone, by operation",
@@ -329,12 +299,7 @@ _REGISTERED_STRATEGIES = (
         partial(_sac, policy="every_second_matmul"),
         configurable=False,
     ),
-    Strategy(
-        "regions",
-        "keep products and attention, without a dispatch mode",
-        _regions,
-        on_blocks=_regions_on_blocks,
-    ),
+    Strategy("regions", "keep products and attention, without a dispatch mode", _regions),
     Strategy("timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False),
     Strategy("plan", "what a plan from a file says", _plan),
 )
@@ -343,8 +308,18 @@ ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES
 # What commands list and run on any model; strategy `plan` needs a file.
 STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
 
-# The options that a plan chooses from for each block.
-BLOCK_STRATEGIES = {name: found.on_blocks for name, found in STRATEGIES.items() if found.on_blocks}
+# The strategies that a plan chooses from for each block, and how the named blocks are changed.
+BLOCK_STRATEGIES: dict[str, Callable[[nn.Module, list[str], Any], Any]] = {
+    "none": lambda model, names, option: None,
+    "full": lambda model, names, option: recompute_blocks(model, blocks=names),
+    "offload": lambda model, names, option: primitives.offload.offload_blocks(
+        model, blocks=names, keep_last=0
+    ),
+    "sac": lambda model, names, option: apply_sac(
+        model, Policy(str(option), calls=option.keep), blocks=names
+    ),
+    "regions": lambda model, names, option: apply_regions(model, blocks=names),
+}
 
 # The values of `CheckpointConfig.strategy`.
 CONFIGURED_STRATEGIES = tuple(name for name, found in ALL_STRATEGIES.items() if found.configurable)
