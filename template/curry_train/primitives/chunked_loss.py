@@ -480,13 +480,11 @@ def _name(function: Any) -> str:
 
 # Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
 
-CHUNK_TOKENS_ATTRIBUTE = "_chunked_loss"
-LOSS_USE_ATTRIBUTE = "_chunked_loss_use"
-
 
 class ChunkedHead(Derived):
     """A Linear whose training output is computed only when it is read.
 
+    Its technique is the number of tokens in a chunk, and what became of the latest logits.
     It behaves as the plain Linear in eval mode, without grad mode and while `torch.compile` traces
     it.
     """
@@ -500,14 +498,13 @@ class ChunkedHead(Derived):
         if not trains or not any(tensor.requires_grad for tensor in inputs):
             return super().forward(hidden)
 
+        chunk_tokens, _ = self._technique
         use = LossUse()
-        self.__dict__[LOSS_USE_ATTRIBUTE] = use
+        self._technique = chunk_tokens, use
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
-        return stand_in(
-            Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS_ATTRIBUTE], use)
-        )
+        return stand_in(Product(hidden, self.weight, self.bias, chunk_tokens, use))
 
 
 def apply_chunked_loss(
@@ -527,17 +524,13 @@ def apply_chunked_loss(
     check_chunk_size(chunk_tokens)
     found = _find_heads(model, head)
     for module in found.values():
-        become(
-            ChunkedHead,
-            module,
-            **{CHUNK_TOKENS_ATTRIBUTE: chunk_tokens, LOSS_USE_ATTRIBUTE: LossUse()},
-        )
+        become(ChunkedHead, module, (chunk_tokens, LossUse()))
     return list(found)
 
 
 def remove_chunked_loss(model: nn.Module) -> list[str]:
     """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
-    return restore(model, ChunkedHead, CHUNK_TOKENS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
+    return restore(model, ChunkedHead)
 
 
 def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
@@ -546,7 +539,7 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
     The counts start anew at each forward of the head in training.
     """
     return {
-        name: module.__dict__[LOSS_USE_ATTRIBUTE]
+        name: module._technique[1]
         for name, module in model.named_modules()
         if isinstance(module, ChunkedHead)
     }

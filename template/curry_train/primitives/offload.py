@@ -361,7 +361,6 @@ def _witness(tensor: Tensor) -> Tensor:
 
 # Offload activations of blocks to CPU memory and copy them back during backward.
 
-OFFLOADER_ATTRIBUTE = "_offloader"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
 # Reasons for leaving a tensor on the device.
 PARAMETER_REASON = "parameter or buffer"
@@ -382,7 +381,7 @@ class Offloaded(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not is_active(self) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        with self.__dict__[OFFLOADER_ATTRIBUTE].hooks(self, (args, kwargs)):
+        with self._technique.hooks(self, (args, kwargs)):
             return super().forward(*args, **kwargs)
 
 
@@ -528,20 +527,20 @@ def offload_blocks(
 
     offloader = Offloader(model, min_bytes)
     for name in names:
-        become(Offloaded, found[name], **{OFFLOADER_ATTRIBUTE: offloader})
+        become(Offloaded, found[name], offloader)
     return names
 
 
 def remove_offload(model: nn.Module) -> list[str]:
     """Undo `offload_blocks` and return the offloaded blocks' names."""
-    return restore(model, Offloaded, OFFLOADER_ATTRIBUTE)
+    return restore(model, Offloaded)
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
     """Report what the last step of a model with offloaded blocks has moved so far."""
     for module in model.modules():
         if isinstance(module, Offloaded):
-            report: OffloadReport = module.__dict__[OFFLOADER_ATTRIBUTE].report
+            report: OffloadReport = module._technique.report
             return report
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 

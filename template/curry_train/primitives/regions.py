@@ -280,7 +280,6 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
-REGION_NAME_ATTRIBUTE = "_regions_name"
 second_call_contexts.add(recomputing)
 NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -299,12 +298,15 @@ class Regions(Derived):
 
 
 class Replayed(Derived):
-    """A norm or a named module inside a `Regions` block; it runs once more in backward."""
+    """A norm or a named module inside a `Regions` block; it runs once more in backward.
+
+    A module that the user named has its name as the technique.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
             return super().forward(*args, **kwargs)
-        name = self.__dict__[REGION_NAME_ATTRIBUTE]
+        name = self._technique
         before = generator_states(self) if name else []
         output = Replay(BlockState([self]), super().forward, args, kwargs).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
@@ -355,13 +357,13 @@ def apply_regions(
         # A shared module has several names and is changed at the first.
         is_changed = isinstance(module, Replayed)
         if (name in named or _is_norm(module)) and not is_changed:
-            become(Replayed, module, **{REGION_NAME_ATTRIBUTE: name if name in named else None})
+            become(Replayed, module, name if name in named else None)
     return list(found)
 
 
 def remove_regions(model: nn.Module) -> list[str]:
     """Undo `apply_regions` and return the names of the blocks that were changed."""
-    restore(model, Replayed, REGION_NAME_ATTRIBUTE)
+    restore(model, Replayed)
     return restore(model, Regions)
 
 

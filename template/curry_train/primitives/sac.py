@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..core.blocks import become, find_blocks, restore
-from .recompute import RECOMPUTE_ATTRIBUTE, Checkpointed, Pair, RecomputeOptions
+from .recompute import Checkpointed, Pair, RecomputeOptions
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
 
@@ -415,7 +415,7 @@ def apply_sac(
     found = find_blocks(model, blocks)
     for name, block in found.items():
         contexts = functools.partial(_contexts, chosen, name, allow_cache_entry_mutation)
-        become(Sac, block, **{RECOMPUTE_ATTRIBUTE: replace(settings, context_fn=contexts)})
+        become(Sac, block, replace(settings, context_fn=contexts))
     return list(found)
 
 
@@ -425,4 +425,4 @@ def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
 
 def remove_sac(model: nn.Module) -> list[str]:
     """Undo `apply_sac` and return the names of the blocks that had a policy."""
-    return restore(model, Sac, RECOMPUTE_ATTRIBUTE)
+    return restore(model, Sac)
