@@ -257,7 +257,7 @@ def _fitting_rows(
     classes, width = given.weight.shape
     of_row = classes * copies + width * dtype.itemsize
     gradients = [
-        source.numel() * source.element_size()
+        source.nbytes
         for source, needed in zip(given.sources, wanted, strict=True)
         if source is not None and (needed or not any(wanted))
     ]

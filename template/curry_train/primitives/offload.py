@@ -391,15 +391,14 @@ class Surroundings:
     def __init__(self, step: OffloadedForward, block: nn.Module, inputs: Any) -> None:
         self.owned = step.owned | _addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
-        leaves = [
+        data = [
             leaf
             for leaf in tree_leaves(inputs)
-            if type(leaf) is Tensor and leaf.layout is torch.strided
+            if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
         ]
-        data = {_address(leaf): leaf for leaf in leaves if not leaf.requires_grad}
         # Moving a slice of a tensor that the caller holds, such as a data set on the device, frees
         # nothing.
-        self.slices = {address for address, leaf in data.items() if 2 * leaf.nbytes < _size(leaf)}
+        self.slices = {_address(leaf) for leaf in data if 2 * leaf.nbytes < _size(leaf)}
 
     def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""

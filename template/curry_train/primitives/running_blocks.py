@@ -261,17 +261,6 @@ class _Cuts:
     def __init__(self, record: ForwardRecord) -> None:
         self.record = record
         self.total = record.total_bytes()
-        self._inside = dict[str, int]()
-        self._gain = dict[str, int]()
-        for name, calls in record.calls.items():
-            inside = [record.saved_in(call) for call in calls]
-            self._inside[name] = max(
-                record.bytes_of(saved - call.inputs)
-                for saved, call in zip(inside, calls, strict=True)
-            )
-            self._gain[name] = sum(map(record.bytes_of, inside)) - sum(
-                record.bytes_of(call.inputs) for call in calls
-            )
 
     def can_be_block(self, name: str) -> bool:
         """Return whether a module can recompute: it trains, saves, and leaves its inputs alone."""
@@ -290,8 +279,7 @@ class _Cuts:
         cuts: list[tuple[int, list[str]]] = []
         while names := self._worthwhile(self._outermost(split)):
             cuts.append((estimate_peak(self.record, names)[0], names))
-            largest = max(names, key=lambda name: self._inside[name])
-            split.add(self.record.kinds[largest])
+            split.add(self.record.kinds[max(names, key=self._most_inside)])
         lowest = min((peak for peak, _ in cuts), default=self.total)
         near = lowest * MOST_ABOVE_LOWEST_PEAK
         limit = min(near, self.total * MOST_PEAK_SHARE)
@@ -318,12 +306,19 @@ class _Cuts:
 
     def _worthwhile(self, names: list[str]) -> list[str]:
         """Leave out the kinds that save hardly more than the inputs that they would keep."""
+        record = self.record
         gain = Counter[Any]()
         for name in names:
-            gain[self.record.kinds[name]] += self._gain[name]
-        return [
-            name for name in names if gain[self.record.kinds[name]] > LEAST_GAIN_SHARE * self.total
-        ]
+            for call in record.calls[name]:
+                saved = record.bytes_of(record.saved_in(call))
+                gain[record.kinds[name]] += saved - record.bytes_of(call.inputs)
+        return [name for name in names if gain[record.kinds[name]] > LEAST_GAIN_SHARE * self.total]
+
+    def _most_inside(self, name: str) -> int:
+        """Return the most bytes that a call saves besides its inputs."""
+        record = self.record
+        calls = record.calls[name]
+        return max(record.bytes_of(record.saved_in(call) - call.inputs) for call in calls)
 
     def _needed(self, names: list[str]) -> list[str]:
         """Leave out kinds that cover little and do not lower the peak, such as norms."""
