@@ -46,7 +46,7 @@ class Sample:
     """Inputs that a strategy may use to measure a model before it chooses."""
 
     batch: Any
-    loss: Loss
+    loss: Any  # a `Loss`; without a batch None
     blocks: str | Sequence[str] | None = None  # names or globs; None for the repeated blocks
 
     # For strategy `plan`: applies a plan that was read from a file.
@@ -425,11 +425,9 @@ class CheckpointConfig:
                 )
 
     @classmethod
-    def from_config(cls, config: Any) -> "CheckpointConfig":
-        """Build from a mapping (unknown keys are errors) or from an object's attributes."""
+    def from_config(cls, config: Mapping[str, Any]) -> "CheckpointConfig":
+        """Build from a mapping; an unknown key is an error."""
         names = [setting.name for setting in fields(cls)]
-        if not isinstance(config, Mapping):
-            config = {name: getattr(config, name) for name in names if hasattr(config, name)}
         for key in config:
             if key not in names:
                 raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
@@ -470,15 +468,11 @@ def apply_config(
         if config.strategy not in ("none", "plan"):
             names = _configured_blocks(model, config, batch, loss)
         num_segments = config.sequential_segments
-        sample = Sample(batch, loss or _no_loss, names, apply_plan, options, num_segments)
+        sample = Sample(batch, loss, names, apply_plan, options, num_segments)
         changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
     if not config.use_reentrant:
         primitives.keep_routing(model)
     return changed
-
-
-def _no_loss(model: nn.Module, batch: Any) -> Any:
-    raise ValueError("this strategy measures the model: give batch and loss")
 
 
 def _configured_blocks(
